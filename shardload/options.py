@@ -16,7 +16,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral, Number, Real
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -54,15 +54,11 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
-def _name(option: str, meaning: str) -> Callable[[Any], str | None]:
-    """The check of a name, or None. `meaning` says what is expected."""
-
-    def check(name: Any) -> str | None:
-        if name is not None and (not isinstance(name, str) or not name):
-            raise ConfigError(f"{option} is {name!r}; expected {meaning}")
-        return name
-
-    return check
+def _name(option: str, meaning: str, name: Any) -> str | None:
+    """A name, or None. `meaning` says what is expected."""
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigError(f"{option} is {name!r}; expected {meaning}")
+    return name
 
 
 def _select(select: Any) -> Any:
@@ -70,39 +66,36 @@ def _select(select: Any) -> Any:
     return {name: select[name] for name in sorted(select, key=repr)} if isinstance(select, Mapping) else select
 
 
-def _per_axis(name: str, is_value: Callable[[Any], bool], kind: Callable[[Any], Any], expected: str) -> Callable[[Any], Any]:
-    """The check of a value for all axes, for each axis, or by the numbers of axes. The plan checks that the array has them."""
-
-    def check(given: Any) -> Any:
-        is_dict, is_list = isinstance(given, Mapping), isinstance(given, (tuple, list))
-        values = list(given.values()) if is_dict else list(given) if is_list else [given]
-        if not all(map(is_value, values)) or (is_dict and not all(map(_is_integer, given))):
-            raise ConfigError(f"{name} is {given!r}; expected {expected}")
-        if is_dict:
-            return {int(axis): kind(given[axis]) for axis in sorted(given)}
-        return tuple(map(kind, values)) if is_list else kind(given)
-
-    return check
+def _per_axis(given: Any, is_value: Callable[[Any], bool], expected: str) -> Any:
+    """A value for all axes, for each axis, or by the numbers of axes. The plan checks that the array has them."""
+    is_dict, is_list = isinstance(given, Mapping), isinstance(given, (tuple, list))
+    values = list(given.values()) if is_dict else list(given) if is_list else [given]
+    if not all(map(is_value, values)) or (is_dict and not all(map(_is_integer, given))):
+        raise ConfigError(expected)
+    values = [int(value) if _is_integer(value) else value for value in values]
+    if is_dict:
+        return {int(axis): value for axis, value in sorted(zip(given, values, strict=True), key=lambda pair: int(pair[0]))}
+    return tuple(values) if is_list else values[0]
 
 
-def _is_rule(rule: Any) -> bool:
-    return rule in EDGES if isinstance(rule, str) else isinstance(rule, Number) and not isinstance(rule, bool)
+def _halo(halo: Any) -> Any:
+    expected = (
+        f"halo is {halo!r}; expected the number of rows on either side of a shard, 0 or more: halo=2 for every axis that the "
+        "spec cuts, halo=(2, 1) for axes 0 and 1, or halo={2: 1} for axis 2"
+    )
+    return _per_axis(halo, lambda n: _is_integer(n) and n >= 0, expected)
 
 
-_halo = _per_axis(
-    "halo",
-    lambda n: _is_integer(n) and n >= 0,
-    int,
-    "the number of rows on either side of a shard, 0 or more: halo=2 for every axis that the spec cuts, halo=(2, 1) for axes 0 "
-    "and 1, or halo={2: 1} for axis 2",
-)
-_edge = _per_axis(
-    "edge",
-    _is_rule,
-    _as_it_is,
-    "what lies beyond the ends of an axis with a halo: 'wrap' (its other end), 'edge' (its last row again) or a value such as "
-    "0; or one of these per axis: ('wrap', 0), {2: 'edge'}",
-)
+def _edge(edge: Any) -> Any:
+    expected = (
+        f"edge is {edge!r}; expected what lies beyond the ends of an axis with a halo: 'wrap' (its other end), 'edge' (its "
+        "last row again) or a value such as 0; or one of these per axis: ('wrap', 0), {2: 'edge'}"
+    )
+
+    def is_rule(rule: Any) -> bool:
+        return rule in EDGES if isinstance(rule, str) else isinstance(rule, Number) and not isinstance(rule, bool)
+
+    return _per_axis(edge, is_rule, expected)
 
 
 def is_plain_tuple(value: Any) -> bool:
@@ -124,30 +117,22 @@ def _is_one_selection(select: Any) -> bool:
     return select is None or select is ... or isinstance(select, slice) or _is_integer(select)
 
 
-def _choice(name: str, words: tuple[Any, ...], meaning: str = "") -> Callable[[Any], Any]:
-    """The check of an option that has one of these values. `meaning` says what they are, in messages."""
-
-    def check(value: Any) -> Any:
-        if not any(isinstance(value, type(word)) and value == word for word in words):
-            expected = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
-            raise ConfigError(f"{name} is {value!r}; expected {expected}{f' ({meaning})' if meaning else ''}")
-        return value
-
-    return check
+def _choice(name: str, words: tuple[Any, ...], meaning: str, value: Any) -> Any:
+    """One of some words. `meaning` says what they are, in messages."""
+    if not any(isinstance(value, type(word)) and value == word for word in words):
+        expected = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
+        raise ConfigError(f"{name} is {value!r}; expected {expected}{f' ({meaning})' if meaning else ''}")
+    return value
 
 
-def _sizes(name: str, words: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """The check of a size for each axis, or one of some words."""
-
-    def check(sizes: Any) -> Any:
-        if sizes is None or isinstance(sizes, str):
-            return _choice(name, words, "or a size for each axis, such as (64, 64, 64)")(sizes)
-        numbers = (sizes,) if _is_integer(sizes) else sizes
-        if not isinstance(numbers, (tuple, list)) or not all(map(_is_integer, numbers)):
-            raise ConfigError(f"{name} is {sizes!r}; expected a size for each axis, such as (64, 64, 64)")
-        return tuple(map(int, numbers))
-
-    return check
+def _sizes(name: str, words: tuple[Any, ...], sizes: Any) -> Any:
+    """A size for each axis, or one of some words."""
+    if sizes is None or isinstance(sizes, str):
+        return _choice(name, words, "or a size for each axis, such as (64, 64, 64)", sizes)
+    numbers = (sizes,) if _is_integer(sizes) else sizes
+    if not isinstance(numbers, (tuple, list)) or not all(map(_is_integer, numbers)):
+        raise ConfigError(f"{name} is {sizes!r}; expected a size for each axis, such as (64, 64, 64)")
+    return tuple(map(int, numbers))
 
 
 def _dims(dims: Any) -> tuple[str | None, ...] | None:
@@ -196,28 +181,21 @@ def _is_no_dict(value: Any) -> bool:
     return not isinstance(value, Mapping)
 
 
-def _axis(name: str) -> Callable[[Any], str | int]:
-    """The check of an axis."""
-
-    def check(axis: Any) -> str | int:
-        if (not isinstance(axis, str) and not _is_integer(axis)) or axis == "":
-            raise ConfigError(f"{name} is {axis!r}; expected the name of an axis in the file, such as 'time', or its number")
-        return axis if isinstance(axis, str) else int(axis)
-
-    return check
+def _axis(name: str, axis: Any) -> str | int:
+    if (not isinstance(axis, str) and not _is_integer(axis)) or axis == "":
+        raise ConfigError(f"{name} is {axis!r}; expected the name of an axis in the file, such as 'time', or its number")
+    return axis if isinstance(axis, str) else int(axis)
 
 
-def _count(name: str, least: int, meaning: str, *, may_be_none: bool = True) -> Callable[[Any], int | None]:
-    """The check of an integer. `meaning` says what is expected."""
+def _count(name: str, least: int, meaning: str, number: Any) -> int:
+    """An integer. `meaning` says what is expected."""
+    if not _is_integer(number) or number < least:
+        raise ConfigError(f"{name} is {number!r}; expected {meaning}")
+    return int(number)
 
-    def check(number: Any) -> int | None:
-        if number is None and may_be_none:
-            return None
-        if not _is_integer(number) or number < least:
-            raise ConfigError(f"{name} is {number!r}; expected {meaning}")
-        return int(number)
 
-    return check
+def _count_or_none(name: str, least: int, meaning: str, number: Any) -> int | None:
+    return None if number is None else _count(name, least, meaning, number)
 
 
 def _window(window: Any) -> int | tuple[int, ...]:
@@ -265,13 +243,9 @@ def _readers(readers: Any) -> str | int:
     return readers if isinstance(readers, str) else int(readers)
 
 
-def _memory(name: str) -> Callable[[Any], str | int]:
-    """The check of a size of memory, or ``"auto"``."""
-
-    def check(size: Any) -> str | int:
-        return AUTO if isinstance(size, str) and size == AUTO else parse_nbytes(size, name)
-
-    return check
+def _memory(name: str, size: Any) -> str | int:
+    """A size of memory, or ``"auto"``."""
+    return AUTO if isinstance(size, str) and size == AUTO else parse_nbytes(size, name)
 
 
 def _progress(progress: Any) -> Any:
@@ -425,7 +399,7 @@ def _in_writes(default: Any) -> Mapping[str, Any]:
 _DECLARED = (
     Option(
         "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_READ, *_WRITES),
-        _name("dataset", "a name inside the file such as '/density', or a dict or list of names"),
+        partial(_name, "dataset", "a name inside the file such as '/density', or a dict or list of names"),
         is_per_array=True, flag="--dataset", other_defaults=_in_writes("data"),
     ),
     Option(
@@ -435,7 +409,7 @@ _DECLARED = (
     Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_per_array=True, flag="--dtype"),
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values.", _READ,
-        _choice("decode", DECODE, _OF_DECODE), str, is_per_array=True, flag="--decode",
+        partial(_choice, "decode", DECODE, _OF_DECODE), str, is_per_array=True, flag="--decode",
     ),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_per_array=True, flag="--pad"),
     Option(
@@ -452,16 +426,16 @@ _DECLARED = (
     ),
     Option(
         "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", (*_PLANNED, *_WRITES),
-        _memory("staging"), str,
+        partial(_memory, "staging"), str,
         flag="--staging",
     ),
     Option(
         "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_WRITES, *_STREAM),
-        _choice("verify", VERIFY), str, choices=VERIFY, flag="--verify", other_defaults=_in_writes(CHECKSUM),
+        partial(_choice, "verify", VERIFY, ""), str, choices=VERIFY, flag="--verify", other_defaults=_in_writes(CHECKSUM),
     ),
     Option(
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),
-        _choice("how of verify", VERIFY), None,
+        partial(_choice, "how of verify", VERIFY, ""), None,
         is_kept=False, choices=VERIFY,
     ),
     Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), is_kept=False),
@@ -480,16 +454,17 @@ _DECLARED = (
     ),
     Option(
         "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS,
-        _choice("missing", MISSING, "what is done about missing chunks"), str,
+        partial(_choice, "missing", MISSING, "what is done about missing chunks"), str,
         choices=MISSING, flag="--missing",
     ),
     Option(
         "allow_external", False, "Follow links and references out of the file's folder.", _READ,
-        _choice("allow_external", (True, False), "may the file lead outside of its folder?"), str,
+        partial(_choice, "allow_external", (True, False), "may the file lead outside of its folder?"), str,
         flag="--allow-external",
     ),
     Option(
-        "untrusted", False, "Open the file in helper processes, with limits.", _READ, _choice("untrusted", (True, False)), str,
+        "untrusted", False, "Open the file in helper processes, with limits.", _READ,
+        partial(_choice, "untrusted", (True, False), ""), str,
         flag="--untrusted",
     ),
     Option(
@@ -506,15 +481,15 @@ _DECLARED = (
     ),
     Option(
         "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",),
-        _count("ranks_per_node", 1, "how many processes a node has, 1 or more"), text=None, is_kept=False,
+        partial(_count_or_none, "ranks_per_node", 1, "how many processes a node has, 1 or more"), text=None, is_kept=False,
         flag="--ranks-per-node",
     ),
     Option(
         "background", False, "Return when the arrays are copied, and write in a thread.", ("save",),
-        _choice("background", (True, False)), str,
+        partial(_choice, "background", (True, False), ""), str,
     ),
     Option(
-        "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, _choice("mode", _MODES),
+        "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, partial(_choice, "mode", _MODES, ""),
         is_kept=False, choices=_MODES,
     ),
     Option(
@@ -523,11 +498,11 @@ _DECLARED = (
     ),
     Option(
         "chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES,
-        _sizes("chunks", (AUTO, None)), **_OF_EACH,
+        partial(_sizes, "chunks", (AUTO, None)), **_OF_EACH,
     ),
     Option(
         "shards", None, "Zarr: elements of a file along each axis, of several chunks. Or a dict by name.", _SAVES,
-        _sizes("shards", (None,)), **_OF_EACH,
+        partial(_sizes, "shards", (None,)), **_OF_EACH,
     ),
     Option(
         "compression", None, "gzip, zstd, blosc, lz4, ... or a dict with level and shuffle. Or a dict by name.", _SAVES,
@@ -549,15 +524,15 @@ _DECLARED = (
         ("load", *_SAVES), _like,
         **_OF_EACH,
     ),
-    Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), _axis("dim"),
-           is_kept=False),
+    Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",),
+           partial(_axis, "dim"), is_kept=False),
     Option("at", None, "Replace the rows from this value of dim's coordinate on: a number or a date.", ("append",),
            _number_or_date, is_kept=False),
-    Option("along", 0, "The axis of the steps of a stream: its name in the file, or its number.", _STREAM, _axis("along"),
-           is_kept=False),
+    Option("along", 0, "The axis of the steps of a stream: its name in the file, or its number.", _STREAM,
+           partial(_axis, "along"), is_kept=False),
     Option(
         "batch", None, "Samples of a batch; None: single steps, without an axis for them.", _STREAM,
-        _count("batch", 1, "how many samples a batch has, 1 or more, or None for single steps"), is_kept=False,
+        partial(_count_or_none, "batch", 1, "how many samples a batch has, 1 or more, or None for single steps"), is_kept=False,
     ),
     Option(
         "window", None, "Steps of a sample, counted from its anchor: 1, (-1, 0); None: the anchor alone.", _STREAM, _window,
@@ -565,33 +540,34 @@ _DECLARED = (
     ),
     Option(
         "shuffle", None, "Seed of a random order; None: samples ascend.", _STREAM,
-        _count("shuffle", 0, "a seed, an integer from 0 on, or None for ascending samples"), is_kept=False,
+        partial(_count_or_none, "shuffle", 0, "a seed, an integer from 0 on, or None for ascending samples"), is_kept=False,
     ),
     Option(
         "epochs", 1, "How often all samples are given; None: without end.", _STREAM,
-        _count("epochs", 1, "how often all samples are given, 1 or more, or None for a stream without end"), is_kept=False,
+        partial(_count_or_none, "epochs", 1, "how often all samples are given, 1 or more, or None for a stream without end"),
+        is_kept=False,
     ),
     Option(
         "remainder", "drop", "Samples that do not fill a batch: drop, pad or error.", _STREAM,
-        _choice("remainder", REMAINDERS, "what becomes of the samples that do not fill a batch"), is_kept=False,
+        partial(_choice, "remainder", REMAINDERS, "what becomes of the samples that do not fill a batch"), is_kept=False,
         choices=REMAINDERS,
     ),
     Option(
         "border", "reread", "Shuffled windows over the border of two blocks: reread chunks for them, or drop them.", _STREAM,
-        _choice("border", BORDERS, "what becomes of shuffled windows that reach over the border of two blocks"), is_kept=False,
-        choices=BORDERS,
+        partial(_choice, "border", BORDERS, "what becomes of shuffled windows that reach over the border of two blocks"),
+        is_kept=False, choices=BORDERS,
     ),
     Option(
         "gaps", "error", "Gaps in the coordinate of the steps: error, skip (windows that reach over one), ignore.", _STREAM,
-        _choice("gaps", GAPS, "what is done about gaps in the coordinate of the steps"), is_kept=False, choices=GAPS,
+        partial(_choice, "gaps", GAPS, "what is done about gaps in the coordinate of the steps"), is_kept=False, choices=GAPS,
     ),
     Option(
         "pool", AUTO, "Memory of the job for steps of a shuffled stream: 8GiB; auto: a tenth of the selection.", _STREAM,
-        _memory("pool"), is_kept=False,
+        partial(_memory, "pool"), is_kept=False,
     ),
     Option(
         "prefetch", 2, "Batches that are made ahead; 0: each is made when it is asked for.", _STREAM,
-        _count("prefetch", 0, "how many batches are made ahead, 0 or more", may_be_none=False), is_kept=False,
+        partial(_count, "prefetch", 0, "how many batches are made ahead, 0 or more"), is_kept=False,
     ),
     Option(
         "scale", None, "Mean and standard deviation: values become (x - mean) / deviation.", _STREAM, _scale, _scale_text,
@@ -599,7 +575,7 @@ _DECLARED = (
     ),
     Option(
         "stack", None, "Make one array of a tree of them, along this axis: a new one, or one that they have.", _STREAM,
-        _name("stack", "the name of an axis, such as 'channel'"), is_per_array=True, is_kept=False,
+        partial(_name, "stack", "the name of an axis, such as 'channel'"), is_per_array=True, is_kept=False,
     ),
 )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """How do ranks communicate? The only package that uses MPI.
 
 Open `group` first: it is the ranks of one call. `agreement` lets them agree on small values and errors, `collectives` are the
-messages for that, and `error_codec` turns an error into text. `transport` carries the values of an exchange. `store` does
-all of this without MPI. `topology` and `shared_memory` serve the ranks of one machine. `mpi` loads mpi4py.
-`watchdog` detects which rank holds up the others, `stall_report` writes the message, and `heartbeat` sends it. `tracebacks`
-decides which rank shows an error. `launch`, `coordinator`, `singletons` and `environment` start JAX on all ranks.
+messages for that, and `shared_errors` turns an error into text, and decides which rank shows it. `transport` carries the values
+of an exchange. `store` does all of this without MPI. `topology` and `shared_memory` serve the ranks of one machine. `mpi` loads
+mpi4py. `watchdog` detects which rank holds up the others, and `heartbeat` sends what it says. `launch` and `environment` start
+JAX on all ranks.
 """

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from shardload.comm.collectives import Collectives
-from shardload.comm.error_codec import as_shardload, from_json, to_json
-from shardload.comm.tracebacks import share
+from shardload.comm.shared_errors import as_shardload, from_json, share, to_json
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.stall_report import NOTICE_SECONDS, notice_of, text_of
+from shardload.comm.watchdog import NOTICE_SECONDS, notice_of, text_of
 from shardload.errors import StallError
 
 _log = logging.getLogger("shardload")

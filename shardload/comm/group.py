@@ -25,9 +25,9 @@ from shardload.comm.agreement import Agreement, digest_of
 from shardload.comm.collectives import Collectives, MpiCollectives, duplicate
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
-from shardload.comm.shared_memory import NodeMemory, Segment
+from shardload.comm.shared_memory import Node, Segment
 from shardload.comm.store import StoreCollectives, StoreMailbox, StoreMessages, StoreTransport, jax_processes
-from shardload.comm.topology import Node, Topology, find_topology, pretended_node
+from shardload.comm.topology import Topology, find_topology, pretended_node
 from shardload.comm.transport import MpiTransport, Transport
 from shardload.comm.watchdog import Mailbox, Watchdog
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
@@ -126,7 +126,6 @@ class Group(Agreement):
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
         self._machine: Topology | None = None
-        self._memory = NodeMemory(self.rank)
         self._one_call = threading.Lock()
         self._caller = 0  # id of the thread that is in a call
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
@@ -237,10 +236,10 @@ class Group(Agreement):
             # MPI's calls spin without a timeout: make them only when all ranks are there, and all the same ones.
             told = self.gather_ints([-1 if pretended is None else pretended, host])
             if self.size == 1:
-                self._node = Node(self._collectives, (0,))
+                self._node = Node(0, (0,), self._collectives)
             elif self._client is not None:
                 ranks = tuple(np.flatnonzero((told == told[self.rank]).all(axis=1)).tolist())
-                self._node = Node(self._over_store(f"node {ranks[0]}", ranks), ranks)
+                self._node = Node(self.rank, ranks, self._over_store(f"node {ranks[0]}", ranks))
             else:
                 comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
                 if told[:, 0].max() >= 0:
@@ -248,7 +247,7 @@ class Group(Agreement):
                     whole.Free()
                 on_node = MpiCollectives(comm, self.mpi, self.watch.look)
                 found = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
-                self._node = Node(on_node, tuple(found.tolist()), comm.Free)
+                self._node = Node(self.rank, tuple(found.tolist()), on_node, comm.Free)
         return self._node
 
     @property
@@ -258,17 +257,10 @@ class Group(Agreement):
             self._machine = find_topology(self, self.node)
         return self._machine
 
-    def shared_memory(self, nbytes: int) -> dict[int, Segment]:
-        """Shared memory of every rank on this machine, by rank, at least `nbytes` each; empty if memory cannot be shared.
-
-        Collective over the node. Each of its ranks passes the bytes that it needs (0: none). The memory is kept for the next
-        load.
-        """
-        return self._memory.at_least(nbytes, self.node.ranks, self.node.collectives)
-
     def forget_shared_memory(self) -> None:
         """Stop using this rank's shared memory, after an interrupted exchange: other ranks may still read it."""
-        self._memory.forget()
+        if self._node is not None:
+            self._node.segments = {}
 
     def duplicate(self, timeout: float | None = None) -> Group:
         """A group of the same ranks with messages of its own, for what goes on beside other calls. Collective; `free` it."""
@@ -285,7 +277,7 @@ class Group(Agreement):
 
     def free(self) -> None:
         """Free the communicators of this group."""
-        self._memory.forget()
+        self.forget_shared_memory()
         if self.is_torn or self.watch.is_stalled:
             return  # messages may still be pending in it
         if self.comm is not None and self._mailbox is not None:

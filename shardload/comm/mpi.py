@@ -1,7 +1,10 @@
-"""Is there MPI, and which library is it? The only module that imports mpi4py.
+"""Is there MPI, which library is it, and does it see all tasks of the job? The only module that imports mpi4py.
 
 Importing mpi4py starts MPI, so it is imported only when it is needed. If no MPI library can be loaded, or the user has turned
 MPI off, the functions here return that, and do not fail.
+
+If launcher and MPI library do not belong together, each of several tasks takes itself for the whole job: each would load
+everything, and all would write one file (`refuse_singletons`). No JAX.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
 
-from shardload.comm.environment import mpi_is_off
+from shardload.comm.environment import launched, mpi_is_off
 from shardload.errors import ConfigError
 from shardload.system.thread_pool import flush
 
@@ -169,3 +172,41 @@ def abort(comm: Any) -> NoReturn:
     flush()
     comm.Abort(1)
     os._exit(1)
+
+
+# Messages for a launcher that started several tasks which MPI did not notice.
+_UNNOTICED = {
+    "srun": (
+        "srun started {n} tasks, but MPI was not told: add --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI) to srun; "
+        "'srun --mpi=list' shows what this cluster has. If you typed mpiexec, take the one of the library that mpi4py uses"
+    ),
+    "mpirun": (
+        "Open MPI's mpirun started {n} tasks, but mpi4py uses another MPI library: use the mpiexec of that library, "
+        "or MPI4PY_LIBMPI=/path/to/openmpi/lib/libmpi.so, or rebuild mpi4py against Open MPI"
+    ),
+    "mpiexec": (
+        "An MPICH-like mpiexec started {n} tasks, but mpi4py uses another MPI library: use the mpirun of that library, "
+        "or MPI4PY_LIBMPI=/path/to/mpich/lib/libmpi.so, or rebuild mpi4py against this MPI"
+    ),
+}
+_NO_MPI = (
+    "no MPI library can be loaded ({problem}). On a cluster load the site's MPI module and build mpi4py against it "
+    "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
+)
+WITHOUT = "To run without MPI, where values go from node to node slowly, set SHARDLOAD_MPI=0"
+
+
+def unnoticed() -> str:
+    """The message for a launcher that started several tasks while MPI sees one; empty if the launcher started one."""
+    launcher, n = launched(os.environ)
+    return _UNNOTICED[launcher].format(n=n) if launcher else ""
+
+
+def refuse_singletons() -> None:
+    """ConfigError if this process, which is alone, is one of several tasks of a launcher."""
+    found = unnoticed()
+    if world() is None:
+        if found:
+            raise ConfigError(_NO_MPI.format(problem=mpi_problem()))
+    elif found:
+        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {found}. {WITHOUT}")

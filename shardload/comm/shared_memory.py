@@ -5,7 +5,7 @@ leaves nothing behind however a job ends. It is freed when the last process that
 /proc, by the process and descriptor of its maker, and accept it only if they find the maker's random token in it. If any of
 this is not possible (another system, containers with separate process tables), the ranks send messages instead.
 
-The ranks of a machine make their segments together (`NodeMemory`), once; they are kept for the next call, and made anew if more
+The ranks of a machine make their segments together (`Node`), once; they are kept for the next call, and made anew if more
 is needed.
 
 A `Bell` wakes a process that has nothing to do. Its own threads ring it, and so do the processes that attached to its segment.
@@ -19,7 +19,7 @@ import os
 import secrets
 import select
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -135,13 +135,19 @@ class Segment:
             self._descriptor = None
 
 
-class NodeMemory:
-    """The shared memory segments of the ranks of this machine.
+class Node:
+    """The ranks of a group that share this rank's machine, and their shared memory.
 
     Parameters
     ----------
     rank : int
         This rank.
+    ranks : tuple of int
+        All of them, ascending.
+    collectives : Collectives
+        How they agree.
+    free : callable
+        Called when the group is freed.
 
     Attributes
     ----------
@@ -149,44 +155,45 @@ class NodeMemory:
         The segment of each rank of this machine, including this rank; empty if none is shared (yet).
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(
+        self, rank: int, ranks: tuple[int, ...], collectives: Collectives, free: Callable[[], None] = lambda: None
+    ) -> None:
+        self._rank, self.ranks, self.collectives, self.free = rank, ranks, collectives, free
         self.segments: dict[int, Segment] = {}
         self._nbytes = 0
-        self._can_share = True  # the same on every rank
+        self._can_share = len(ranks) > 1  # the same on every rank
         self._is_wanted = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"  # on this rank
 
-    def at_least(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> dict[int, Segment]:
-        """Shared memory of at least `nbytes` of every rank, by rank; empty if it cannot be shared. Collective over `ranks`."""
-        if len(ranks) == 1 or not self._can_share:
+    def shared_memory(self, nbytes: int) -> dict[int, Segment]:
+        """Shared memory of every rank, by rank, at least `nbytes` each; empty if memory cannot be shared. Collective.
+
+        Each rank passes the bytes that it needs (0: none). The memory is kept for the next load.
+        """
+        if not self._can_share:
             return {}
         # A rank whose exchange was interrupted has dropped its segments: then all ranks make new ones.
         state = np.array([nbytes > self._nbytes or not self.segments, nbytes, not self._is_wanted], dtype=np.int64)
-        state = on_node.reduce(state, "max")
+        state = self.collectives.reduce(state, "max")
         self._can_share = not state[2]
         if state[0] and state[1] and self._can_share:
-            self._make(nbytes, ranks, on_node)
+            self._make(nbytes)
         return self.segments
 
-    def forget(self) -> None:
-        """Drop the segments without reusing them, because other ranks may still read them."""
-        self.segments = {}
-
-    def _make(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> None:
+    def _make(self, nbytes: int) -> None:
         self.segments = {}
         own, problem = None, False
         try:
             own = Segment.create(max(nbytes, self._nbytes))
         except (OSError, AttributeError):
             problem = True
-        handles = on_node.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if own is None else own.handle)
+        handles = self.collectives.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if own is None else own.handle)
         found: dict[int, Segment] = {}
         try:
-            for rank, handle in zip(ranks, handles, strict=True):
+            for rank, handle in zip(self.ranks, handles, strict=True):
                 found[rank] = own if rank == self._rank and own is not None else Segment.attach(handle)
         except (OSError, ValueError):
             problem = True
-        failed = on_node.reduce(np.array([problem], dtype=np.int64), "max")
+        failed = self.collectives.reduce(np.array([problem], dtype=np.int64), "max")
         if own is not None:
             own.seal()
         self._can_share = not failed[0]

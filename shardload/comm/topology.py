@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from shardload.comm.agreement import Agreement, digest_of
-from shardload.comm.collectives import Collectives
+from shardload.comm.shared_memory import Node
 from shardload.system.memory_limit import limit_nbytes
 
 UNKNOWN_NBYTES = 1 << 62  # of memory, if nothing says how much there is
-
-
-@dataclass(frozen=True)
-class Node:
-    """The ranks of a group that share this rank's machine, ascending; how they agree; and what frees that."""
-
-    collectives: Collectives
-    ranks: tuple[int, ...]
-    free: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

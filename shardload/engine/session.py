@@ -109,7 +109,7 @@ class Session:
     ) -> None:
         self._group, self._digest, self._checksums = group, digest, checksums
         self.on_progress: Callable[[int], None] | None = None
-        self._segments = {} if shared_nbytes is None else group.shared_memory(shared_nbytes)
+        self._segments = {} if shared_nbytes is None else group.node.shared_memory(shared_nbytes)
         self._shared_nbytes = shared_nbytes or 0
         self._staged: tuple[Staging, Resources] | None = None
         self._n_rounds = 0

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from shardload.comm.error_codec import as_shardload
+from shardload.comm.shared_errors import as_shardload
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.options import is_plain_tuple
 from shardload.planning.selection import Between, Near

@@ -52,7 +52,7 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         (np.arange(7000, 7000 + 24 * n * n, dtype="f4").reshape(4 * n, 6 * n), (2, 6 * n), [(0,), (1,)], n),
     ]
     nbytes = max(int(np.prod(block)) * values.itemsize for values, block, *_ in given)
-    segments = group.shared_memory(4 * aligned(nbytes)) if is_shared else {}
+    segments = group.node.shared_memory(4 * aligned(nbytes)) if is_shared else {}
     own = segments.get(group.rank)
     slots = Slots(2, nbytes, None if own is None else own.data)
     packs = Slots(2, nbytes, None if own is None else own.data[2 * aligned(nbytes) :])

@@ -139,7 +139,7 @@ def with_node(facts: Facts, group: Group) -> Facts:
         mpi_library=_or("unknown", lambda: _library_name(library_version())),
         mpi_threads=_or("", thread_level),
         node=ranks,
-        shares_memory=len(ranks) == 1 or bool(group.shared_memory(_SHARED_NBYTES)),
+        shares_memory=len(ranks) == 1 or bool(group.node.shared_memory(_SHARED_NBYTES)),
     )
 
 

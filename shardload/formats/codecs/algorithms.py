@@ -14,7 +14,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import deflate
@@ -263,7 +263,7 @@ def decode_zstd() -> Stage:
                 if size not in (nbytes, -1):
                     raise ValueError(f"the frame declares {size} bytes, the chunk has {nbytes}")
                 if size == nbytes <= _SMALL_NBYTES:
-                    rows[k * nbytes : (k + 1) * nbytes] = _zstd_of_thread.decompress(one)
+                    rows[k * nbytes : (k + 1) * nbytes] = _of_thread.decompress(one, allow_extra_data=False)
                 else:
                     # Always into `out`: a frame written as a stream declares no size, and would get any amount of memory.
                     numcodecs().zstd.decompress(one, out[k])
@@ -274,24 +274,17 @@ def decode_zstd() -> Stage:
     return Stage("zstd", undo, None)
 
 
-class _ZstdDecoder(threading.local):
-    """The decoder of small frames of this thread."""
-
-    def __init__(self) -> None:
-        self.decompress = partial(zstandard.ZstdDecompressor().decompress, allow_extra_data=False)
-
-
-_zstd_of_thread = _ZstdDecoder()
-
-
 class _ZstdOfThread(threading.local):
-    """zstandard's compressor of this thread: two threads must not use one. One for all arrays, because each takes megabytes."""
+    """zstandard's contexts of this thread: two threads must not use one. One for all arrays, because each takes megabytes."""
 
     level: int | None = None
     compress: Step | None = None
 
+    def __init__(self) -> None:
+        self.decompress = zstandard.ZstdDecompressor().decompress
 
-_encoder_of_thread = _ZstdOfThread()
+
+_of_thread = _ZstdOfThread()
 
 
 def encode_zstd(level: int) -> Step:
@@ -301,14 +294,11 @@ def encode_zstd(level: int) -> Step:
     """
 
     def step(data: Any) -> Any:
-        mine = _encoder_of_thread
-        compress = mine.compress
-        if compress is None or mine.level != level:
-            mine.compress = None  # free the old memory before asking for more
-            kept = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
-            compress = mine.compress = kept.compress
-            mine.level = level
-        return compress(data)
+        if _of_thread.compress is None or _of_thread.level != level:
+            _of_thread.compress = None  # free the old memory before asking for more
+            context = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
+            _of_thread.compress, _of_thread.level = context.compress, level
+        return _of_thread.compress(data)
 
     return step
 
@@ -386,18 +376,14 @@ def decode_lz4() -> Stage:
                 if len(packed) == len(block):  # stored as it is
                     block[...] = packed
                 else:
-                    _unpack_lz4(packed, block)
+                    try:
+                        numcodecs().lz4.decompress(len(block).to_bytes(4, "little") + bytes(packed), block)
+                    except (RuntimeError, ValueError) as error:
+                        raise ValueError(f"the lz4 data is damaged ({error})") from None
                 at, done = end, done + len(block)
         return out
 
     return Stage("lz4", undo, None)
-
-
-def _unpack_lz4(packed: Any, block: Bytes) -> None:
-    try:
-        numcodecs().lz4.decompress(len(block).to_bytes(4, "little") + bytes(packed), block)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the lz4 data is damaged ({error})") from None
 
 
 def encode_lz4() -> Step:

@@ -102,6 +102,33 @@ class ChunkTable:
             column[at] = np.asarray(values).astype(column.dtype)[is_inside]
 
 
+def list_chunks(
+    identifier: h5py.h5d.DatasetID, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
+) -> None:
+    """Give what HDF5 says of all stored chunks, so many at once: first elements (a row each), offsets, sizes, masks.
+
+    `n_most` is the number of chunks that the dataset may have, if it is known.
+    """
+    told: list[Any] = []
+
+    def hand_on() -> None:
+        if told:
+            starts, masks, offsets, sizes = zip(*told, strict=True)
+            told.clear()
+            at = np.fromiter(itertools.chain.from_iterable(starts), np.int64).reshape(len(offsets), -1)
+            take(at, np.array(offsets), np.array(sizes), np.array(masks))
+
+    def note(chunk: Any) -> None:
+        told.append(chunk)
+        if len(told) >= at_once:
+            hand_on()
+
+    with phil:
+        # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
+        identifier.chunk_iter(note if n_most is None or n_most > at_once else told.append)
+        hand_on()
+
+
 class ChunkPlaces:
     """Where the chunks of one open, chunked dataset are. Safe to use from several threads at once.
 
@@ -111,9 +138,11 @@ class ChunkPlaces:
         The dataset.
     expected : Region, optional
         Chunks that meet it will be asked for, and hardly any other.
+    known : ChunkTable, optional
+        Where some are. No other may be asked for.
     """
 
-    def __init__(self, dataset: OpenDataset, expected: Region | None = None) -> None:
+    def __init__(self, dataset: OpenDataset, expected: Region | None = None, known: ChunkTable | None = None) -> None:
         creation = dataset.creation
         self.raw, self._dataset, self._expected = dataset.raw, dataset, expected
         self.chunk: tuple[int, ...] = tuple(creation.get_chunk())
@@ -124,7 +153,7 @@ class ChunkPlaces:
         reach_over = [axis for axis, (n, c) in enumerate(zip(dataset.shape, self.chunk, strict=True)) if n % c]
         self._plain_axes = reach_over if reach_over and self.filters and are_edges_plain(creation) else []
         self._lock = threading.Lock()
-        self._table: ChunkTable | None = None
+        self._table, self._is_told = known, known is not None
 
     @kept
     def _tree(self) -> ChunkTree | None:
@@ -155,11 +184,19 @@ class ChunkPlaces:
         return box
 
     def _listed(self, box: Sequence[range]) -> ChunkTable:
+        if self._is_told:
+            raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
         table = ChunkTable.empty(box)
         if not math.prod(table.offsets.shape):
             return table
         if self._tree is None:
-            self._list_by_library(table)
+            put_right, chunk = _true_place(self._dataset), np.array(self.chunk)
+
+            def note(starts: Ints, *told: Any) -> None:
+                true = starts if put_right is None else np.array(put_right(starts.T)).T
+                table.note(true // chunk, *told)
+
+            list_chunks(self._dataset.id, note, _TOLD_AT_ONCE, math.prod(self.counts))
         else:
             for part in cut_box(box, MOST_ENTRIES):
                 positions, entries = self._tree.chunks_in(part)
@@ -168,29 +205,6 @@ class ChunkPlaces:
             if box[axis].stop == self.counts[axis]:
                 table.masks.swapaxes(0, axis)[-1] = self.no_filter
         return table
-
-    def _list_by_library(self, table: ChunkTable) -> None:
-        put_right = _true_place(self._dataset)
-        told: list[Any] = []
-
-        def note() -> None:
-            if told:
-                offsets, masks, places, sizes = zip(*told, strict=True)
-                told.clear()
-                listed = np.fromiter(itertools.chain.from_iterable(offsets), np.int64).reshape(-1, len(self.chunk)).T
-                axes = listed if put_right is None else np.array(put_right(listed))
-                positions = axes.T // np.array(self.chunk)
-                table.note(positions, places, sizes, masks)
-
-        def tell(chunk: Any) -> None:
-            told.append(chunk)
-            if len(told) >= _TOLD_AT_ONCE:
-                note()
-
-        with phil:
-            # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-            self._dataset.id.chunk_iter(told.append if math.prod(self.counts) <= _TOLD_AT_ONCE else tell)
-            note()
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet a non-empty region."""

@@ -3,8 +3,7 @@
 1. `Hdf5Format` claims files, and opens them.
 2. `Hdf5File` is one open file. A name is looked up through soft and external links (`links.follow`), `describe` turns the
    dataset's metadata into an `ArrayInfo`, and a `Hdf5Source` reads its values.
-3. `OtherFiles` opens the datasets of which a virtual one consists, each as if it were loaded from its own file.
-4. `StoreFile` is a file in an object store, or on an HTTP server. It sends no request before something is asked that was not
+3. `StoreFile` is a file in an object store, or on an HTTP server. It sends no request before something is asked that was not
    told. The rank that finds the arrays opens it; HDF5 reads it as a file object (`BlockCache`), through blocks that are kept.
    To the others that rank tells where chunks are (`told`).
 """
@@ -13,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import h5py
 
@@ -31,7 +31,6 @@ from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, place_of, versions_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, attribute_names, describe, groups_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
-    ImageFacts,
     OpenDataset,
     OpenFacts,
     close_all,
@@ -45,13 +44,14 @@ from shardload.formats.hdf5.opened import (
     type_of_values,
 )
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.hdf5.tiles import Versions, code_of, find_boxes, tell_parts
+from shardload.formats.hdf5.tiles import Opener, Versions, code_of, find_boxes, tell_parts
 from shardload.formats.hdf5.told import StoreSource, ToldSource
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.storage.local import state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 
+FileVersions = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
 _ERRORS = (KeyError, OSError, RuntimeError, ValueError)
 
@@ -69,12 +69,15 @@ class Hdf5File(OpenFile):
         What the caller allows.
     fence : Fence
         The folders that it may refer to.
+    versions : tuple
+        Other files, with their sizes and times: what is said of its arrays counts as long as none has changed.
     """
 
-    _kind_of_source: ClassVar[type[Hdf5Source]] = Hdf5Source
+    _versions: FileVersions = ()
 
-    def __init__(self, facts: OpenFacts, path: str, access: Access, fence: Fence) -> None:
-        self._facts, self._file, self._path, self._access, self._fence = facts, facts.file, path, access, fence
+    def __init__(self, facts: OpenFacts, path: str, access: Access, fence: Fence, versions: FileVersions = ()) -> None:
+        self._facts, self._path, self._access, self._fence = facts, path, access, fence
+        self._versions = versions
 
     @classmethod
     def at(cls, path: str, access: Access) -> Hdf5File:
@@ -90,19 +93,6 @@ class Hdf5File(OpenFile):
             found = self._variable_of(found, dataset)
         return self.source(found, dataset, _closing(found, opened), planned, is_linked=bool(opened))
 
-    def open_part(self, dataset: str, after: Callable[[], None]) -> tuple[Hdf5Source, Versions]:
-        """Open a dataset of which a virtual one consists, by its very name: that knows no names of netCDF. `after` is called
-        when it was closed. Returns also the files that its values depend on, with their versions.
-        """
-        found, opened = self._look_up(dataset)
-        versions = versions_of([self._facts, *opened])
-        closing = _closing(found, opened, after)
-        source = self.source(found, dataset, closing, is_linked=bool(opened))
-        if source.info.refused is not None:
-            closing.close()
-            raise OSError(f"{source.info} holds {source.info.refused}")
-        return source, versions | source.others.versions
-
     def source(
         self,
         dataset: OpenDataset,
@@ -115,16 +105,57 @@ class Hdf5File(OpenFile):
         try:
             others = look_through(dataset, self._fence, self._access, planned is not None and planned.parts is not None)
             info = self._describe(dataset, name, others, planned=planned)
-            open_part = OtherFiles(dataset, self._fence, self._access) if others.is_virtual else None
-            return self._kind_of_source(dataset, info, others, open_part, closing.close, is_linked)
+            open_part = self._opener_of_parts(dataset) if others.is_virtual else None
+            kind = StoreSource if dataset.facts.is_in_store else Hdf5Source
+            return kind(dataset, info, others, open_part, closing.close, is_linked)
         except BaseException:
             closing.close()
             raise
+
+    def _opener_of_parts(self, virtual: OpenDataset) -> Opener:
+        """Opens the datasets of which a virtual one consists, each by its very name (that knows no names of netCDF), as if it
+        were loaded from its own file. They are inside of the fence of this file.
+        """
+        places = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # when the first is opened
+
+        def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
+            path, _ = places().find(name)
+            what, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
+            try:
+                opening = virtual.facts.parts.open(path, state_of(path) or (0, 0), lambda: open_other(path, what, self._fence))
+                facts = closing.enter_context(opening)
+            except OutsideError as error:  # of the folder in which the file was opened
+                before, now = os.path.join(os.getcwd(), str(virtual.file.filename)), places().own
+                if before == now:
+                    raise
+                raise ChangedError(
+                    f"'{printable(before)}' was moved or replaced since it was opened: it is '{printable(now)}' now, and its "
+                    "parts are looked for there. Load it again"
+                ) from error
+            try:
+                file = Hdf5File(facts, path, self._access, self._fence)
+                found, opened = file._look_up(dataset)
+                versions = versions_of([facts, *opened])
+                source = file.source(found, dataset, _closing(found, opened, closing), is_linked=bool(opened))
+                if source.info.refused is not None:
+                    raise OSError(f"{source.info} holds {source.info.refused}")
+                return source, versions | source.others.versions
+            except BaseException as error:
+                closing.close()
+                if isinstance(error, KeyError):
+                    raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
+                raise
+
+        return open_part
 
     def _describe(
         self, dataset: OpenDataset, name: str, others: Others, in_full: bool = False, planned: ArrayInfo | None = None
     ) -> ArrayInfo:
         """Describe a dataset. Of one that is refused nothing is asked, not even its shape: HDF5 may open files for that."""
+        if planned is None or planned.parts is None:  # else a part is compared when it is opened
+            for path, version in self._versions:
+                if (others.versions.get(path) or state_of(path)) != version:
+                    raise ChangedError(f"'{path}' has changed since shardload.concat looked at it. Call concat again")
         if others.refused is None:
             try:
                 with others.watched():
@@ -132,7 +163,10 @@ class Hdf5File(OpenFile):
                 return _with_parts(info, dataset, others, planned) if others.is_virtual and info.refused is None else info
             except OutsideError as error:
                 others.refused = str(error)
-        return ArrayInfo(self._path, name, "HDF5", (), "unknown", refused=others.refused)
+        return self._refused(name, others.refused)
+
+    def _refused(self, name: str, why: str) -> ArrayInfo:
+        return ArrayInfo(self._path, name, "HDF5", (), "unknown", refused=why)
 
     def _at_end_of(self, opened: list[OpenFacts]) -> Hdf5File:
         """The file to which links have led through these; the caller's path and allowance are those of this one."""
@@ -214,7 +248,7 @@ class Hdf5File(OpenFile):
         With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If
         there are more than `most`, those most similar to `like` come first.
         """
-        group, called = self._file if group is None else group, called.rstrip("/")
+        group, called = self._facts.file if group is None else group, called.rstrip("/")
         names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
         if most is not None and len(names) > most and like:
             names = _likest_first(names, like.strip("/"))
@@ -230,11 +264,9 @@ class Hdf5File(OpenFile):
                     dataset = self._facts.dataset(found.id)
                     yield self._describe(dataset, full, look_through(dataset, self._fence, self._access), in_full)
             except (AssertionError, TypeError, *_ERRORS) as error:  # h5py asserts, too
-                yield ArrayInfo(self._path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+                yield self._refused(full, f"metadata that HDF5 cannot read ({error})")
         for name, why in lost.items():
-            yield ArrayInfo(
-                self._path, f"{called}/{name}", "HDF5", (), "unknown", refused=f"a group that HDF5 cannot read ({why})"
-            )
+            yield self._refused(f"{called}/{name}", f"a group that HDF5 cannot read ({why})")
 
     def _below(self, name: str) -> list[ArrayInfo]:
         """Some of the arrays below a group, to which links may lead, or what it is without arrays; nothing if there is no
@@ -257,12 +289,13 @@ class Hdf5File(OpenFile):
 
     def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """The attributes of all groups; this goes through the whole file."""
-        return groups_of(self._file)
+        return groups_of(self._facts.file)
 
     def links(self) -> dict[str, str]:
         """All but the first hard link to an object. Nothing is opened to find out what they lead to."""
         others: dict[Any, int] = {}
-        first: dict[int, str] = {int(h5py.h5o.get_info(self._file.id).addr): ""}
+        root = self._facts.file.id
+        first: dict[int, str] = {int(h5py.h5o.get_info(root).addr): ""}
         found: dict[str, str] = {}
 
         def keep(name: Any, link: Any) -> None:
@@ -274,9 +307,9 @@ class Hdf5File(OpenFile):
                 first[int(link.u)] = decoded(name)
 
         try:
-            self._file.id.links.visit(keep, info=True)
+            root.links.visit(keep, info=True)
             for name, kind in others.items():
-                value: Any = self._file.id.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
+                value: Any = root.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
                 is_external = kind == h5py.h5l.TYPE_EXTERNAL
                 to = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
                 found[f"/{decoded(name)}"] = to
@@ -293,80 +326,12 @@ class Hdf5File(OpenFile):
         self._facts.close()
 
 
-class ConcatenatedFile(Hdf5File):
-    """Several files as one: `Concatenation`. What it has of them itself counts as long as none of them has changed."""
-
-    def __init__(self, path: Concatenation, access: Access) -> None:
-        fence = Fence() if access.allow_external else path.fence
-        super().__init__(ImageFacts(path.image), str(path), access, fence)
-        self._versions = path.versions
-
-    def _describe(
-        self, dataset: OpenDataset, name: str, others: Others, in_full: bool = False, planned: ArrayInfo | None = None
-    ) -> ArrayInfo:
-        if planned is None or planned.parts is None:  # else a part is compared when it is opened
-            for path, version in self._versions:
-                if (others.versions.get(path) or state_of(path)) != version:
-                    raise ChangedError(f"'{path}' has changed since shardload.concat looked at it. Call concat again")
-        return super()._describe(dataset, name, others, in_full, planned)
-
-
-def _closing(dataset: OpenDataset, opened: list[OpenFacts], after: Callable[[], None] | None = None) -> contextlib.ExitStack:
+def _closing(dataset: OpenDataset, opened: list[OpenFacts], last: contextlib.ExitStack | None = None) -> contextlib.ExitStack:
     """Closes a dataset, then the files on the way to it, then what is left."""
-    closing = contextlib.ExitStack()
-    if after is not None:
-        closing.callback(after)
+    closing = contextlib.ExitStack() if last is None else last
     closing.callback(close_all, opened)
     closing.callback(dataset.close)
     return closing
-
-
-class OtherFiles:
-    """Opens datasets of which a virtual one consists.
-
-    Parameters
-    ----------
-    dataset : OpenDataset
-        The virtual one.
-    fence, access : Fence, Access
-        Those of this file: the others are inside, too.
-    """
-
-    def __init__(self, dataset: OpenDataset, fence: Fence, access: Access) -> None:
-        self._dataset, self._fence, self._access = dataset, fence, access
-
-    @kept
-    def _places(self) -> SearchPath:
-        """Where they are when the first is opened."""
-        return SearchPath("HDF5_VDS_PREFIX", self._dataset.facts)
-
-    def __call__(self, name: str, dataset: str) -> tuple[Source, Versions]:
-        """Open the dataset of this name in the file that is named so. Returns also the files that its values depend on, and
-        their versions, which had been seen when it was looked at.
-        """
-        path, _ = self._places.find(name)
-        what = f"values of another file, '{printable(name)}'"
-        file = contextlib.ExitStack()
-        try:
-            opening = self._dataset.facts.parts.open(
-                path, state_of(path) or (0, 0), lambda: open_other(path, what, self._fence)
-            )
-            facts = file.enter_context(opening)
-        except OutsideError as error:  # of the folder in which the file was opened
-            before, now = os.path.join(os.getcwd(), str(self._dataset.file.filename)), self._places.own
-            if before == now:
-                raise
-            raise ChangedError(
-                f"'{printable(before)}' was moved or replaced since it was opened: it is '{printable(now)}' now, and its parts "
-                "are looked for there. Load it again"
-            ) from error
-        try:
-            return Hdf5File(facts, path, self._access, self._fence).open_part(dataset, file.close)
-        except BaseException as error:
-            file.close()
-            if isinstance(error, KeyError):
-                raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
-            raise
 
 
 def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
@@ -451,8 +416,6 @@ class StoreFile(Hdf5File):
         What the caller allows, with the options of the store.
     """
 
-    _kind_of_source = StoreSource
-
     def __init__(self, url: str, access: Access) -> None:
         self._path, self._access = without_secrets(url), access
         self._fence = Fence(("://",))  # no folder: nothing is inside
@@ -468,10 +431,6 @@ class StoreFile(Hdf5File):
             )
         cache.start = start
         return OpenFacts(open_explained(self._path, cache), stored=cache)
-
-    @kept
-    def _file(self) -> Any:
-        return self._facts.file
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
         """Open a dataset: in the file, or by what was told of it."""
@@ -531,7 +490,8 @@ class Hdf5Format(Format):
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file."""
         if isinstance(path, Concatenation):
-            return ConcatenatedFile(path, access)
+            fence = Fence() if access.allow_external else path.fence
+            return Hdf5File(OpenFacts.of_image(path.image), str(path), access, fence, path.versions)
         if path.startswith(SCHEME):
             raise SourceError(
                 f"'{path}' is the text of a concatenation, which does not lead to its files. Pass what shardload.concat "

@@ -11,7 +11,7 @@ process. Nothing in Python can catch that. So, before HDF5 sees a chunk:
    trust them. Those of others are not: who allows such a filter trusts the file.
 3. hdf5plugin registers all its filters with HDF5 when it is imported. It is imported only if an allowed filter needs it.
 
-Of a new dataset, a `Pipeline` has the filters:
+Of a new dataset, an `Hdf5Encoder` has the filters:
 
 1. gzip, zstd, blosc and lz4, shuffle and Fletcher-32 are made by the libraries of `codecs`, with the library's lock free.
 2. A chunk for any other filter is written by HDF5 to a file in memory with the same properties. What lies there is taken out.
@@ -25,7 +25,7 @@ import contextlib
 import importlib
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from shardload.formats.codecs.chains import EncodeChain, Stage, Step
 from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
 from shardload.formats.contract.dtypes import is_added, native_dtype
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, file_in_memory, type_in_file
-from shardload.formats.sink import ArraySpec, Compression, Stored
+from shardload.formats.sink import ArraySpec, Compression, Encoder, Stored
 
 NAMES = {number: codec.word for number, codec in HDF5_CODECS.items()}
 """What people call the filters that are known. Numbers below 32000 are HDF5's own, except bzip2."""
@@ -224,6 +224,7 @@ _NUMBERS = {name: number for number, name in NAMES.items()}
 # Filters of hdf5plugin, with the classes that know their usual parameters.
 _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
 _OPTIONAL = h5py.h5z.FLAG_OPTIONAL
+_SHUFFLE = 2
 _MOST_NBYTES = 2**32 - 1  # of a chunk
 
 
@@ -245,19 +246,21 @@ def let_list_grow(creation: h5py.h5p.PropDCID, name: str, spec: ArraySpec) -> No
         creation.set_attr_creation_order(h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED)
 
 
-class Pipeline:
-    """How the chunks of one dataset are made. Safe to use from several threads at once.
+class Hdf5Encoder(Encoder):
+    """How the chunks of one dataset are made: see `Encoder`.
 
     Parameters
     ----------
-    name : str
-        Name of the array, for messages.
+    path, name : str
+        The file and the array.
     spec : ArraySpec
         A checked spec.
+    flavour : str
+        ``"HDF5"`` or ``"netCDF4"``.
     """
 
-    def __init__(self, name: str, spec: ArraySpec) -> None:
-        self._name, self._spec = name, spec
+    def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str = "HDF5") -> None:
+        self.name, self.spec = name, spec
         self.kind = create_type(name, spec.dtype)
         nbytes = math.prod(spec.chunks or ()) * spec.dtype.itemsize
         if spec.chunks is not None and nbytes > _MOST_NBYTES:
@@ -269,39 +272,28 @@ class Pipeline:
         self.creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         let_list_grow(self.creation, name, spec)
         if spec.fill_value is not None:
-            self._set_fill(spec.fill_value)
+            self.creation.set_fill_value(np.asarray(spec.fill_value, np.float32 if is_added(spec.dtype) else spec.dtype))
         steps: list[Step] | None = []
         if spec.chunks is not None:
             self.creation.set_chunk(spec.chunks)
             steps = self._add_filters()
         # Without filters all chunks have one size, so HDF5 gives each its place when the dataset is made.
-        self.is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
-        self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if self.is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
+        is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
+        self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
         fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
         self._by_library, self._local = steps is None, threading.local()
         self._chain = EncodeChain(steps or [], spec.chunks, spec.dtype, fill)
+        numbers = [self.creation.get_filter(k)[0] for k in range(self.creation.get_nfilters())]
+        codec = "+".join(NAMES.get(number, str(number)) for number in sorted(numbers, key=lambda number: number == _SHUFFLE))
+        super().__init__(path, name, spec, flavour, codec or "none", is_placed_by_root=is_placed_by_root)
 
-    @property
-    def codec(self) -> str:
-        """The filters, for people."""
-        names = [NAMES.get(self.creation.get_filter(k)[0], str(self.creation.get_filter(k)[0])) for k in self._filters()]
-        shuffled = [name for name in names if name != "shuffle"] + ["shuffle"] * ("shuffle" in names)
-        return "+".join(shuffled) or "none"
-
-    def _filters(self) -> range:
-        return range(self.creation.get_nfilters())
-
-    def encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        """The stored form of a chunk."""
+    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         data = self._chain.encode(values)
         return self._through_library(data) if self._by_library else Stored(data)
 
-    def _set_fill(self, value: Any) -> None:
-        self.creation.set_fill_value(np.asarray(value, np.float32 if is_added(self._spec.dtype) else self._spec.dtype))
-
     def _add_filters(self) -> list[Step] | None:
         """Add the filters to the dataset's properties; returns the steps that do the same, None if the library must do it."""
-        spec, compression = self._spec, self._spec.compression
+        spec, compression = self.spec, self.spec.compression
         steps: list[Step] | None = []
         itemsize = spec.dtype.itemsize
         if compression is not None and compression.shuffle and compression.name not in ("blosc", "blosc2", "bitshuffle"):
@@ -322,54 +314,49 @@ class Pipeline:
         if number is None or number in (0, 2, 3) or (number == 1 and not is_named) or number > h5py.h5z.FILTER_MAX:
             known = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in LOSSY))
             raise ConfigError(
-                f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text. "
+                f"compression of '{self.name}' is {name!r}; expected one of {known}, or a filter's number as text. "
                 "Pass compression='gzip', which every HDF5 has, or another of these"
             )
-        if values is None and (number in LOSSY or (number == 6 and self._spec.dtype.kind == "f")):
+        if values is None and (number in LOSSY or (number == 6 and self.spec.dtype.kind == "f")):
             raise ConfigError(
-                f"compression of '{self._name}' is {name!r}, which changes values unless it is told how not to. Pass "
+                f"compression of '{self.name}' is {name!r}, which changes values unless it is told how not to. Pass "
                 "compression='zstd', or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
         codec = HDF5_CODECS[number] if is_named and values is None else Codec(name, number)
         if number != 1:
-            _available(self._name, name, number)
+            _available(self.name, name, number)
             compression = replace(compression, options={k: v for k, v in compression.options.items() if k != "cd_values"})
         if compression.level is not None and not codec.levels:
             raise ConfigError(
-                f"compression of '{self._name}' is {name!r} with level {compression.level}, which it does not have. Pass its "
+                f"compression of '{self.name}' is {name!r} with level {compression.level}, which it does not have. Pass its "
                 "name alone, or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
-        told = codec.parameters(self._name, compression, self._spec.dtype.itemsize, "HDF5")
+        told = codec.parameters(self.name, compression, self.spec.dtype.itemsize, "HDF5")
         if codec.encoder is not None:
             step = codec.encoder(told)
-            values = values_of(codec, told, math.prod(self._spec.chunks or ()) * self._spec.dtype.itemsize)
+            values = values_of(codec, told, math.prod(self.spec.chunks or ()) * self.spec.dtype.itemsize)
         if number == 1:
             self.creation.set_deflate(told.level)
         elif name == "szip" and values is None:
             self.creation.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 16)
         else:
-            self.creation.set_filter(number, _OPTIONAL, tuple(values or _usual(name)))
+            if not values and name in _PLUGINS:
+                values = tuple(getattr(importlib.import_module("hdf5plugin"), _PLUGINS[name])()["compression_opts"])
+            self.creation.set_filter(number, _OPTIONAL, tuple(values or ()))
         return step
 
     def _through_library(self, data: Any) -> Stored:
         """Have HDF5 encode one chunk, in memory."""
-        chunks, dataset = self._spec.chunks or (), getattr(self._local, "dataset", None)
+        chunks, dataset = self.spec.chunks or (), getattr(self._local, "dataset", None)
         if dataset is None:  # of one chunk, which this thread writes again and again
             dataset = h5py.h5d.create(file_in_memory().id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
             self._local.dataset = dataset
-        values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self._spec.dtype.itemsize}")).reshape(chunks)
+        values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self.spec.dtype.itemsize}")).reshape(chunks)
         with phil:  # other threads do the same, and raw reads did not always take the lock (h5py issue 2764)
             dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values, self.kind)
             dataset.flush()
             mask, stored = dataset.read_direct_chunk((0,) * len(chunks))
         return Stored(stored, int(mask))
-
-
-def _usual(name: str) -> Sequence[int]:
-    """The parameters that hdf5plugin gives a filter; none for HDF5's own."""
-    if name not in _PLUGINS:
-        return ()
-    return tuple(getattr(importlib.import_module("hdf5plugin"), _PLUGINS[name])()["compression_opts"])
 
 
 def _available(name: str, compressor: str, number: int) -> None:

@@ -23,10 +23,10 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import STRICT, Access
-from shardload.formats.hdf5.filters import let_list_grow
+from shardload.formats.hdf5.filters import Hdf5Encoder, let_list_grow
 from shardload.formats.hdf5.links import look_through
-from shardload.formats.hdf5.opened import ImageFacts, OpenFacts, encoded, file_in_memory
-from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Encoder, Hdf5Sink
+from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory
+from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
 from shardload.storage.containment import Fence
@@ -88,8 +88,8 @@ class JoinedFile(Hdf5Sink):
         """
         with Hdf5Catalog(self) as catalog:
             catalog.chunks.clear()  # HDF5 itself writes all values
-            with catalog.library.calls():
-                self._put(catalog.library.file, values)
+            with catalog.calls():
+                self._put(catalog.library, values)
             catalog.finish()
             temporary = catalog.ticket.temporary
             with contextlib.closing(OpenFacts.at(temporary)) as facts:
@@ -104,7 +104,7 @@ class JoinedFile(Hdf5Sink):
             self._put(file, values)
             file.flush()
             image: bytes = file.id.get_file_image()
-        with contextlib.closing(ImageFacts(image)) as facts:
+        with contextlib.closing(OpenFacts.of_image(image)) as facts:
             self._check(facts, "/", fence, STRICT)  # as a load will look, so that it need not look again
         return image
 
@@ -131,7 +131,7 @@ class JoinedFile(Hdf5Sink):
             its = h5py.h5s.create_simple(part.shape)
             creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(encoded(part.dataset)), its)
         space.select_all()
-        h5py.h5d.create(group.id, last.encode(), one.pipeline.kind, space, creation)
+        h5py.h5d.create(group.id, last.encode(), one.kind, space, creation)
 
     def _check(self, facts: OpenFacts, folder: str, fence: Fence, access: Access) -> None:
         """Raise SourceError if a load would not find the parts of an array; ConfigError if the file would be one of them."""

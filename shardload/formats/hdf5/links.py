@@ -169,18 +169,12 @@ def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[OpenFac
     opened: list[OpenFacts] = []
     try:
         found, address = _walk(facts, encoded(name), fence, opened)
-    except BaseException as error:
+    except BaseException:
         close_all(opened)
-        if isinstance(error, _NotThereError):
-            raise KeyError(name) from None
         raise
     if isinstance(found, h5py.h5d.DatasetID):
         return (opened or [facts])[-1].dataset(found, address), opened
     return h5py.Group(found) if isinstance(found, h5py.h5g.GroupID) else found, opened
-
-
-class _NotThereError(Exception):
-    """The caller's file has no such name (and no link was followed)."""
 
 
 def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -> tuple[Any, int]:
@@ -196,11 +190,16 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
         here += b"/" + part
         found = _link_at(at, part, here)
         if found is None:
-            raise LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else _NotThereError
+            raise (
+                LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else KeyError(decoded(name))
+            )
         told = f"'{_shown(here)}' in '{file.file.filename}' is a link to"
         kind, target = found
         if kind == h5py.h5l.TYPE_HARD:
-            at, address = _open_at(at, part, here), target
+            try:
+                at, address = h5py.h5o.open(at, part), target
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
             continue
         if kind == h5py.h5l.TYPE_SOFT:
             link, inside = f"{told} '{_shown(target)}'", target
@@ -245,13 +244,6 @@ def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int, Any] | None:
             if not at.links.exists(part):
                 return None
         raise OSError(f"the link '{_shown(here)}' cannot be read: {error}") from error
-
-
-def _open_at(at: Any, part: bytes, here: bytes) -> Any:
-    try:
-        return h5py.h5o.open(at, part)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
 
 
 def open_other(path: str, what: str, fence: Fence) -> OpenFacts:

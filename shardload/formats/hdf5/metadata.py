@@ -39,10 +39,6 @@ _ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
 _HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
 
 
-class UnreadableError(Exception):
-    """An attribute is not read; the text says why."""
-
-
 def names_of(owner: Any) -> list[str]:
     """The names of all attributes. Only they are looked at, not the attributes."""
     names: list[bytes] = []
@@ -60,14 +56,7 @@ def author_s(owner: h5py.Dataset | h5py.Group, most_nbytes: int) -> dict[str, An
     """All attributes but those that HDF5 and the netCDF library keep for themselves, as h5py gives them; a `Note` in the place
     of one that is not read.
     """
-    found: dict[str, Any] = {}
-    for key in names_of(owner):
-        if not is_hidden(owner, key):
-            try:
-                found[key] = read(owner, key, most_nbytes)
-            except UnreadableError as error:
-                found[key] = Note(str(error))
-    return found
+    return {key: read(owner, key, most_nbytes) for key in names_of(owner) if not is_hidden(owner, key)}
 
 
 def has(owner: Any, key: str) -> bool:
@@ -82,24 +71,18 @@ def is_plain(owner: Any, key: str) -> bool:
 
 
 def read(owner: Any, key: str, most_nbytes: int) -> Any:
-    """An attribute as h5py gives it: text or numbers.
-
-    Raises
-    ------
-    UnreadableError
-        If it is something else, is longer, or is damaged.
-    """
+    """An attribute as h5py gives it: text or numbers. If it is something else, longer, or damaged, a `Note` that says so."""
     try:
         found = h5py.h5a.open(owner.id, key.encode())  # UnicodeError, a ValueError, for a name that is not UTF-8
         kind = found.get_type()
         nbytes = found.get_space().get_simple_extent_npoints() * kind.get_size()
         if nbytes > most_nbytes:
-            raise UnreadableError(f"{nbytes} bytes, not shown")
+            return Note(f"{nbytes} bytes, not shown")
         if not _is_readable(kind):
-            raise UnreadableError("neither text nor numbers")
+            return Note("neither text nor numbers")
         return owner.attrs[key]
     except _ERRORS as error:
-        raise UnreadableError(f"unreadable ({error})") from None
+        return Note(f"unreadable ({error})")
 
 
 def _is_readable(kind: Any) -> bool:
@@ -160,11 +143,8 @@ def plain(owner: Any, key: str) -> Any:
     """An attribute that is numbers, or text of a fixed length, as plain Python; None if there is no such one."""
     if not has(owner, key) or not is_plain(owner, key):
         return None
-    try:
-        value = read(owner, key, _MOST_PLAIN_NBYTES)
-    except UnreadableError:
-        return None
-    return None if isinstance(value, h5py.Empty) else json_value(value)
+    value = read(owner, key, _MOST_PLAIN_NBYTES)
+    return None if isinstance(value, h5py.Empty | Note) else json_value(value)
 
 
 def axis_texts_of(dataset: h5py.Dataset) -> tuple[list[str], str]:
@@ -172,10 +152,9 @@ def axis_texts_of(dataset: h5py.Dataset) -> tuple[list[str], str]:
     none = [""] * len(dataset.shape or ())
     if not has(dataset, "DIMENSION_LABELS"):
         return none, ""
-    try:
-        texts = read(dataset, "DIMENSION_LABELS", _MOST_PLAIN_NBYTES)
-    except UnreadableError as error:
-        return none, f"DIMENSION_LABELS is {error}"
+    texts = read(dataset, "DIMENSION_LABELS", _MOST_PLAIN_NBYTES)
+    if isinstance(texts, Note):
+        return none, f"DIMENSION_LABELS is {texts}"
     if not isinstance(texts, np.ndarray) or texts.shape != (len(none),) or texts.dtype.kind not in "SO":
         return none, "DIMENSION_LABELS is not a text for each axis"
     return list(map(decoded, texts)), ""
@@ -387,16 +366,13 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
             if key in ATTRIBUTES:
                 packing[key] = ["unreadable", ["text, or another type that is no number"]]
             continue
-        why, value = "", None
-        try:
-            value = read(dataset, key, _MOST_ATTRIBUTE_NBYTES)
-        except UnreadableError as error:
-            why = str(error)
+        value = read(dataset, key, _MOST_ATTRIBUTE_NBYTES)
         if isinstance(value, h5py.Empty):  # so the netCDF library stores a list of no numbers
             value = np.zeros(0, value.dtype) if value.dtype.kind in "iuf" else None
+        why = str(value) if isinstance(value, Note) else ""
         if key in TOLD:
             told[key] = why or json_value(value)
-        if key in ATTRIBUTES and (why or value is not None):
+        if key in ATTRIBUTES and value is not None:
             packing[key] = ["unreadable", [why]] if why else typed(value)
     return told, packing
 

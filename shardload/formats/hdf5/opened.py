@@ -45,14 +45,6 @@ def open_to_read(path: str) -> h5py.File:
             continue
 
 
-def stored_file(file: h5py.File) -> LocalFile | None:
-    """The bytes of a plain file that is open for reading only; None for any other file."""
-    below = file.id
-    is_plain = below.get_access_plist().get_driver() == h5py.h5fd.SEC2
-    is_plain = is_plain and below.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
-    return LocalFile(os.dup(below.get_vfd_handle())) if is_plain else None
-
-
 def has_signature(descriptor: int) -> bool:
     """True if an open file is one of HDF5."""
     file = LocalFile(os.dup(descriptor))
@@ -155,14 +147,6 @@ def names_below(group: h5py.Group, most: int | None = None) -> tuple[list[str], 
     for name, address in links:
         first.setdefault(address, name)
     return list(first.values()), lost
-
-
-def places_in(file: h5py.File) -> dict[int, list[str]]:
-    """The full names of each object of a file, by its address. HDF5 would search the whole file for each single one."""
-    places: dict[int, list[str]] = {}
-    for name, address in _links_below(file["/"], None)[0]:
-        places.setdefault(address, []).append(f"/{name}")
-    return places
 
 
 def _links_below(group: h5py.Group, most: int | None) -> tuple[list[tuple[str, int]], dict[str, str]]:
@@ -282,6 +266,8 @@ class OpenFacts:
 
     Attributes
     ----------
+    name : str
+        What tells it from others of the same `state`.
     among : OpenParts or None
         What this file is a part of: its own parts are kept there, too, so that one number limits all.
     opened_in : tuple of int or None
@@ -289,14 +275,23 @@ class OpenFacts:
     """
 
     def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
-        self.file, self._is_ours, self._in_store = file, is_ours, stored
+        self.file, self._is_ours, self._in_store, self.name = file, is_ours, stored, str(file.filename)
         self.among: OpenParts | None = None
+        self._of_image: tuple[int, ...] | None = None
         self.opened_in = self.state()
 
     @classmethod
     def at(cls, path: str) -> OpenFacts:
         """Open a file for reading only. Raises OSError as h5py."""
         return cls(open_to_read(path))
+
+    @classmethod
+    def of_image(cls, image: bytes) -> OpenFacts:
+        """A file that is open from its bytes, which never change: its state is their number, and a digest."""
+        facts = cls(h5py.File(h5py.h5f.open_file_image(image)))
+        facts.name = ""  # HDF5 has another one each time
+        facts._of_image = facts.opened_in = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
+        return facts
 
     def dataset(self, identifier: Any, address: int | None = None) -> OpenDataset:
         """A dataset of this file that was opened."""
@@ -310,7 +305,12 @@ class OpenFacts:
     @kept
     def stored(self) -> StoredObject | None:
         """The bytes of the file, if it is an object in a store, or a plain file that is open for reading only; else None."""
-        return self._in_store or stored_file(self.file)
+        if self._in_store is not None:
+            return self._in_store
+        file = self.file.id
+        is_plain = file.get_access_plist().get_driver() == h5py.h5fd.SEC2
+        is_plain = is_plain and file.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
+        return LocalFile(os.dup(file.get_vfd_handle())) if is_plain else None
 
     @kept
     def raw(self) -> StoredObject | None:
@@ -320,19 +320,17 @@ class OpenFacts:
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file, if it is a plain one, open for reading only; else None. Never raises."""
         try:
-            return None if self.stored is None else self.stored.version
+            return self._of_image if self.stored is None else self.stored.version
         except (OSError, RuntimeError, ValueError):  # it was closed
             return None
 
-    @property
-    def name(self) -> str:
-        """What tells it from others of the same `state`."""
-        return str(self.file.filename)
-
     @kept
     def places(self) -> dict[int, list[str]]:
-        """The names of all objects, by address."""
-        return places_in(self.file)
+        """The full names of each object, by its address. HDF5 would search the whole file for each single one."""
+        places: dict[int, list[str]] = {}
+        for name, address in _links_below(self.file["/"], None)[0]:
+            places.setdefault(address, []).append(f"/{name}")
+        return places
 
     @kept
     def is_netcdf(self) -> bool:
@@ -500,20 +498,6 @@ _numbers = itertools.count()
 def file_in_memory(**how: Any) -> h5py.File:
     """A new file in memory. `how` goes to `h5py.File`."""
     return h5py.File(f"shardload {next(_numbers)}", "w", driver="core", backing_store=False, **how)
-
-
-class ImageFacts(OpenFacts):
-    """A file that is open from its bytes, which never change."""
-
-    name = ""  # HDF5 has another one each time
-
-    def __init__(self, image: bytes) -> None:
-        self._state = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
-        super().__init__(h5py.File(h5py.h5f.open_file_image(image)))
-
-    def state(self) -> tuple[int, ...]:
-        """The number of bytes, and a digest of them."""
-        return self._state
 
 
 def image_of(file: h5py.File) -> bytes:

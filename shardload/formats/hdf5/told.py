@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import h5py
@@ -27,11 +27,10 @@ from shardload.formats.contract.array import ArrayInfo, Properties
 from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.contract.format import Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
-from shardload.formats.hdf5.contiguous import open_contiguous
 from shardload.formats.hdf5.filters import missing_filter
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, file_in_memory, file_of, image_of, kept
-from shardload.formats.hdf5.source import Hdf5Source
+from shardload.formats.hdf5.source import Hdf5Source, open_contiguous
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 from shardload.storage.block_cache import BlockCache
@@ -103,35 +102,6 @@ def _skeleton_of(dataset: OpenDataset) -> tuple[bytes, bool]:
     raise ValueError("HDF5 cannot make a dataset of that type")
 
 
-class _ToldDataset(OpenDataset):
-    """The dataset of a skeleton."""
-
-    def __init__(self, facts: OpenFacts, told: Mapping[str, Any]) -> None:
-        super().__init__(h5py.h5d.open(facts.file.id, _NAME), facts)
-        extent = told.get("extent")
-        filters = [(number, flags, tuple(values), bytes.fromhex(name)) for number, flags, values, name in told["filters"]]
-        self.__dict__ |= {
-            "raw": facts.stored,
-            "extent": None if extent is None else tuple(extent),
-            "n_stored": told.get("n_stored", 0),
-            "stored_filters": filters,
-        }
-
-
-class _ToldPlaces(ChunkPlaces):
-    """Where the chunks are that were told of."""
-
-    def __init__(self, dataset: OpenDataset, told: Mapping[str, Any]) -> None:
-        super().__init__(dataset)
-        box = tuple(range(*ends) for ends in told["box"])
-        shape = tuple(map(len, box))
-        offsets, sizes, masks = (column.reshape(shape) for column in _unpacked(told["chunks"]))
-        self._table = ChunkTable(box, offsets, sizes, masks.astype(np.uint32))
-
-    def _listed(self, box: Sequence[range]) -> ChunkTable:
-        raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
-
-
 class ToldSource(Hdf5Source):
     """A dataset of which another rank has told.
 
@@ -151,13 +121,26 @@ class ToldSource(Hdf5Source):
         self._known: Mapping[str, Any] = info.parts or {}
         self._image = base64.b64decode(self._known["skeleton"])
         facts = OpenFacts(file_of(self._image), stored=stored)
-        super().__init__(_ToldDataset(facts, self._known), info, Others(access=access), close=facts.close)
+        dataset = OpenDataset(h5py.h5d.open(facts.file.id, _NAME), facts)
+        filters = self._known["filters"]
+        dataset.__dict__.update(  # what the skeleton does not have as the file has it
+            raw=stored,
+            extent=tuple(self._known["extent"]) if "extent" in self._known else None,
+            n_stored=self._known.get("n_stored", 0),
+            stored_filters=[(number, flags, tuple(values), bytes.fromhex(name)) for number, flags, values, name in filters],
+        )
+        super().__init__(dataset, info, Others(access=access), close=facts.close)
         self._open_whole = open_whole
 
     @kept
     def places(self) -> ChunkPlaces | None:
         """Where the chunks are; None for a dataset without chunks."""
-        return _ToldPlaces(self.dataset, self._known) if "box" in self._known else None
+        if "box" not in self._known:
+            return None
+        box = tuple(range(*ends) for ends in self._known["box"])
+        shape = tuple(map(len, box))
+        offsets, sizes, masks = (column.reshape(shape) for column in _unpacked(self._known["chunks"]))
+        return ChunkPlaces(self.dataset, known=ChunkTable(box, offsets, sizes, masks.astype(np.uint32)))
 
     def expect_in_order(self, regions: Iterator[Region]) -> None:
         """What they need is fetched ahead: runs of values, or chunks for HDF5 to decode."""

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.environment import mpi_is_off
-from shardload.comm.singletons import refuse_singletons
+from shardload.comm.mpi import refuse_singletons
 from shardload.engine.call import Call, begin_request
 from shardload.engine.file_target import FileTarget, WriteCounts
 from shardload.engine.session import Round, Session

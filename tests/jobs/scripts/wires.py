@@ -61,4 +61,4 @@ def flipped(data: bytes) -> bytes:
 def flip_shared(row: Any) -> None:
     """The same where a note says that the values lie, after their checksum was taken."""
     group = group_of()
-    group._memory.segments[group.rank].data[row[AT]] ^= 1
+    group.node.segments[group.rank].data[row[AT]] ^= 1

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardload.comm import coordinator
-from shardload.comm.coordinator import addresses_of, await_listener, first_here, join, listening_host, split
 from shardload.comm.environment import free_port, is_free
+from shardload.comm.launch import addresses_of, await_listener, first_here, join, listening_host, split
 from shardload.errors import ConfigError, PeerError
 from tests.ports import free_ports
 from tests.unit.comm.test_group import on_ranks
@@ -24,8 +23,8 @@ launch = importlib.import_module("shardload.comm.launch")
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long it slept each time; the clock goes on by that much, and by nothing else."""
     slept: list[float] = []
-    monkeypatch.setattr(coordinator.time, "monotonic", lambda: sum(slept))
-    monkeypatch.setattr(coordinator.time, "sleep", slept.append)
+    monkeypatch.setattr(launch.time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(launch.time, "sleep", slept.append)
     return slept
 
 
@@ -49,7 +48,7 @@ def test_somebody_listens_a_little_later(naps: list[float], monkeypatch: pytest.
         if len(naps) == 4:
             servers.append(socket.create_server(("127.0.0.1", port)))
 
-    monkeypatch.setattr(coordinator.time, "sleep", sleep)
+    monkeypatch.setattr(launch.time, "sleep", sleep)
     await_listener(f"127.0.0.1:{port}")
     assert len(naps) == 4 and servers
     servers[0].close()
@@ -59,7 +58,7 @@ def test_somebody_listens_a_little_later(naps: list[float], monkeypatch: pytest.
 def test_nobody_listens(naps: list[float], address: str) -> None:
     """Wrong if it raised, in place of JAX, or waited on and on."""
     await_listener(address)
-    assert coordinator._LISTENER_SECONDS <= sum(naps) < coordinator._LISTENER_SECONDS + 0.2
+    assert launch._LISTENER_SECONDS <= sum(naps) < launch._LISTENER_SECONDS + 0.2
     assert max(naps) <= 0.1, "a late coordinator would be noticed late"
 
 
@@ -67,7 +66,7 @@ def test_nobody_listens(naps: list[float], address: str) -> None:
 def test_somebody_else_has_the_port(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if process 0 went to JAX, which ends it by a segmentation fault, or another process refused."""
     started: list[object] = []
-    monkeypatch.setattr(coordinator, "_LISTENER_SECONDS", 0)
+    monkeypatch.setattr(launch, "_LISTENER_SECONDS", 0)
     monkeypatch.setattr(launch.jax.distributed, "initialize", lambda *how, **_: started.append(how[2]))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     port = free_ports(1)[0]
@@ -103,7 +102,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
             raise socket.gaierror(socket.EAI_NONAME, "no such name")
         return [(0, 0, 0, "", (number, 0)) for number in known[host]]
 
-    monkeypatch.setattr(coordinator.socket, "getaddrinfo", find)
+    monkeypatch.setattr(launch.socket, "getaddrinfo", find)
     return known
 
 

@@ -34,7 +34,7 @@ def test_alone_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Group(None)
     assert alone.node.ranks == (0,)
     assert alone.machine == Topology((0,), 3, 3) and alone.machine.ranks_per_node == 1
-    assert alone.shared_memory(1000) == {}, "there is nobody to share with"
+    assert alone.node.shared_memory(1000) == {}, "there is nobody to share with"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def shared(group: Group, *wanted: int) -> list[dict[int, Segment]]:
     """What the ranks share, asked for one size after the other; each writes its rank and finds those of the others."""
     found = []
     for nbytes in wanted:
-        segments = dict(group.shared_memory(nbytes))
+        segments = dict(group.node.shared_memory(nbytes))
         if segments:
             segments[group.rank].data[:1] = 10 + group.rank
         group.gather_int(0)  # all have written
@@ -185,6 +185,6 @@ def test_freeing_a_group_gives_its_memory_back() -> None:
     def work(group: Group) -> int:
         shared(group, 64)
         group.free()
-        return len(group._memory.segments)
+        return len(group.node.segments)
 
     assert on_ranks(2, work) == [0, 0]

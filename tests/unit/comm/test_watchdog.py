@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shardload.comm.stall_report import RankState, RankStates, text_of
-from shardload.comm.tracebacks import text_of as shown_of
-from shardload.comm.watchdog import Activity, Watchdog, beat_seconds
+from shardload.comm.shared_errors import text_of as shown_of
+from shardload.comm.watchdog import Activity, RankState, RankStates, Watchdog, beat_seconds, text_of
 from shardload.errors import PeerError, StallError
 from tests.unit.waiting import BEAT, TICK, TIMEOUT, FakeMailbox, Job, Post
 

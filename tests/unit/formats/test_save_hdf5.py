@@ -296,7 +296,7 @@ def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:
     values, held = ramp((1, 4, 4), "i4"), list[bool]()
     encoder = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "lzf", (1, 4, 4), values.shape)}).arrays["/x"]
     first = encoder.encode(encoder.region((0, 0, 0)), values)
-    mine: Any = encoder.pipeline._local  # type: ignore[attr-defined]
+    mine: Any = encoder._local  # type: ignore[attr-defined]
     real = mine.dataset
 
     def read(at: tuple[int, ...]) -> Any:

@@ -94,14 +94,6 @@ def test_readings_are_what_they_should_be(case: Case) -> None:
             assert found[reading][0] <= sample // case.batch
 
 
-@examples(80)
-@given(cases())
-def test_with_time_enough_each_chunk_is_read_once(case: Case) -> None:
-    """Wrong if steps of a chunk that come later had it read again although all of it was there."""
-    endless = Case(case.anchors, case.batch, case.offsets, case.chunk, len(case.anchors) + 1, case.phase).readings()
-    assert len(set(endless.chunks.tolist())) == len(endless)
-
-
 @pytest.mark.parametrize("batch", [1, 3, 8, 50])
 @pytest.mark.parametrize("offsets", [(0,), (-1, 0, 1), (-24, 0), (0, 7)])
 @pytest.mark.parametrize(("chunk", "phase"), [(1, 0), (10, 3), (40, 0)])

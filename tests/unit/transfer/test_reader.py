@@ -128,24 +128,6 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
             fetch(reader, read)
 
 
-@pytest.mark.parametrize("dtype", ["f8", "i2", "c8", ">f4"])
-def test_a_cast_is_staged_even_for_ones_own_piece(dtype: str) -> None:
-    wanted = np.dtype(dtype).newbyteorder("=")
-    piece = piece_of(rows(0, 8), wanted)
-    source = FakeSource(TABLE, (2, 4), shows=TABLE)
-    with reader_of(source, {0: piece}, dtype=wanted) as reader:
-        for region in (rows(2, 6), rows(0, 2)):
-            block = fetch(reader, whole(region))
-            np.testing.assert_array_equal(piece.view(region), TABLE[region.slices()].astype(wanted), strict=True)
-            if wanted == TABLE.dtype:
-                assert block.slot is None
-                continue
-            np.testing.assert_array_equal(values_of(block, region, wanted), TABLE[region.slices()].astype(wanted))
-            assert not np.shares_memory(source.outs[-1], piece.data)
-            assert np.shares_memory(source.outs[0], source.outs[-1]), "one buffer in the file's dtype is enough"
-        assert (piece.view(rows(6, 8)) == wanted.type(-1)).all()
-
-
 def test_values_in_memory_are_shown_not_copied() -> None:
     source = FakeSource(TABLE, shows=TABLE)
     slots = Slots(1, 1 << 10)
@@ -304,18 +286,6 @@ def test_a_part_outside_its_block_is_refused() -> None:
     assert source.reads == []
 
 
-def test_a_short_block_uses_the_front_of_a_slot() -> None:
-    slots = Slots(1, 48)
-    reader = reader_of(FakeSource(TABLE, (1, 4)), slots=slots)
-    for region in (rows(0, 3), rows(3, 4), rows(5, 7)):
-        block = fetch(reader, whole(region, rank=1))
-        (tile,) = block.tiles
-        np.testing.assert_array_equal(tile.data, TABLE[region.slices()])
-        assert block.slot is not None and tile.data.ctypes.data == block.slot.ctypes.data
-        assert tile.data.flags.c_contiguous
-        block.release()
-
-
 # --- threads
 
 
@@ -327,27 +297,6 @@ def test_leaving_the_resources_ends_the_threads(how: str) -> None:
             fetch(reader, whole(rows(k, k + 1), rank=1))
         assert bool(set(threading.enumerate()) - before) == (how == "in threads")
     assert set(threading.enumerate()) <= before
-
-
-def test_the_library_is_called_from_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if two threads met in a library that is promised one: `FakeSource` refuses the second."""
-    tune(monkeypatch, inline_nbytes=-1)
-    source = FakeSource(TABLE, (1, 4))
-    inside, go_on = threading.Event(), threading.Event()
-
-    def hold(region: Region) -> None:
-        inside.set()
-        assert go_on.wait(20)
-
-    source.fails = hold  # type: ignore[assignment]
-    with reader_of(source, n_threads=4, slots=Slots(8, 16)) as reader:
-        readings = [reader.start(whole(rows(0, 1), rank=1))]
-        assert inside.wait(20)
-        readings += [reader.start(whole(rows(k, k + 1), rank=1)) for k in range(1, 8)]
-        go_on.set()
-        for k, reading in enumerate(readings):
-            np.testing.assert_array_equal(values_of(reading.result(), rows(k, k + 1), "f4"), TABLE[k : k + 1])
-    assert reader.counters.chunks_decoded == 8 and reader.counters.nbytes_read == TABLE.nbytes
 
 
 def test_a_small_read_waits_for_a_large_one_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,18 +361,6 @@ def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
     assert "(elements [13:14, 6:9, 4:8]): RuntimeError: bad" in str(error)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["staged", "in place"])
-@pytest.mark.parametrize("casts", [False, True])
-def test_what_was_read_before_a_failure_is_counted_and_the_failure_is_not(own: bool, casts: bool) -> None:
-    source = FakeSource(TABLE, (2, 4), failing_at((3, 0), OSError("first")))
-    piece = piece_of(rows(0, 8), "f8" if casts else "f4")
-    reader = reader_of(source, {0: piece}, dtype=piece.data.dtype)
-    fetch(reader, whole(rows(0, 2), rank=0 if own else 1)).release()
-    error = failure(reader, whole(rows(2, 4), rank=0 if own else 1))
-    assert isinstance(error, SourceError) and error.chunk == (1, 0) and "first" in str(error)
-    assert reader.counters.chunks_decoded == 1 and reader.counters.nbytes_read == 32
-
-
 def test_a_failure_that_does_not_come_again_names_no_chunk() -> None:
     errors = iter([OSError("once")])
     source = FakeSource(TABLE, (2, 4), lambda region: next(errors, None))
@@ -485,12 +422,3 @@ def test_an_alarm_while_the_damaged_chunk_is_looked_for() -> None:
         assert isinstance(failure(reader, whole(rows(0, 2), rank=1)), TimeoutError)
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-def test_an_interrupt_is_not_swallowed() -> None:
-    def interrupt(region: Region) -> None:
-        raise KeyboardInterrupt
-
-    reader = reader_of(FakeSource(TABLE, (2, 4), interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        fetch(reader, whole(rows(0, 2), rank=1))

@@ -111,24 +111,6 @@ def test_what_stays_here_but_is_no_whole_chunk_goes_through_memory_of_the_thread
     assert reader.counters.nbytes_copied == 4 * (wanted >= 0).sum()
 
 
-def test_what_travels_is_copied_into_the_slot() -> None:
-    data = np.arange(12 * 6, dtype="f4").reshape(12, 6)
-    source = chunked(data, (4, 3))
-    slots = Slots(1, 12 * 6 * 4)
-    piece = piece_of(rows(0, 6, 6))
-    read = Block(rows(0, 12, 6), (Part(rows(0, 6, 6), 0, 0), Part(rows(6, 12, 6), 1, 1)))
-    with reader_of(source, {0: piece}, slots=slots) as reader:
-        block = fetch(reader, read)
-    assert block.slot is not None and not slots.has_room()
-    np.testing.assert_array_equal(piece.data, data[:6])
-    values = values_of(block, rows(6, 12, 6), "f4")
-    np.testing.assert_array_equal(values, data[6:])
-    assert np.shares_memory(values, block.slot)
-    assert reader.counters.chunks_decoded == 6 and reader.counters.nbytes_copied == 2 * 6 * 6 * 4
-    block.release()
-    assert slots.has_room()
-
-
 def test_chunks_that_follow_each_other_are_decoded_in_the_slot() -> None:
     """Wrong if a chunk were decoded in the place of another, or one that only this rank needs took up room."""
     data = np.arange(9 * 4 * 5, dtype="f4").reshape(9, 4, 5)
@@ -145,31 +127,6 @@ def test_chunks_that_follow_each_other_are_decoded_in_the_slot() -> None:
     assert len(inside) == 7 and sorted(inside) == sorted(wanted)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(
-    ("shape", "chunk", "region"),
-    [
-        ((10, 4), (4, 4), Region((0, 0), (10, 4))),  # the last chunk reaches over the array's edge
-        ((9, 6), (3, 6), Region((3, 0), (9, 6))),
-        ((8, 6), (2, 3), Region((0, 0), (4, 6))),  # two chunks side by side
-        ((6, 4, 4), (1, 2, 4), Region((1, 0, 0), (5, 4, 4))),
-        ((6, 4, 4), (1, 2, 2), Region((1, 0, 0), (5, 4, 4))),
-        ((24,), (5,), Region((0,), (24,))),
-        ((), (), Region((), ())),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_what_travels_is_right_however_chunks_lie_in_a_block(
-    shape: tuple[int, ...], chunk: tuple[int, ...], region: Region, dtype: str
-) -> None:
-    """Wrong if rows of chunks that lie side by side were taken for one tile, or an edge chunk wrote over the next one."""
-    data = np.arange(math.prod(shape), dtype="f4").reshape(shape)
-    read = Block(region, (Part(region, 0, 1),))
-    with reader_of(chunked(data, chunk), slots=Slots(1, 1 << 12), n_threads=2, dtype=np.dtype(dtype)) as reader:
-        block = fetch(reader, read)
-    np.testing.assert_array_equal(values_of(block, region, dtype), data[region.slices()].astype(dtype), strict=True)
-
-
 def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
     source = chunked(TABLE, (2, 4))
     pieces = {0: piece_of(rows(0, 3)), 2: piece_of(rows(6, 8))}
@@ -178,30 +135,6 @@ def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
     assert chunks_of(source).fetched == [(0, 0), (1, 0), (3, 0)] and reader.counters.chunks_decoded == 3
     np.testing.assert_array_equal(pieces[0].data, TABLE[:3])
     np.testing.assert_array_equal(pieces[2].data, TABLE[6:])
-
-
-def test_a_replica_elsewhere_is_staged_and_delivered_here() -> None:
-    source = chunked(TABLE, (2, 4))
-    piece = piece_of(rows(0, 2))
-    block = fetch(reader_of(source, {0: piece}), Block(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))))
-    assert block.slot is not None and np.shares_memory(chunks_of(source).outs[0], block.slot)
-    np.testing.assert_array_equal(piece.data, TABLE[:2])
-    np.testing.assert_array_equal(values_of(block, rows(0, 2), "f4"), TABLE[:2])
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["travels", "stays"])
-def test_chunks_at_the_edge_are_decoded_whole_and_cut(own: bool) -> None:
-    """Wrong if what a chunk stores beyond the array reached anybody, or overwrote what lies after a piece."""
-    data = np.arange(7 * 5, dtype="f4").reshape(7, 5)
-    source = chunked(data, (3, 4))
-    piece = piece_of(Region((0, 0), (7, 5)))
-    with reader_of(source, {0: piece}) as reader:
-        block = fetch(reader, whole(Region((0, 0), (7, 5)), rank=0 if own else 1))
-    assert sorted(chunks_of(source).fetched) == [(i, j) for i in range(3) for j in range(2)]
-    got = piece.data if own else values_of(block, Region((0, 0), (7, 5)), "f4")
-    np.testing.assert_array_equal(got, data)
-    assert own or (piece.data == -1).all()
-    assert reader.counters.nbytes_read == data.nbytes, "what is beyond the array was not read"
 
 
 def test_chunks_that_were_never_written_are_the_fill_value() -> None:
@@ -215,59 +148,11 @@ def test_chunks_that_were_never_written_are_the_fill_value() -> None:
     assert reader.counters.nbytes_stored == 2 * (len(b"at:(0, 0)|") + 32), "what is not there has no bytes in the file"
 
 
-@pytest.mark.parametrize("dtype", ["f8", "i2", "c8"])
-@pytest.mark.parametrize("n_threads", [1, 3])
-def test_casts(dtype: str, n_threads: int) -> None:
-    to = np.dtype(dtype)
-    source = chunked(TABLE, (2, 3))
-    piece = piece_of(rows(0, 3), to)
-    region = rows(0, 8)
-    read = Block(region, (Part(rows(0, 3), 0, 0), Part(rows(3, 8), 1, 1)))
-    with reader_of(source, {0: piece}, dtype=to, n_threads=n_threads) as reader:
-        block = fetch(reader, read)
-    np.testing.assert_array_equal(piece.data, TABLE[:3].astype(to), strict=True)
-    np.testing.assert_array_equal(values_of(block, rows(3, 8), to), TABLE[3:].astype(to), strict=True)
-    assert block.slot is not None and all(np.shares_memory(t.data, block.slot) for t in block.tiles)
-    assert not any(np.shares_memory(out, block.slot) for out in chunks_of(source).outs), "decoded in the file's dtype"
-    assert reader.counters.nbytes_read == TABLE.nbytes
-
-
 def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files() -> None:
     reader = reader_of(chunked(TABLE * 1e4, (2, 4)), {0: piece_of(rows(0, 8), "f2")}, dtype=np.dtype("f2"))
     for rank in (0, 1):
         error = failure(reader, whole(rows(4, 8), rank=rank))
         assert isinstance(error, ConfigError) and "float16 cannot hold" in str(error) and "[4:6, 0:4]" in str(error)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize(
-    ("index", "expected"),
-    [
-        ((3,), TABLE[3]),
-        ((slice(None), -1), TABLE[:, -1]),
-        ((slice(3, 7), slice(1, 3)), TABLE[3:7, 1:3]),
-        ((1, 2), TABLE[1, 2]),
-        ((slice(5, 8),), TABLE[5:8]),
-    ],
-)
-@pytest.mark.parametrize("cell", [(2, 3), (1, 4), (8, 1), (5, 5)])
-def test_selections_that_drop_axes_or_begin_inside_a_chunk(
-    index: Any, expected: Array, stays: bool, cell: tuple[int, int]
-) -> None:
-    source = chunked(TABLE, cell)
-    selection = select_axes(index, TABLE.shape)
-    region = Region.whole(expected.shape)
-    kept = tuple(cell[k] for k in selection.kept)
-    phase = tuple(o % c for o, c in zip(selection.offset, kept, strict=True))
-    piece = piece_of(region)
-    with reader_of(source, {0: piece}, selection=selection, chunks=Grid(expected.shape, kept, phase)) as reader:
-        block = fetch(reader, whole(region, rank=0 if stays else 1))
-    np.testing.assert_array_equal(piece.data if stays else values_of(block, region, "f4"), expected)
-    index_of = np.indices(TABLE.shape)[:, *index] if isinstance(index, tuple) else None
-    assert index_of is not None
-    touched = {tuple(i // c for i, c in zip(at, cell, strict=True)) for at in index_of.reshape(2, -1).T.tolist()}
-    assert sorted(chunks_of(source).fetched) == sorted(touched), "each chunk once, and no other"
 
 
 # --- threads
@@ -327,20 +212,6 @@ def test_the_damaged_chunk_is_named(n_threads: int, where: str, stays: bool) -> 
         "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): ValueError: inflate failed. The file may"
     )
     assert (3, 2) in chunks_of(source).fetched and reader.counters.chunks_decoded < 6, "what failed was not decoded"
-
-
-def test_what_was_decoded_before_a_failure_is_counted_and_the_failure_is_not() -> None:
-    source = chunked(TABLE, (2, 4), fails_to_decode=lambda index: OSError("gone") if index == (2, 0) else None)
-    with reader_of(source, n_threads=1) as reader:
-        error = failure(reader, whole(rows(0, 8), rank=1))
-    assert isinstance(error, SourceError) and error.chunk == (2, 0)
-    assert reader.counters.chunks_decoded == 2 and reader.counters.nbytes_read == 64 and chunks_of(source).fetched[-1] == (2, 0)
-
-
-@pytest.mark.parametrize("error", [SourceError("told well already", chunk=(9,)), MemoryError("no memory")])
-def test_what_is_no_damage_is_passed_on(error: Exception) -> None:
-    reader = reader_of(chunked(TABLE, (2, 4), fails_to_fetch=lambda index: error))
-    assert failure(reader, whole(rows(0, 2), rank=1)) is error
 
 
 # --- what is read together

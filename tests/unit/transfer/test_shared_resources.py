@@ -48,17 +48,6 @@ def test_a_source_is_read_by_one_thread_at_a_time_and_two_sources_by_two() -> No
     assert first.reads == second.reads == [rows(0, 2), rows(4, 6)], "in the order in which they were started"
 
 
-def test_staging_buffers_are_those_of_all_arrays() -> None:
-    """Wrong if each array had buffers of its own: the cap would hold for each, not for all."""
-    resources = Resources(Slots(1, 1 << 10))
-    with resources:
-        one, other = (reader_of(FakeSource(TABLE), resources=resources) for _ in range(2))
-        block = fetch(one, whole(rows(0, 2), rank=1))
-        assert not other.has_room(whole(rows(0, 2), rank=1))
-        block.release()
-        assert other.has_room(whole(rows(0, 2), rank=1))
-
-
 def test_threads_use_the_same_scratch_memory_for_every_array() -> None:
     sources = [chunked(table, (2, 4)) for table in (TABLE, TABLE + 100)]
     resources, piece = Resources(Slots(1, 1 << 10)), piece_of(Region((0, 0), (8, 3)))  # less than a chunk: not decoded in place

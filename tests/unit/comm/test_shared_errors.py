@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardload.comm import tracebacks
-from shardload.comm.tracebacks import is_pythons_own, share, show
+from shardload.comm import shared_errors
+from shardload.comm.shared_errors import is_pythons_own, share, show
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 
 
@@ -77,7 +77,7 @@ def test_what_one_rank_alone_knows_is_shown_there(capsys: pytest.CaptureFixture[
 def inside(error: ShardloadError, cause: BaseException | None = None, size: int = 16) -> ShardloadError:
     """Raised by code that lies in the package, as seen by rank 0."""
     names: dict[str, Any] = {}
-    exec(compile("def fail(error, cause):\n    raise error from cause", tracebacks.__file__, "exec"), names)
+    exec(compile("def fail(error, cause):\n    raise error from cause", shared_errors.__file__, "exec"), names)
     try:
         names["fail"](error, cause)
     except ShardloadError as found:
@@ -95,17 +95,17 @@ def test_a_wrong_call_is_shown_up_to_the_users_line(
     error = inside(kind("no array '/rho'"), raised(kind("no array '/rho'")), size)
     assert sys.excepthook is show, "of one process too"
     text = printed(error, capsys)
-    assert text.count("Traceback") == 1 and __file__ in text and tracebacks.__file__ not in text
+    assert text.count("Traceback") == 1 and __file__ in text and shared_errors.__file__ not in text
     assert text.endswith("Error: no array '/rho'\nSHARDLOAD_TRACEBACKS=all shows the calls inside shardload\n")
-    assert traceback.extract_tb(error.__traceback__)[-1].filename == tracebacks.__file__, "a debugger needs them"
+    assert traceback.extract_tb(error.__traceback__)[-1].filename == shared_errors.__file__, "a debugger needs them"
     monkeypatch.setenv("SHARDLOAD_TRACEBACKS", "all")
-    assert tracebacks.__file__ in printed(error, capsys)
+    assert shared_errors.__file__ in printed(error, capsys)
 
 
 def test_a_package_that_is_imported_over_a_link(tmp_path: Path) -> None:
     """As from a home directory that is one. Wrong if nothing were cut there: frames have the name of the link."""
-    (tmp_path / "link").symlink_to(Path(tracebacks.__file__).parents[1])
-    spec = importlib.util.spec_from_file_location("over_a_link", tmp_path / "link" / "comm" / "tracebacks.py")
+    (tmp_path / "link").symlink_to(Path(shared_errors.__file__).parents[1])
+    spec = importlib.util.spec_from_file_location("over_a_link", tmp_path / "link" / "comm" / "shared_errors.py")
     assert spec is not None and spec.loader is not None
     linked = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(linked)
@@ -122,9 +122,9 @@ def test_a_package_that_is_imported_over_a_link(tmp_path: Path) -> None:
 def test_what_the_text_does_not_say_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong if the cause of a damaged file, or the calls that led to a defect, were seen nowhere."""
     text = printed(inside(SourceError("cannot be read"), raised(OSError("bad magic"))), capsys)
-    assert text.count("Traceback") == 2 and "OSError: bad magic" in text and tracebacks.__file__ not in text
+    assert text.count("Traceback") == 2 and "OSError: bad magic" in text and shared_errors.__file__ not in text
     peer = printed(inside(PeerError("on rank 2: KeyError: 'x'"), raised(KeyError("x"))), capsys)
-    assert peer.count("Traceback") == 2 and tracebacks.__file__ in peer and "SHARDLOAD_TRACEBACKS" not in peer
+    assert peer.count("Traceback") == 2 and shared_errors.__file__ in peer and "SHARDLOAD_TRACEBACKS" not in peer
 
 
 def test_an_error_that_is_no_agreed_one_is_left_to_python(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_an_error_that_is_no_agreed_one_is_left_to_python(capsys: pytest.Capture
 
 def test_the_hook_is_set_where_it_is_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
     agreed(3)
-    assert sys.excepthook is tracebacks.show and is_pythons_own()
+    assert sys.excepthook is shared_errors.show and is_pythons_own()
     mine = lambda *_: None  # noqa: E731
     monkeypatch.setattr(sys, "excepthook", mine)
     agreed(3)
