@@ -24,9 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError, ShardloadError
-from shardload.planning.halo import WRAP, Halo
 from shardload.planning.region import Region
-from shardload.planning.shards import Shards, plan_shards
+from shardload.planning.shards import WRAP, Halo, Shards, plan_shards
 from shardload.units import counted, shown
 
 Axes = tuple[tuple[int, ...], ...]

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, extent_of, loaded_as
 from shardload.errors import ConfigError
-from shardload.formats.growing import UNITS, units_of
+from shardload.formats.sink import UNITS, units_of
 from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
 from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.trees import ArrayTree

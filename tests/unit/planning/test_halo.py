@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import plan_cost
-from shardload.planning.halo import Halo, SectionGrid
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Schedule, plan_direct
-from shardload.planning.shards import plan_shards
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_direct
+from shardload.planning.shards import Halo, SectionGrid, plan_shards
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, every_way, flat_index, grids
 
@@ -130,7 +129,7 @@ def test_every_shard_is_a_window_of_numpys_pad(data: st.DataObject) -> None:
     else:
         blocks = data.draw(grids(case.shape))
     blocks = replace(blocks, shape=case.shape)
-    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, case.owners, max_message_nbytes=limit)
+    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, case.owners, limit, case.is_merged and not case.n_readers)
     carry_out(case, halo, plan)
 
 
@@ -220,6 +219,6 @@ def test_a_contiguous_array_is_read_section_by_section() -> None:
     case = Case((64, 8), ((0,), ()), np.arange(4), 4, (1, 8), (0, 0), 0)
     shards = plan_shards((64, 8), case.axes, case.ranks).with_halo(Halo((2, 0), ("wrap", "wrap")))
     plan = plan_direct(case.layout(has_chunks=False), shards, 4, max_nbytes=1 << 20)
-    assert plan.owners == Direct(is_merged=False)
+    assert plan.is_direct and not plan.is_merged
     assert [str(read.region) for read in plan.outgoing(0)] == ["[0:18, 0:8]", "[62:64, 0:8]"]
     assert [str(read.region) for read in plan.outgoing(1)] == ["[14:34, 0:8]"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_blocks, plan_row_chunks
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Direct, Owners, Part, Schedule, plan_direct
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, plan_direct
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import Shards, plan_shards
 from shardload.planning.source_layout import SourceLayout
@@ -393,7 +393,7 @@ def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) 
     shards = plan_shards(case.shape_global, case.axes, case.ranks)
     within = shards.reach if is_merged else shards.shard_shape
     blocks = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, within=within)
-    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, Direct(is_merged))
+    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, None, is_merged=is_merged)
     simulate(replace(case, n_readers=0), plan)
     largest = 0
     for rank in range(case.n_ranks):
@@ -432,7 +432,7 @@ def test_what_shards_of_a_rank_share_is_read_once(cell: Any, axes: Any, per_rank
     f4 = np.dtype("f4")
     layout = SourceLayout.cut(select_axes(None, shape), cell, f4, f4)
     plan = plan_direct(layout, shards, 8 // per_rank, max_nbytes=1 << 18)
-    assert plan.owners == Direct(is_merged=merged)
+    assert plan.is_direct and plan.is_merged == merged
 
 
 def test_staging_buffers_are_no_larger_than_a_shard() -> None:
@@ -440,7 +440,7 @@ def test_staging_buffers_are_no_larger_than_a_shard() -> None:
     planes = Grid((2048, 2048, 2048), (1, 2048, 2048), (0, 0, 0))
     shards = plan_shards(planes.shape, [(), (0,), (1,)], np.arange(64 * 64).reshape(64, 64))
     blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, within=shards.shard_shape)
-    plan = Schedule(blocks, shards, 4, 4096, Direct())
+    plan = Schedule(blocks, shards, 4, 4096, None)
     assert max(read.region.size for read in plan.outgoing(17)) == plan.max_block_size <= 1 << 18
 
 
