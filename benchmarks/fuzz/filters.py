@@ -40,7 +40,7 @@ from shardload.formats import lookup as sources
 from shardload.formats.access import Access
 from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.hdf5 import filters as hdf5_filters
-from shardload.formats.zarr import codecs as zarr_codecs
+from shardload.formats.zarr import metadata as zarr_metadata
 from shardload.planning.region import Region
 
 __all__ = ["SURVIVED", "FilterOutcomes", "fuzz_filters", "good_kinds", "is_listed"]
@@ -133,7 +133,7 @@ def is_listed(name: str) -> bool:
     """Whether a filter, by its name in the results, is decoded without a word from the caller."""
     own, _, where = name.rstrip(")").partition(" (")
     if where.startswith("Zarr"):
-        return own == "none" or own.removeprefix("numcodecs.") in zarr_codecs.SURVIVED
+        return own == "none" or own.removeprefix("numcodecs.") in zarr_metadata.SURVIVED
     return own == "none" or int(where.rpartition(" ")[2]) in hdf5_filters.SURVIVED
 
 

@@ -72,21 +72,19 @@ def labelled(infos: Iterable[ArrayInfo], path: str, access: Access) -> list[Arra
 
 
 def _all_labelled(infos: Iterable[ArrayInfo], path: str, finder: Finder) -> list[ArrayInfo]:
-    labeller = Labeller(finder)
-    return [_labelled(labeller, path, info) for info in infos]
+    """Arrays with their labels. One that cannot be loaded may be there for its attributes alone (CF's grid mapping)."""
+    labeller, with_labels = Labeller(finder), []
+    for info in infos:
+        try:
+            with_labels.append(info if info.dtype.startswith("unknown") else labeller.label(path, info))
+        except SourceError:
+            if info.refused is None:
+                raise
+            with_labels.append(info)
+    return with_labels
 
 
-def _labelled(labeller: Labeller, path: str, info: ArrayInfo) -> ArrayInfo:
-    """An array with its labels. One that cannot be loaded may be there for its attributes alone (CF's grid mapping)."""
-    try:
-        return info if info.dtype.startswith("unknown") else labeller.label(path, info)
-    except SourceError:
-        if info.refused is None:
-            raise
-        return info
-
-
-def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES) -> Labels:
+def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT) -> Labels:
     """The names of the axes, the attributes and coordinates of an array that was found; of a single array, by this process.
 
     Collective: no.
@@ -97,7 +95,7 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, s
         If the array cannot be opened any more.
     """
     with scratch_of_its_own(), Finder(access) as finder:
-        labels = Labeller(finder, small_nbytes, of_groups=True).label(path_or_object, info).labels
+        labels = Labeller(finder, of_groups=True).label(path_or_object, info).labels
     return labels if isinstance(labels, Labels) else Labels((None,) * len(info.shape), info.attributes)
 
 
@@ -169,7 +167,10 @@ class Labeller:
         if labels.dims == (own_name,):  # the coordinate of an axis is its own coordinate
             coords[own_name] = Coordinate(info.dataset)
         if self._names is not None:
-            names = {*self._names, _name_of(self._axis, labels)}
+            axis = self._axis
+            if isinstance(axis, int):
+                axis = labels.dims[axis] if -len(labels.dims) <= axis < len(labels.dims) else None
+            names = {*self._names, axis}
             coords = {name: coordinate for name, coordinate in coords.items() if name in names}
             return replace(labels, attrs={}, coords=self._read(coords, path), is_brief=True)
         of_group: Mapping[str, Any] = {}
@@ -202,13 +203,6 @@ class Labeller:
             attrs = bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE)
             found[name] = Coordinate(coordinate.dataset, labels.dims, attrs, values)
         return found
-
-
-def _name_of(axis: str | int | None, labels: Labels) -> str | None:
-    """The name of an axis; None if it has none."""
-    if axis is None or isinstance(axis, str):
-        return axis
-    return labels.dims[axis] if -len(labels.dims) <= axis < len(labels.dims) else None
 
 
 def _values_of(source: Source, most_nbytes: int) -> np.ndarray[Any, Any] | None:

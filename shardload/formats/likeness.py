@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,36 +193,18 @@ def attrs_for(
     >>> attrs_for("zarr", "x", {"_FillValue": np.float32(-9)}, f4, 0.0)
     ({'_FillValue': 'AAAAAAAAIsA='}, 0.0, [])
     """
-    attributes = dict(attrs)
-    if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
-        fill = attributes.pop("_FillValue", None)
-    if kind.startswith("zarr"):
-        marker = attributes.pop("_FillValue", None) if dtype is not None else None
-        attributes, notes = _converted(name, attributes, lambda _, value: _plain(value))
-        if marker is not None:
-            attributes["_FillValue"] = _as_xarray(marker)
-        return attributes, fill, notes
-
-    def as_hdf5(key: str, value: Any) -> Any:
-        typed = _typed(value)
-        why = refused_attribute(key, typed, is_netcdf=kind == "netcdf4")
-        if why is not None:
-            raise ValueError(why)
-        return typed
-
-    attributes, notes = _converted(name, attributes, as_hdf5)
-    return attributes, fill, notes
-
-
-def _converted(name: str, attrs: Mapping[str, Any], convert: Callable[[str, Any], Any]) -> tuple[dict[str, Any], list[str]]:
-    """Attributes as a format has them, and those that it has not, in words."""
-    converted, notes = {}, []
-    for key, value in attrs.items():
+    others, converted, notes = dict(attrs), {}, []
+    marker = others.pop("_FillValue", None) if dtype is not None and kind != "hdf5" else None
+    for key, value in others.items():
         try:
-            converted[key] = convert(key, value)
+            converted[key] = _plain(value) if kind.startswith("zarr") else _typed(key, value, is_netcdf=kind == "netcdf4")
         except (TypeError, ValueError) as error:
             notes.append(f"attribute {key!r} of {name} ({error})")
-    return converted, notes
+    if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
+        fill = marker
+    elif marker is not None:
+        converted["_FillValue"] = _as_xarray(marker)
+    return converted, fill, notes
 
 
 def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[dict[str, Any], Any]:
@@ -355,24 +337,29 @@ def is_empty_text(value: Any) -> bool:
     return getattr(value, "shape", ()) is None and value.dtype.kind in "SOU"
 
 
-def _typed(value: Any) -> Any:
-    """An attribute as HDF5 has it.
+def _typed(key: str, value: Any, *, is_netcdf: bool) -> Any:
+    """An attribute as HDF5, or netCDF4, has it. TypeError or ValueError if it has none such.
 
-    >>> _typed([[1, 2], [3, 4]]).shape, _typed(["a", "b"]), _typed(1.5)
-    ((2, 2), ['a', 'b'], 1.5)
+    >>> [_typed("x", value, is_netcdf=False) for value in (["a", "b"], 1.5, [[1, 2]])]
+    [['a', 'b'], 1.5, array([[1, 2]])]
     """
     if value is None or isinstance(value, Mapping):
         raise TypeError("a null or an object of JSON, which HDF5 does not have")
-    if not isinstance(value, int | list | tuple):
-        return value
-    try:
-        array = np.array(value)
-        leaves = np.array(value, dtype=object).reshape(-1).tolist()
-    except (ValueError, OverflowError):
-        raise TypeError("a list of JSON whose rows have different lengths") from None
-    same = len(leaves) == array.size and all(a == b or b != b for a, b in zip(array.reshape(-1).tolist(), leaves, strict=True))
-    if array.dtype.kind not in "biufU" or not same:
-        raise TypeError("a list of JSON that is no array of numbers or texts, or a number that HDF5 does not hold exactly")
-    if array.dtype.kind == "U":
-        return array.astype(object) if array.ndim > 1 else value
-    return array if isinstance(value, list | tuple) else value
+    if isinstance(value, int | list | tuple):
+        try:
+            array = np.array(value)
+            leaves = np.array(value, dtype=object).reshape(-1).tolist()
+        except (ValueError, OverflowError):
+            raise TypeError("a list of JSON whose rows have different lengths") from None
+        same = len(leaves) == array.size
+        same = same and all(a == b or b != b for a, b in zip(array.reshape(-1).tolist(), leaves, strict=True))
+        if array.dtype.kind not in "biufU" or not same:
+            raise TypeError("a list of JSON that is no array of numbers or texts, or a number that HDF5 does not hold exactly")
+        if array.dtype.kind == "U":
+            value = array.astype(object) if array.ndim > 1 else value
+        elif not isinstance(value, int):
+            value = array
+    why = refused_attribute(key, value, is_netcdf=is_netcdf)
+    if why is not None:
+        raise ValueError(why)
+    return value

@@ -18,6 +18,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
@@ -35,6 +37,7 @@ from shardload.formats.diagnosis import (
     only_array,
     unclaimed,
 )
+from shardload.formats.memory import MemorySource
 from shardload.formats.small import is_small, values_of
 from shardload.formats.untrusted import source as untrusted
 from shardload.planning.region import Region
@@ -196,10 +199,24 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
 
 
 def open_object(array: Any, access: Access = STRICT) -> Source:
-    """The source of an open array. ConfigError if it is none that can be loaded, or a group."""
-    file_format = format_of_object(array, access)
-    with as_source_error(str(type(array).__name__)):
-        return file_format.open_object(array, access)
+    """The source of an open array, of the format of its library. ConfigError if it is none that can be loaded, or a group."""
+    kind = type(array)
+    if access.untrusted is not None:  # it would have to be open in a helper process
+        raise ConfigError(
+            f"untrusted=True opens the file in another process, but this one has the {kind.__name__} that was "
+            "handed in. Pass the path of the file, or leave out untrusted=True"
+        )
+    if isinstance(array, np.ndarray):
+        return MemorySource(array)
+    found, failed = registry.claiming(lambda file_format: file_format.claims_object(array))
+    if found is None:
+        more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
+        raise ConfigError(
+            f"nothing can be loaded from an object of type {kind.__module__}.{kind.__qualname__}. Pass a "
+            f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray.{more}"
+        )
+    with as_source_error(kind.__name__):
+        return found.open_object(array, access)
 
 
 def open_file(path: str | os.PathLike[str], access: Access = STRICT, planned: ArrayInfo | None = None) -> OpenFile:
@@ -345,7 +362,6 @@ class Finder:
         cap = 0 if tuning is None else tuning.small_total_nbytes
         self._left_nbytes = cap if most_nbytes is None else min(cap, most_nbytes)
         self._files: dict[str, OpenFile] = {}
-        self._places: dict[str, str] = {}  # of each path as written, because looking it up asks the file system
 
     def __enter__(self) -> Finder:
         return self
@@ -469,9 +485,7 @@ class Finder:
 
     def file(self, path: str) -> OpenFile:
         """A file that is opened here once."""
-        if path not in self._places:
-            self._places[path] = _place_of(path)
-        key = self._places[path]
+        key = _place_of(path)
         file = self._files.get(key)
         if file is None:
             while len(self._files) >= _MOST_OPEN:
@@ -530,18 +544,17 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
                 "at them. Load each of them for itself, or leave out untrusted=True"
             )
         return untrusted.FORMAT
-    if "://" in path:
-        found, failed = _claiming_url(path, access, planned)
-    else:
+    is_url = "://" in path
+    if not is_url:
         check_readable(path)
-        with _naming_what_is_unread(path):
+    with _naming_what_is_unread(path):
+        if is_url:
+            found, failed = _claiming_url(path, access, planned)
+        else:
             found, failed = registry.claiming(lambda file_format: file_format.claims_path(path))
-    if found is None and "://" not in path and complete_append(path):
-        return format_of(path)
-    if found is None:
-        with _naming_what_is_unread(path):
+        if found is None and (is_url or not complete_append(path)):
             raise unclaimed(path, registry.names(), failed)
-    return found
+    return found or format_of(path)
 
 
 def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[Format | None, list[str]]:
@@ -565,20 +578,3 @@ def _naming_what_is_unread(path: str) -> Iterator[None]:
     except OSError:
         with as_source_error(path):
             raise
-
-
-def format_of_object(obj: Any, access: Access) -> Format:
-    """The format of the library that `obj` comes from. ConfigError if the array would have to be open in a helper process."""
-    if access.untrusted is not None:
-        raise ConfigError(
-            f"untrusted=True opens the file in another process, but this one has the {type(obj).__name__} that was "
-            "handed in. Pass the path of the file, or leave out untrusted=True"
-        )
-    found, failed = registry.claiming(lambda file_format: file_format.claims_object(obj))
-    if found is None:
-        more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
-        raise ConfigError(
-            f"nothing can be loaded from an object of type {type(obj).__module__}.{type(obj).__qualname__}. Pass a "
-            f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray.{more}"
-        )
-    return found

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import SourceError
-from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.dtypes import check_request, native_dtype, refusal
-from shardload.formats.contract.format import Format, OpenFile, Source
+from shardload.formats.contract.format import Source
 from shardload.planning.region import Region
 
 _PATH, _NAME = "<memory>", "/array"
@@ -112,28 +111,3 @@ class MemorySource(Source):
 
     def close(self) -> None:
         """Nothing to give back: the array is the caller's."""
-
-
-class MemoryFormat(Format):
-    """NumPy arrays; no path is of this format."""
-
-    name = "memory"
-
-    def claims_path(self, path: str) -> bool:
-        """Never."""
-        return False
-
-    def claims_object(self, obj: object) -> bool:
-        """True if `obj` is a NumPy array."""
-        return isinstance(obj, np.ndarray)
-
-    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """Nothing is claimed, so nothing is opened."""
-        raise NotImplementedError("arrays in memory have no file")
-
-    def open_object(self, obj: np.ndarray[Any, Any], access: Access = STRICT) -> Source:
-        """Wrap a NumPy array."""
-        return MemorySource(obj)
-
-
-FORMAT = MemoryFormat()

@@ -52,7 +52,6 @@ class Entry(NamedTuple):
 
 _OWN = (
     Entry("HDF5", "shardload.formats.hdf5.file:FORMAT"),
-    Entry("memory", "shardload.formats.memory:FORMAT"),
     Entry("Zarr", "shardload.formats.zarr.source:FORMAT"),
 )
 _warned: set[Entry] = set()
@@ -110,7 +109,7 @@ def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) 
 
 def names() -> list[str]:
     """The names of the formats that files can have, for messages."""
-    found = [load(entry) for entry in (*own(), *installed()) if entry.name != "memory"]
+    found = [load(entry) for entry in (*own(), *installed())]
     return [file_format.name for file_format in found if not isinstance(file_format, str)]
 
 

@@ -9,5 +9,5 @@ remote   objects in S3, Google, Azure, on HTTP servers: `open_remote(url, storag
 containment  which other files may a file refer to? Opens those, and refuses the rest
 target       a new file or folder: a temporary name until all is there. `leftovers` says what a save that was killed left
 new_folder   a new folder of files, or what comes into an old one
-locks        one append at a time. `changes`: a file that grows, so that a kill costs nothing
+changes      a file that grows, so that a kill costs nothing; one append at a time
 """

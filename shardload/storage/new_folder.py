@@ -19,10 +19,10 @@ from typing import IO, Any
 from weakref import WeakValueDictionary
 
 from shardload.errors import ConfigError
+from shardload.storage.changes import AppendLock, take_lock
 from shardload.storage.containment import Fence
 from shardload.storage.leftovers import METADATA, ROOTS
 from shardload.storage.local import LocalFolder
-from shardload.storage.locks import AppendLock, take_lock
 from shardload.storage.objects import UnsyncedError
 from shardload.storage.target import (
     FOLDER_MARK,

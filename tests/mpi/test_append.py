@@ -30,8 +30,8 @@ from shardload.formats.zarr.growth import GrowthEncoder, GrowthSink
 from shardload.formats.zarr.source import ZarrSource
 from shardload.jobs.saving.append import _Appending
 from shardload.storage import new_folder
+from shardload.storage.changes import AppendLock
 from shardload.storage.leftovers import find_leftover
-from shardload.storage.locks import AppendLock
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_save import compare, on_disk, put, turned
 from tests.tiers import IS_QUICK, thorough

@@ -1,7 +1,7 @@
 """Which codecs are there, and how is it said how an array is compressed?
 
 One object for each codec: its names, whether it is safe on damaged data, and how it works both ways. `hdf5.filters` translates
-between these objects and an HDF5 file's filters with their ``cd_values``; `zarr.codecs` between them and what Zarr's metadata
+between these objects and an HDF5 file's filters with their ``cd_values``; `zarr.metadata` between them and what Zarr's metadata
 says.
 
 How an array is compressed is said in the words of `sink.Compression`, the same for every format; a caller may write them as one

@@ -13,8 +13,7 @@ from shardload.errors import ConfigError
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
 from shardload.formats.contract.dtypes import dtype_text, is_added
 from shardload.formats.sink import ArraySpec, Compression
-from shardload.formats.zarr.codecs import options_of
-from shardload.formats.zarr.metadata import INDEX_CODECS, Json
+from shardload.formats.zarr.metadata import INDEX_CODECS, Json, options_of
 
 _NAMES = {3: ("gzip", "zstd", "blosc"), 2: ("gzip", "zstd", "blosc", "lz4")}
 

@@ -25,15 +25,14 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.dtypes import native_dtype, refusal
-from shardload.formats.growing import Growing, meaning_of
-from shardload.formats.sink import ArraySpec, Catalog, Compression
+from shardload.formats.sink import ArraySpec, Catalog, Compression, Growing, meaning_of
 from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout
-from shardload.formats.zarr.nodes import ArrayNode, BrokenNode
+from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
 from shardload.formats.zarr.store import WatchedStore, open_store
 from shardload.planning.grid import unravel
+from shardload.storage.changes import changed_meanwhile
 from shardload.storage.leftovers import ROOTS
-from shardload.storage.locks import changed_meanwhile
 from shardload.storage.new_folder import AddedFolder
 from shardload.storage.target import GROWTH_MARK, named
 
@@ -104,8 +103,8 @@ def _read_nodes(path: str) -> dict[str, ArrayNode]:
     nodes: dict[str, ArrayNode] = {}
     store = open_store(path, Access(allow_external=True))
     for name, node in store.nodes():
-        if isinstance(node, BrokenNode):
-            raise SourceError(f"'{name}' in '{path}' cannot be read: {node.error}", path=path, dataset=name) from node.error
+        if isinstance(node, Exception):
+            raise SourceError(f"'{name}' in '{path}' cannot be read: {node}", path=path, dataset=name) from node
         if isinstance(node, ArrayNode):
             nodes[name] = node
     for key, document in _shared_documents(store, nodes):

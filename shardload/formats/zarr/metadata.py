@@ -3,6 +3,10 @@
 `ZarrLayout.of` reads a document (``zarr.json``, or ``.zarray``), of an array that is read, written or grown. It answers only if
 it understands every key, codec and option. Otherwise it raises `NotCovered`: zarr-python reads such an array, which knows more
 or says why it cannot, and nothing is appended to it.
+
+May a chunk be decoded? `SURVIVED` has the codecs that did not crash, hang or end the process in many thousands of tests with
+damaged chunks and configurations (``python -m benchmarks fuzz-filters``, docs/trust-files.md). Other codecs, which zarr-python
+finds among the installed packages, are used only if the caller names them (`allow_filters`).
 """
 
 from __future__ import annotations
@@ -10,23 +14,25 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs.algorithms import decode_byte_order, decode_crc32c
 from shardload.formats.codecs.chains import Stage, Step
-from shardload.formats.codecs.table import BLOSC_CODES, ZARR_CODECS, Codec, Parameters
+from shardload.formats.codecs.table import BLOSC_CODES, BLOSC_SHUFFLES, ZARR_CODECS, Codec, Parameters
 from shardload.formats.contract.dtypes import native_dtype, refusal
-from shardload.formats.zarr.codecs import SIZED, SURVIVED, parameters_of
 
 Json = dict[str, Any]
 Chain = Sequence[tuple[str, Mapping[str, Any]]]
+
+SURVIVED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_safe)
+SIZED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_sized)
 
 # The index of a shard is read whole and kept. An array whose shards have longer indexes is not covered.
 MOST_INDEX_NBYTES = 2**24
@@ -113,6 +119,48 @@ def n_in_shard(document: Mapping[str, Any]) -> int:
         return 0
     outer = _ints(_named(document["chunk_grid"])[1]["chunk_shape"])
     return -(-math.prod(outer) // max(1, math.prod(map(int, inner[0]))))
+
+
+# --- their options, and whether they may be used
+
+
+def parameters_of(name: str, options: Mapping[str, Any], itemsize: int) -> Parameters:
+    """What a codec was told by its options in the metadata. KeyError, IndexError, TypeError or ValueError if they are odd."""
+    level, levels = options.get("level", options.get("clevel")), ZARR_CODECS[name].levels
+    if levels and (not isinstance(level, int) or (name == "zstd" and level == 0)):
+        level = levels[0]
+    if name == "shuffle":
+        return Parameters(itemsize=int(options["elementsize"]))
+    if name != "blosc":
+        return Parameters(level or 0)
+    shuffle, inner = (getattr(found, "value", found) for found in (options.get("shuffle", 1), options.get("cname", "lz4")))
+    if shuffle == -1:  # numcodecs chooses
+        shuffle = 2 if itemsize == 1 else 1
+    number = BLOSC_SHUFFLES.index(shuffle) if isinstance(shuffle, str) else range(3)[shuffle]
+    return Parameters(level, int(options.get("typesize") or itemsize), str(inner), number)
+
+
+def options_of(codec: Codec, told: Parameters, version: int) -> dict[str, Any]:
+    """The options in the metadata that tell a codec the same."""
+    if codec.zarr == "blosc":
+        shuffle: Any = told.shuffle if version == 2 else BLOSC_SHUFFLES[told.shuffle]
+        options = {"cname": told.inner, "clevel": told.level, "shuffle": shuffle, "blocksize": 0}
+        return options if version == 2 else {**options, "typesize": told.itemsize}
+    if codec.zarr == "lz4":
+        return {"acceleration": 1}
+    return {"level": told.level} | ({"checksum": False} if codec.zarr == "zstd" and version == 3 else {})
+
+
+def refuse_codecs(names: Iterable[str], access: Access) -> str | None:
+    """Why chunks that were encoded with these codecs are not decoded, in words that follow "holds"; None if they are."""
+    for name in names:
+        if name not in SURVIVED and not access.may_use(name, f"numcodecs.{name}"):
+            told = printable(name[:80])
+            return (
+                f"chunks encoded with the codec '{told}', which is not decoded by default: it is not known how it handles "
+                f"damaged data. If you trust who wrote the store, pass allow_filters='{told}'"
+            )
+    return None
 
 
 # --- chunks

@@ -1,33 +1,39 @@
 """What is in a folder of a Zarr store, of format 2 or 3: an array or a group? The one parse of metadata.
 
 `parse_node` reads the files of a folder, from wherever they come. All of Zarr that needs metadata takes it from the nodes.
+
+`checked` replaces numcodecs's Blosc decoder by one that compares a chunk's header with its length. numcodecs's own decoder
+reads past the end of a chunk whose header declares more bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Self, cast
 
+import ml_dtypes
+import numcodecs
 import numcodecs.errors
 import numpy as np
 import zarr
 import zarr.errors
 from zarr.abc.codec import ArrayArrayCodec, BytesBytesCodec
 from zarr.core.buffer import default_buffer_prototype
+from zarr.core.dtype.common import HasEndianness
 from zarr.core.metadata import ArrayV2Metadata, ArrayV3Metadata
+from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
 from shardload.errors import printable
+from shardload.formats.codecs.algorithms import blosc_error, check_blosc
 from shardload.formats.contract.dtypes import is_added, refusal
-from shardload.formats.zarr.codecs import SURVIVED
-from shardload.formats.zarr.dtypes import register
-from shardload.formats.zarr.metadata import Json, chain_of, names_of
-
-register()
+from shardload.formats.zarr.metadata import SURVIVED, Json, chain_of, names_of
 
 
 class UnknownCodecError(ValueError):
@@ -48,13 +54,6 @@ class GroupNode:
     def attributes(self) -> Json:
         """Its attributes."""
         return self.parse()
-
-
-@dataclass(frozen=True)
-class BrokenNode:
-    """A folder that cannot be read, or metadata, for this reason."""
-
-    error: Exception
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,8 @@ class ArrayNode:
         return np.asarray(self.fill, self.dtype)[()]
 
 
-Node = ArrayNode | GroupNode | BrokenNode
+Node = ArrayNode | GroupNode | Exception
+"""What is in a folder, or why it, or its metadata, cannot be read."""
 
 
 def parse_node(read: Callable[[str], bytes | None]) -> ArrayNode | GroupNode | None:
@@ -194,3 +194,125 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+# --- what zarr-python lacks: decoders that damaged chunks cannot harm, and JAX's smaller types
+
+
+class CheckedBlosc(numcodecs.Blosc):  # type: ignore[misc]
+    """numcodecs's Blosc, with a check of the header: numcodecs itself trusts the length that a chunk declares."""
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        """Decode; ValueError if the header does not fit the chunk's length."""
+        data = numcodecs.compat.ensure_contiguous_ndarray(buf).view("u1")
+        check_blosc(data)
+        try:
+            return super().decode(buf, out)
+        except RuntimeError as error:
+            raise blosc_error(data, error) from None
+
+
+def checked(metadata: Any) -> Any:
+    """The same metadata, with decoders that damaged chunks cannot harm."""
+    made = copy.copy(metadata)
+    if metadata.zarr_format == 2:
+        object.__setattr__(made, "compressor", _checked_decoder(metadata.compressor))
+        object.__setattr__(made, "filters", metadata.filters and tuple(_checked_decoder(codec) for codec in metadata.filters))
+    else:
+        object.__setattr__(made, "codecs", tuple(map(_checked_codec, metadata.codecs)))
+    return made
+
+
+def _checked_decoder(decoder: Any) -> Any:
+    if type(decoder) is not numcodecs.Blosc:
+        return decoder
+    options = decoder.get_config()
+    del options["id"]
+    return CheckedBlosc(**options)
+
+
+def _checked_codec(codec: Any) -> Any:
+    """Replace Blosc in a codec of format 3: zarr-python's Blosc, numcodecs's, or shards with Blosc inside."""
+    kept = next((name for name in ("_blosc_codec", "_codec") if type(getattr(codec, name, None)) is numcodecs.Blosc), None)
+    inside = getattr(codec, "codecs", None)
+    if kept is None and not isinstance(inside, tuple):
+        return codec
+    made = copy.copy(codec)
+    if kept is not None:
+        made.__dict__[kept] = _checked_decoder(getattr(codec, kept))  # these classes cache their decoder there
+    elif inside is not None:
+        object.__setattr__(made, "codecs", tuple(map(_checked_codec, inside)))
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Added(ZDType[Any, Any]):
+    """bfloat16, or a smaller type of JAX, as zarr-python asks for it: known there by its name in ml_dtypes.
+
+    TensorStore, and what stores JAX's arrays with it, writes these types under these names: bfloat16 in two bytes, each value
+    of the others in a byte of its own.
+    """
+
+    dtype: ClassVar[np.dtype[Any]]
+
+    @classmethod
+    def from_native_dtype(cls, dtype: Any) -> Self:
+        if type(dtype) is not cls.dtype_cls:
+            raise DataTypeValidationError(f"{dtype} is not {cls.dtype}")
+        return cls() if dtype == cls.dtype else cls(**{"endianness": "big"})
+
+    def to_native_dtype(self) -> Any:
+        is_big = getattr(self, "endianness", "little") == "big"
+        return self.dtype.newbyteorder(">") if is_big else self.dtype
+
+    @classmethod
+    def _from_json_v2(cls, data: Any) -> Self:
+        return cls._from_json_v3(data.get("name") if isinstance(data, dict) else None)
+
+    @classmethod
+    def _from_json_v3(cls, data: Any) -> Self:
+        if data != cls.dtype.name:
+            raise DataTypeValidationError(f"{data!r} is not {cls.dtype}")
+        return cls()
+
+    def to_json(self, zarr_format: Any) -> Any:
+        return self.dtype.name if zarr_format == 3 else {"name": self.dtype.name, "object_codec_id": None}
+
+    def _check_scalar(self, data: object) -> bool:
+        return True
+
+    def cast_scalar(self, data: object) -> Any:
+        if isinstance(data, str) and data.startswith("0x"):  # its bits
+            return np.array(int(data, 16), f"u{self.dtype.itemsize}").view(self.dtype)[()]
+        number = float(cast(float, data))
+        found = np.asarray(number).astype(self.dtype)[()]
+        if "int" in self.dtype.name and float(found) != number:
+            raise ValueError(f"the fill value {data!r} is no {self.dtype}")
+        return found
+
+    def default_scalar(self) -> Any:
+        return self.cast_scalar(0)
+
+    def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
+        return self.cast_scalar(data)
+
+    def to_json_scalar(self, data: object, *, zarr_format: Any) -> Any:
+        number = float(self.cast_scalar(data))
+        if "int" in self.dtype.name:
+            return int(number)
+        return number if math.isfinite(number) else "NaN" if math.isnan(number) else f"{'-' * (number < 0)}Infinity"
+
+
+def _register() -> None:
+    """Make the types known to zarr-python that it does not know yet."""
+    for scalar in vars(ml_dtypes).values():
+        if not (isinstance(scalar, type) and issubclass(scalar, np.generic)) or "complex" in scalar.__name__:
+            continue
+        dtype = np.dtype(scalar)
+        bases = (_Added,) if dtype.itemsize == 1 else (_Added, HasEndianness)
+        if dtype.name not in data_type_registry.contents:
+            one = type(dtype.name, bases, {"dtype": dtype, "dtype_cls": type(dtype), "_zarr_v3_name": dtype.name})
+            data_type_registry.register(dtype.name, dataclass(frozen=True, kw_only=True)(one))
+
+
+_register()

@@ -13,12 +13,15 @@ one. `ZarrSource.missing` says which chunks were missing.
 
 from __future__ import annotations
 
+import base64
 import functools
 import itertools
 import math
 import os
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,23 +31,17 @@ import zarr.buffer
 
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
+from shardload.formats.codecs.table import ZARR_CODECS, compression_told
 from shardload.formats.contract.array import MOST_KEPT, TOLD, ArrayInfo, Properties, group_info, json_value, some
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, chunks_met, index_in_parts, read_by_chunks
-from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
+from shardload.formats.contract.dtypes import check_request, is_added, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
-from shardload.formats.zarr.codecs import refuse_codecs
-from shardload.formats.zarr.making import float_of_base64, properties_of
-from shardload.formats.zarr.metadata import grid_of, is_stacked, n_in_shard, names_of
-from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, UnknownCodecError, quiet
+from shardload.formats.zarr.metadata import grid_of, inner_chain, is_stacked, n_in_shard, names_of, parameters_of, refuse_codecs
+from shardload.formats.zarr.nodes import ArrayNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.references import SUFFIXES, is_references
-from shardload.formats.zarr.store import (
-    WatchedStore,
-    open_store,
-    watch,
-    watched,
-)
+from shardload.formats.zarr.store import WatchedStore, open_store, watch, watched
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.objects import NoListingError
@@ -58,6 +55,10 @@ _MOST_AT_ONCE = 1024  # chunks per call: zarr-python holds 2.5 KiB for each, how
 _MOST_INDEX_NBYTES = 1 << 26  # index of a shard, which zarr-python reads whole
 # Codecs from which numcodecs makes Python objects. A pickle is a program that runs when it is decoded.
 _OBJECT_CODECS = {"pickle", "json2", "msgpack2", "categorize", "vlen-array", "vlen-bytes", "vlen-utf8"}
+
+_MOST_TEXT_NBYTES = 1 << 20  # of the values of an array of text
+_OF_TEXT = {"bytes", "vlen-utf8", *(name for name, codec in ZARR_CODECS.items() if codec.decoder is not None)}
+_NOT_COPIED = ("bytes", "transpose", "sharding_indexed")  # how values lie, not how they are compressed
 
 
 class ZarrSource(Source):
@@ -81,7 +82,9 @@ class ZarrSource(Source):
         self._metadata_key = _metadata_key(array.path, node)
         told = None if info.parts is None else tuple(info.parts["version"])
         self._opened_in = told or self._store.state_before(self._metadata_key) or self.state()
-        self._store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
+        if info.chunks is not None:
+            nbytes = math.prod(info.shards or info.chunks) * self._dtype.itemsize + 16 * n_in_shard(node.document)
+            self._store.most_nbytes = _LONGEST * nbytes + _HEAD_NBYTES
 
     @property
     def info(self) -> ArrayInfo:
@@ -131,19 +134,12 @@ class ZarrSource(Source):
         """The chunks in `region` whose file (or whose shard's file) the store did not have."""
         chunks = self._info.chunks or ()
         outer = self._info.shards or chunks
-        keys, prefix = self._store.missing, f"{self._array.path}/" if self._array.path else ""
-        cells = chunks_met(region, chunks)
-
-        def is_missing(index: tuple[int, ...]) -> bool:
+        prefix, missing = f"{self._array.path}/" if self._array.path else "", []
+        for index in itertools.product(*chunks_met(region, chunks)):
             at = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
-            return prefix + self._array.metadata.encode_chunk_key(at) in keys
-
-        return [index for index in itertools.product(*cells) if is_missing(index)]
-
-    def _stored_nbytes(self) -> int:
-        """Bytes of one chunk, or of one shard with its index."""
-        outer = self._info.shards or self._info.chunks or ()
-        return math.prod(outer) * self._dtype.itemsize + 16 * n_in_shard(self._node.document)
+            if prefix + self._array.metadata.encode_chunk_key(at) in self._store.missing:
+                missing.append(index)
+        return missing
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
@@ -274,10 +270,14 @@ class _ZarrStore(OpenFile):
             if not like:
                 raise
             raise SourceError(f"'{self._path}' holds no array '{like}'. {error}", path=self._path, dataset=like) from error
-        if like and isinstance(_node_or_none(self._store, like), GroupNode):
+        node: object = None
+        with suppress(LookupError, OSError, RuntimeError, TypeError, ValueError):  # the search for the array has said why
+            node = self._store.node(like) if like else None
+        if isinstance(node, GroupNode):
             below = f"/{like.strip('/')}".rstrip("/") + "/"
             if not any(info.dataset.startswith(below) for info in _described(self._store, self._path, self._access)):
-                infos = [_empty_group(self._store, self._path, like), *infos][:limit]
+                how = f"zarr.open_group({self._path!r}, path={like.strip('/')!r}, mode='r').attrs"
+                infos = [group_info(self._path, like, "Zarr", list(node.attributes), how), *infos][:limit]
         return infos
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
@@ -289,7 +289,10 @@ class _ZarrStore(OpenFile):
                 found = store.node(dataset)
                 if not isinstance(found, ArrayNode):
                     raise KeyError(dataset)
-                node, info = found, _told(describe(found, self._path, dataset, self._access), found, store)
+                node, info = found, describe(found, self._path, dataset, self._access)
+                version = store.state_before(_metadata_key(dataset, node)) if isinstance(store.folder, RemoteFolder) else None
+                if version is not None:  # all that the other ranks must know: they ask for chunks alone
+                    info = replace(info, parts={"document": node.document, "version": version})
             return ZarrSource(node, watch(node, store, dataset), info)
         except UnknownCodecError as error:
             text = f"'{dataset}' in '{self._path}' cannot be loaded: it holds {error}."
@@ -311,8 +314,8 @@ class _ZarrStore(OpenFile):
             try:
                 if isinstance(node, GroupNode):
                     groups[name] = dict(node.attributes)
-                elif isinstance(node, BrokenNode):
-                    raise node.error
+                elif isinstance(node, Exception):
+                    raise node
             except (OSError, LookupError, TypeError, ValueError) as error:
                 if name == "/" or is_unread(error):
                     raise
@@ -321,21 +324,6 @@ class _ZarrStore(OpenFile):
 
     def close(self) -> None:
         self._store.close()
-
-
-def _node_or_none(store: WatchedStore, name: str) -> ArrayNode | GroupNode | None:
-    """A node; None also if it cannot be read: the search for the array has said what is wrong."""
-    try:
-        return store.node(name)
-    except (LookupError, OSError, RuntimeError, TypeError, ValueError):
-        return None
-
-
-def _empty_group(store: WatchedStore, path: str, name: str) -> ArrayInfo:
-    """What a group of that name is, which has no arrays."""
-    node = store.node(name)
-    how = f"zarr.open_group({path!r}, path={name.strip('/')!r}, mode='r').attrs"
-    return group_info(path, name, "Zarr", list(node.attributes) if isinstance(node, GroupNode) else [], how)
 
 
 def _store_name(store: Any) -> str:
@@ -352,34 +340,22 @@ def _described(store: WatchedStore, path: str, access: Access) -> Iterator[Array
         if isinstance(node, GroupNode):
             continue
         try:
-            if isinstance(node, BrokenNode):
-                raise node.error
+            if isinstance(node, Exception):
+                raise node
             info = describe(node, path, name, access)
         except Exception as error:
-            if name == "/" and not isinstance(error, UnknownCodecError):
+            # A type is as one of HDF5's that NumPy does not have: no other array has to wait for it.
+            dtype, why = "unknown", f"metadata that cannot be read ({error})"
+            if isinstance(error, UnknownCodecError):
+                dtype, why = "unknown type" if error.is_type else "unknown", str(error)
+            elif name == "/":
                 raise
-            info = _unread(path, name, error)
+            info = ArrayInfo(path, name, "Zarr", (), dtype, refused=why)
         yield info
 
 
 def _metadata_key(name: str, node: ArrayNode) -> str:
     return f"{name}/{'zarr.json' if node.version == 3 else '.zarray'}".strip("/")
-
-
-def _told(info: ArrayInfo, node: ArrayNode, store: WatchedStore) -> ArrayInfo:
-    """With all that the other ranks must know of an array at a URL: they ask for its chunks alone."""
-    version = store.state_before(_metadata_key(info.dataset, node))
-    if not isinstance(store.folder, RemoteFolder) or version is None:
-        return info
-    return replace(info, parts={"document": node.document, "version": version})
-
-
-def _unread(path: str, name: str, error: Exception) -> ArrayInfo:
-    """What stands for an array or group that cannot be read: it is listed, with the reason."""
-    if not isinstance(error, UnknownCodecError):
-        return ArrayInfo(path, name, "Zarr", (), "unknown", refused=f"metadata that cannot be read ({error})")
-    # A type is as one of HDF5's that NumPy does not have: no other array has to wait for it.
-    return ArrayInfo(path, name, "Zarr", (), "unknown type" if error.is_type else "unknown", refused=str(error))
 
 
 def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> ArrayInfo:
@@ -394,8 +370,11 @@ def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> 
     access : Access
         What the caller allows.
     """
-    dtype, attributes = node.dtype, node.attributes
-    refused = refusal(dtype) or _unsafe(node) or refuse_codecs(names_of(node.document), access)
+    dtype, attributes, names = node.dtype, node.attributes, names_of(node.document)
+    refused = refusal(dtype)
+    if refused is None and (made := _OBJECT_CODECS.intersection(names)):  # whatever type it declares
+        refused = f"values encoded with '{min(made)}', which makes Python objects (and can be a program)"
+    refused = refused or refuse_codecs(names, access)
     grid = grid_of(node.document)
     if grid is None:
         chunks = shards = None
@@ -449,12 +428,6 @@ def _attribute(node: ArrayNode, key: str, *most: int) -> Any:
     return float_of_base64(value)
 
 
-def _unsafe(node: ArrayNode) -> str | None:
-    """Why an array is refused whose stored values are Python objects, whatever type it declares; None if they are not."""
-    names = set(names_of(node.document)) & _OBJECT_CODECS
-    return f"values encoded with '{min(names)}', which makes Python objects (and can be a program)" if names else None
-
-
 def _unbounded(node: ArrayNode, access: Access) -> str | None:
     """Why an array is refused that zarr-python would decode to a size without a limit; None if there is a limit.
 
@@ -469,3 +442,67 @@ def _unbounded(node: ArrayNode, access: Access) -> str | None:
         return "shards inside of shards, which only zarr-python reads: write it again with one kind of shards"
     n = n_in_shard(node.document)
     return f"{n} chunks in each shard, more than are read" if 16 * n > _MOST_INDEX_NBYTES else None
+
+
+# --- what must be known of an array to make another one like it
+
+
+def properties_of(node: ArrayNode, array: Any, labels: Labels) -> Properties:
+    """The properties of an open array."""
+    attrs, dtype = {key: value for key, value in node.attributes.items() if key != "_ARRAY_DIMENSIONS"}, node.dtype
+    if refusal(dtype) is not None or is_added(dtype):
+        return Properties.of(labels, dtype, attrs, texts=_texts(node, array))
+    if "_FillValue" in attrs:
+        attrs["_FillValue"] = _marker(attrs["_FillValue"], native_dtype(dtype))
+    if node.marker is not None:
+        attrs["_FillValue"] = np.asarray(node.marker, native_dtype(dtype))[()]
+    chain = inner_chain(node.document)
+    is_big = any(name == "bytes" and options.get("endian") == "big" for name, options in chain)
+    stored = dtype if node.version == 2 else dtype.newbyteorder(">" if is_big else "<")
+    chain = [(name.removeprefix("numcodecs."), options) for name, options in chain if name not in _NOT_COPIED]
+    rest = [(name, options) for name, options in chain if name not in ("shuffle", "crc32c")]
+    names = [name for name, _ in chain]
+    others = [ZARR_CODECS[name].word if name in ZARR_CODECS else name for name, _ in rest]
+    compression = compression_told(others, "shuffle" in names, lambda: _options(*rest[0], dtype.itemsize))
+    return Properties.of(labels, stored, attrs, compression=compression, checksum="crc32c" in names, fill_value=node.fill)
+
+
+def _texts(node: ArrayNode, array: Any) -> np.ndarray[Any, Any] | None:
+    """The values of a short array of text; None for another one. Only codecs are used that make nothing but text."""
+    names = set(names_of(node.document))
+    is_text = node.dtype.kind in "SUT" or (node.dtype.kind == "O" and "vlen-utf8" in names)
+    n = max(array.size, math.prod(array.chunks))
+    if not is_text or not names <= _OF_TEXT or n * node.dtype.itemsize > _MOST_TEXT_NBYTES:
+        return None
+    array.store.most_nbytes = _MOST_TEXT_NBYTES
+    found = np.asarray(array[...])
+    return found if found.dtype.kind == "S" else found.astype(object)
+
+
+def _marker(found: Any, dtype: np.dtype[Any]) -> Any:
+    """``_FillValue`` as a scalar of the array's type."""
+
+    def number(part: Any) -> Any:
+        return float(float_of_base64(part)) if isinstance(part, str) else part  # also of "NaN"
+
+    try:
+        if dtype.kind == "c" and isinstance(found, list):
+            return dtype.type(complex(*map(number, found)))
+        return np.asarray(number(found), dtype)[()]
+    except (TypeError, ValueError, OverflowError):
+        return found
+
+
+def float_of_base64(value: Any) -> Any:
+    """A float that xarray wrote as base64 of a float64's bytes (JSON has no NaN). Any other value is returned unchanged."""
+    try:
+        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
+    except (TypeError, ValueError, struct.error):
+        return value
+    return math.nan if math.isnan(number) else number
+
+
+def _options(name: str, options: Mapping[str, Any], itemsize: int) -> dict[str, Any]:
+    """What a compressor was told, in the words of `sink.Compression`."""
+    codec = ZARR_CODECS.get(name)
+    return {} if codec is None or not codec.levels else codec.told(parameters_of(name, options, itemsize))

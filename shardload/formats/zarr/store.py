@@ -18,21 +18,20 @@ import errno
 import json
 import os
 import zipfile
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import zarr
 import zarr.storage
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
 from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
-from shardload.formats.zarr.codecs import checked
-from shardload.formats.zarr.nodes import ArrayNode, BrokenNode, GroupNode, Node, parse_node
+from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, parse_node
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references, refuse_parquet
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
 from shardload.storage.local import LocalFolder, state_of
@@ -157,7 +156,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """All arrays and groups by their names, sorted.
 
         zarr-python's own walk stops at the first array that it cannot read, warns of every stray file, and leaves out what is
-        below folders without metadata. Here what cannot be read is a `BrokenNode`, unless it is the root. A folder may have
+        below folders without metadata. Here the error stands for what cannot be read, unless it is the root. A folder may have
         arrays below it without metadata of its own. Consolidated metadata may be old: where folders cannot be listed, they name
         the arrays, and no more.
 
@@ -172,20 +171,20 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             yield from self._nodes_below("/")
 
     def _tried(self, name: str) -> Node | None:
-        """The node of a folder; a `BrokenNode` if it cannot be read."""
+        """The node of a folder; the error if it cannot be read."""
         try:
             return self.node(name)
         except Exception as error:
             if name == "/" or is_unread(error):
                 raise
-            return BrokenNode(error)
+            return error
 
     def _nodes_below(self, name: str) -> Iterator[tuple[str, Node]]:
         """Those of a folder, which is a node itself perhaps."""
         node = self._tried(name)
         if node is not None:
             yield name, node
-        if self.folder is None or isinstance(node, ArrayNode | BrokenNode):
+        if self.folder is None or isinstance(node, ArrayNode | Exception):
             return  # an array's folder is never listed: it may hold a million chunks
         try:
             below = [f"{name.rstrip('/')}/{entry}" for entry in self.folder.folders(name.strip("/"))]
@@ -197,7 +196,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         except OSError as error:
             if name == "/":
                 raise
-            yield name, BrokenNode(error)
+            yield name, error
             return
         self._ask_for(entry.strip("/") for entry in below)
         for entry in below:
@@ -235,17 +234,10 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def state(self, key: str) -> tuple[int, ...] | None:
         """The state of a file, or of the zip file that it is in, whatever has its path now; None if it is not known."""
-        archive = _unwrapped(self._store)
-        if not isinstance(archive, zarr.storage.ZipStore):
-            return None if self.folder is None else self.folder.version(key)
-        path: Any = archive.path
-        if not getattr(archive, "_is_open", False):
-            return None if path is None else state_of(os.fspath(path))
-        try:
-            opened: Any = None if path is None else archive._zf.fp
-            return (state_of(opened.fileno()) or ())[:2] or None  # as by its path, before it is opened
-        except (AttributeError, OSError, ValueError):  # it was closed, or is a file object's
-            return None
+        if self.folder is not None:
+            return self.folder.version(key)
+        path = getattr(_unwrapped(self._store), "path", None)  # of a zip file, unless it is a file object's
+        return None if path is None else state_of(os.fspath(path))
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
         """The state that a metadata file, or the zip file that it is in, had before it was read; None if it is not known."""
@@ -314,12 +306,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """Byte ranges of several values."""
         return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
-    def _get_many(self, requests: Iterable[tuple[str, Any, Any]]) -> AsyncGenerator[tuple[str, Any], None]:
-        return self._one_by_one(requests)
-
-    async def _one_by_one(self, requests: Iterable[tuple[str, Any, Any]]) -> AsyncGenerator[tuple[str, Any], None]:
-        for request in requests:
-            yield request[0], await self.get(*request)
+    _get_many = Store._get_many  # one by one, by `get`
 
 
 def _check_key(key: str) -> None:
@@ -408,7 +395,6 @@ def watched(array: Any, allow_external: bool = False) -> Any:
     return watch(ArrayNode.of(array), store, array.path, getattr(below, "config", None) or below._config)
 
 
-_REFERENCES = "names a place for each chunk, which may be anywhere"
 # It is known where these stores read: in a file, memory, or through their layers. ObjectStore needs its own library.
 _KNOWN_STORES = (zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
 
@@ -418,21 +404,21 @@ def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
     if allow_external:
         return Fence()
     store = _unwrapped(store)
-    is_known = isinstance(store, _KNOWN_STORES) or type(store) is zarr.storage.LocalStore  # one derived of it may read anywhere
-    if not is_known and type(store).__name__ != "ObjectStore":
-        raise SourceError(
-            f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked "
-            f"at there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
-        )
+    if type(store) is zarr.storage.LocalStore:  # one derived of it may read anywhere
+        return Fence.around_store(os.fspath(store.root))
     layers = {kind.__name__ for layer in _layers(store) for kind in type(layer).__mro__}  # neither library need be installed
-    if "ReferenceFileSystem" in layers:
-        raise SourceError(f"'{name}' cannot be loaded: it {_REFERENCES}; {TARGET_HINT}.")
-    if layers & {"LocalFileSystem", "LocalStore"}:
-        raise SourceError(
-            f"'{name}' cannot be loaded: it reads a folder through another layer, where symbolic links are not looked at. Pass "
-            f"the path of the folder, or {TARGET_HINT}."
+    if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
+        why = (
+            f"a {type(store).__name__} may read files anywhere, and symbolic links are not looked at there. Pass the path of "
+            "the folder or file, or the store below it, or"
         )
-    return Fence.around_store(os.fspath(store.root)) if type(store) is zarr.storage.LocalStore else Fence()
+    elif "ReferenceFileSystem" in layers:
+        why = "it names a place for each chunk, which may be anywhere;"
+    elif layers & {"LocalFileSystem", "LocalStore"}:
+        why = "it reads a folder through another layer, where symbolic links are not looked at. Pass the path of the folder, or"
+    else:
+        return Fence()
+    raise SourceError(f"'{name}' cannot be loaded: {why} {TARGET_HINT}.")
 
 
 def _unwrapped(store: Any) -> Any:

@@ -30,9 +30,8 @@ from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import some
 from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Source, open_alone
-from shardload.formats.growing import HOW_TO_GROW, Growing
 from shardload.formats.lookup import open_file
-from shardload.formats.sink import Sink
+from shardload.formats.sink import HOW_TO_GROW, Growing, Sink
 from shardload.jobs.described import read_values
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of

@@ -15,12 +15,11 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError
 from shardload.formats.access import STRICT
 from shardload.formats.contract.array import ArrayInfo, Properties, some
-from shardload.formats.growing import units_of
 from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.likeness import KEEP, Overrides, named_beside, spec_like
 from shardload.formats.lookup import find_array, open_file
 from shardload.formats.netcdf import NETCDF_TYPES
-from shardload.formats.sink import ArraySpec
+from shardload.formats.sink import ArraySpec, units_of
 from shardload.jobs.described import describe_array, read_values, take_along
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.options import AUTO

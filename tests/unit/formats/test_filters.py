@@ -28,7 +28,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.format import UndecodedError
 from shardload.formats.hdf5 import filters as hdf5_filters
 from shardload.formats.lookup import list_arrays, open_source
-from shardload.formats.zarr.codecs import checked
+from shardload.formats.zarr.nodes import checked
 from shardload.planning.region import Region
 from tests.unit.files import flat, read_all, write_hdf5
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
 
@@ -24,7 +23,7 @@ from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from tests.unit.batches import check_batches
-from tests.unit.files import SHAPES, SIZES, assert_same, chunks_of, flat, read_all, write_hdf5
+from tests.unit.files import SHAPES, SIZES, assert_same, chunks_of, early, flat, raw_dataset, read_all, write_hdf5
 
 LIBVERS: tuple[Any, ...] = ("earliest", "latest")
 
@@ -148,11 +147,8 @@ def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any) -> None:
         for filters, chunk in itertools.product(("", "shuffle gzip"), ((2, 3), (5, 7), (1, 1), (4, 14))):
             if chunk[1] <= ((maxshape or (5, 7))[1] or 14):  # chunks may be larger than the array only where it can grow
                 make(file, f"{filters} {chunk}", data, chunk, filters, maxshape=maxshape and tuple(maxshape))
-        early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)  # with "latest", its chunks need no index
-        early.set_chunk((2, 3))
-        early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        made = h5py.h5d.create(file.id, b"early", h5py.h5t.STD_I32BE, h5py.h5s.create_simple((5, 7)), early)
-        made.write(h5py.h5s.ALL, h5py.h5s.ALL, native(data))
+        # With "latest", its chunks need no index.
+        raw_dataset(file, "early", h5py.h5t.STD_I32BE, (5, 7), native(data), chunks=(2, 3), setting=early)
         names = list(file)
     for values in check_all(path, names).values():
         assert_same(values, native(data))
@@ -254,10 +250,7 @@ def test_filter_masks_of_single_chunks(tmp_path: Path) -> None:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The HDF5 library that h5py uses."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    found = {line.split()[-1] for line in maps if "libhdf5" in line and "libhdf5_hl" not in line}
-    (name,) = {name for name in found if "h5py" in name or not any("h5py" in other for other in found)}
-    hdf5 = ctypes.CDLL(name)
+    hdf5 = ctypes.CDLL(h5py.h5d.__file__)
     hdf5.H5Pset_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
     hdf5.H5Pset_fill_value.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return hdf5
@@ -370,25 +363,6 @@ def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
     np.testing.assert_array_equal(check(path, "a"), data)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("filters", ["", "gzip"])
-def test_a_file_that_lost_its_end(tmp_path: Path, filters: str) -> None:
-    path, data = tmp_path / "a.h5", flat((6, 500), "int32")
-    with h5py.File(path, "w") as file:
-        make(file, "a", data, (2, 500), filters)
-    source = open_source(str(path), "a")
-    reader = source.chunk_reader()
-    assert reader is not None
-    reader.fetch(box_of((0, 0)))
-    with h5py.File(path) as file:
-        stored = file["a"].id.get_chunk_info_by_coord((2, 0))
-    os.truncate(path, stored.byte_offset + stored.size - 7)
-    for box in (box_of((1, 0)), (range(3), range(1))):
-        with pytest.raises(OSError, match=r"the file ends at byte \d+, but|the file was cut to \d+ bytes"):
-            reader.fetch(box)
-    source.close()
-
-
 def stored_sizes(path: Path, old: int, new: int) -> None:
     """Replace the one place where the index of chunks says that a chunk has `old` bytes."""
     raw, wanted = path.read_bytes(), old.to_bytes(4, "little")
@@ -441,28 +415,6 @@ def test_many_threads(tmp_path: Path) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("name", ["lzf", "szip", "bitshuffle", "blosc2", "bzip2", "scaleoffset", "nbit"])
-def test_filters_left_to_hdf5(tmp_path: Path, name: str) -> None:
-    options: dict[str, Any] = {
-        "lzf": {"compression": "lzf"},
-        "szip": {"compression": "szip"},
-        "bitshuffle": dict(hdf5plugin.Bitshuffle()),
-        "blosc2": dict(hdf5plugin.Blosc2()),
-        "bzip2": dict(hdf5plugin.BZip2()),
-        "scaleoffset": {"scaleoffset": 0},
-    }
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        data = flat((8, 16), "int32")
-        if name in options:
-            file.create_dataset("a", data=data, chunks=(2, 16), **options[name])
-        else:
-            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            creation.set_chunk((2, 16))
-            creation.set_filter(h5py.h5z.FILTER_NBIT, 0)
-            h5py.h5d.create(file.id, b"a", h5py.h5t.STD_I32LE, h5py.h5s.create_simple((8, 16)), creation)
-    assert is_left_to_hdf5(tmp_path / "a.h5", "a")
-
-
 def test_types_left_to_hdf5(tmp_path: Path) -> None:
     odd = h5py.h5t.STD_I32LE.copy()
     odd.set_precision(24)
@@ -477,9 +429,7 @@ def test_types_left_to_hdf5(tmp_path: Path) -> None:
     kinds["enum"] = h5py.h5t.py_create(h5py.enum_dtype({"A": 0, "B": 1}, "i2"), logical=True)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for name, kind in kinds.items():
-            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            creation.set_chunk((2, 3))
-            h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple((5, 7)), creation)
+            raw_dataset(file, name, kind, (5, 7), chunks=(2, 3))
     for name in kinds:
         assert is_left_to_hdf5(tmp_path / "a.h5", name), name
 

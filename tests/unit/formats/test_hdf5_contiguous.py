@@ -19,7 +19,7 @@ from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.storage.local import LocalFile
 from tests.tiers import examples
-from tests.unit.files import DTYPES, check_source, flat, write_hdf5
+from tests.unit.files import DTYPES, check_source, compact, flat, raw_dataset, write_hdf5
 
 
 def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5Contiguous | None:
@@ -135,13 +135,10 @@ def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file.create_dataset("chunked", data=data, chunks=(2, 3))
         file.create_dataset("unwritten", data.shape, "int32", fillvalue=3)
-        compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        compact.set_layout(h5py.h5d.COMPACT)
-        made = h5py.h5d.create(file.id, b"compact", h5py.h5t.STD_I32LE, h5py.h5s.create_simple(data.shape), compact)
-        made.write(h5py.h5s.ALL, h5py.h5s.ALL, data)
+        raw_dataset(file, "compact", h5py.h5t.STD_I32LE, data.shape, data, setting=compact)
         odd = h5py.h5t.STD_I32LE.copy()
         odd.set_precision(24)
-        h5py.h5d.create(file.id, b"odd", odd, h5py.h5s.create_simple(data.shape)).write(h5py.h5s.ALL, h5py.h5s.ALL, data)
+        raw_dataset(file, "odd", odd, data.shape, data)
         assert reader_of_open(file["a"]) is None  # a writer
     assert reader_of(path, "a", "int32") is not None and reader_of(path, "enum", "bool") is not None
     for name in ("chunked", "unwritten", "compact", "odd"):

@@ -24,9 +24,10 @@ import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.hdf5.growth import Hdf5GrowthCatalog, read_file
-from shardload.formats.hdf5.ledger import Ledger, LedgerFile
+from shardload.formats.hdf5.ledger import Ledger
+from shardload.formats.hdf5.sink import LedgerCatalog
 from shardload.formats.lookup import find_array, format_of
-from shardload.storage import locks, target
+from shardload.storage import target
 from shardload.storage.changes import changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import quick_ones
@@ -256,7 +257,7 @@ def test_two_processes_complete_it(marked: Disk) -> None:
 
 def test_one_that_is_not_killed_is_waited_for(marked: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a reader wrote while the append itself does."""
-    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("shardload.storage.changes._WAIT_SECONDS", 0.2)
     (changes,) = marked.folder.glob("*.changes")
     data = marked.path.read_bytes()
     with changes.open("r+b") as lock:
@@ -548,7 +549,7 @@ def test_another_program_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
             sink.create()
         assert "Close it" in str(found.value) and [one.name for one in tmp_path.iterdir()] == ["x.h5"]
     # While chunks are written others can read, and none can write. The end waits for them, but not for ever.
-    monkeypatch.setattr(locks, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("shardload.storage.changes._WAIT_SECONDS", 0.2)
     sink = sink_of(path, VALUES)
     with sink.create() as catalog:
         with h5py.File(path) as reader:
@@ -697,16 +698,16 @@ def _shifted(self: Any, name: str, starts: Any, sizes: Any, masks: Any) -> Any:
     return _place(self, name, starts, sizes, masks)
 
 
-_place = LedgerFile.place
+_place = LedgerCatalog.place
 
 
 @pytest.mark.parametrize(
     ("holder", "name", "wrong", "error", "words"),
     [
-        (LedgerFile, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
-        (LedgerFile, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
+        (LedgerCatalog, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
+        (LedgerCatalog, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
         (Hdf5GrowthCatalog, "_shorten", lambda self, file: None, ConfigError, "among old bytes"),
-        (Hdf5GrowthCatalog, "_give_end_back", lambda self, end: None, ConfigError, "among old bytes"),
+        (Hdf5GrowthCatalog, "_give_end_back", lambda self: None, ConfigError, "among old bytes"),
         (Ledger, "changes", lambda self: [(0, os.pread(self.file.descriptor, 512, 0))], SourceError, "shape"),
     ],
 )
@@ -751,15 +752,3 @@ def test_a_lock_that_is_lost_as_it_is_shared(tmp_path: Path, monkeypatch: pytest
     assert [one.name for one in tmp_path.iterdir()] == ["x.h5"]
     with h5py.File(path) as file:
         assert len(file["time"]) == 6
-
-
-def test_names_of_axes_that_are_damaged_beside_it(tmp_path: Path) -> None:
-    """Wrong if an attribute of another array ended the process: HDF5's own function takes these numbers for addresses."""
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w", libver="earliest") as file:
-        file["other"] = np.zeros((2, 3))
-        file["other"].attrs["DIMENSION_LIST"] = np.full(2, 1 << 40)
-        file["other"].attrs["DIMENSION_LABELS"] = np.full(2, 1 << 40)
-        file.create_dataset("a", data=np.arange(3.0), chunks=(2,), maxshape=(None,)).dims[0].label = "t"
-    found = read_file(str(path), ["/a"])["arrays"]
-    assert found["/other"]["dims"] == [None, None] and found["/a"]["dims"] == ["t"]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import zarr
@@ -84,19 +83,6 @@ def test_what_is_missing_is_noted_for_each_array_by_itself(tmp_path: Path) -> No
         full.read_into(whole, np.empty(8, "i4"))
         assert list(holes.missing(whole)) == [(1,)] and list(full.missing(whole)) == []
     assert out.tolist() == [1] * 4 + [7] * 4
-
-
-def test_what_is_not_allowed_is_not_allowed_here_either(tmp_path: Path) -> None:
-    home, other = tmp_path / "home", tmp_path / "other"
-    home.mkdir(), other.mkdir()
-    write_hdf5(other / "b.h5", {"x": flat((3,))})
-    with h5py.File(home / "a.h5", "w") as file:
-        file["x"] = flat((3,))
-        file["out"] = h5py.ExternalLink(str(other / "b.h5"), "/x")
-    with open_file(home / "a.h5") as opened, pytest.raises(SourceError, match="outside the folder of this file"):
-        opened.open("out")
-    with open_file(home / "a.h5", Access(allow_external=True)) as opened:
-        np.testing.assert_array_equal(read_all(opened.open("out")), flat((3,)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,8 +25,8 @@ from shardload.formats.lookup import Finder, find_array, list_arrays
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression
 from shardload.storage import target
+from shardload.storage.changes import AppendLock
 from shardload.storage.leftovers import find_leftover
-from shardload.storage.locks import AppendLock
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
