@@ -195,19 +195,6 @@ def test_each_element_is_the_own_of_one_shard(data: st.DataObject) -> None:
     assert (by_section == 1).all()
 
 
-def test_no_halo_is_the_plain_load() -> None:
-    """Wrong if a halo of nothing planned another load than none."""
-    ranks = np.random.default_rng(1).permutation(8).reshape(2, 4)
-    plain = plan_shards((7 + 1, 12), ((0,), (1,)), ranks)
-    shards = plain.with_halo(Halo((0, 0), ("wrap", "wrap")))
-    assert (shards.shape_global, shards.shard_shape) == (plain.shape_global, plain.shard_shape)
-    for rank in range(8):
-        assert shards.sections_of(rank) == plain.shards_of(rank)
-    for n in range(8):
-        assert shards.section(n) == plain.region(n)
-        assert list(shards.contents(n, (7, 12))) == list(plain.contents(n, (7, 12)))
-
-
 def test_a_halo_wider_than_a_shard() -> None:
     with pytest.raises(ValueError, match="a halo of 4 on axis 1 is wider than a shard, which has 3"):
         SectionGrid((9, 3), (1, 2), Halo((0, 4), ("wrap", "wrap")))

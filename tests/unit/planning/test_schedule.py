@@ -227,31 +227,6 @@ def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> Non
         assert gaps.max() - gaps.min() <= 1
 
 
-@pytest.mark.parametrize("alone", range(4))
-def test_one_of_many_ranks_reads_an_array(alone: int) -> None:
-    """Wrong if the rank that is alone were only told to read, and the others still expected values of rank 0, or of all."""
-    case = Case((7, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 1, block_nbytes=1)
-    plan = case.plan(owners=Owners(root=alone))
-    simulate(case, plan)
-    assert [plan.owner(k) for k in range(plan.blocks.n_cells)] == [alone] * plan.blocks.n_cells
-    assert [plan.is_owner(rank) for rank in range(4)] == [rank == alone for rank in range(4)]
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 100))
-def test_owners_are_ranks_in_order_and_each_block_has_one(n_ranks: int, n: int, n_blocks: int) -> None:
-    n = min(n, n_ranks)
-    owners = Owners(n)
-    ranks = [owners.rank_of(k, n_ranks) for k in range(n)]
-    assert ranks == sorted(set(ranks)) and ranks[0] == 0 and ranks[-1] < n_ranks
-    assert [owners.owner_at(rank, n_ranks) for rank in range(n_ranks)] == [
-        ranks.index(rank) if rank in ranks else None for rank in range(n_ranks)
-    ]
-    plan = Schedule(Grid((n_blocks,), (1,), (0,)), plan_shards((n_blocks,), [()], np.arange(n_ranks)), 4, n_ranks, owners)
-    blocks = np.arange(n_blocks)
-    assert plan.owner(blocks).tolist() == [plan.owner(b) for b in range(n_blocks)]
-    assert [b for rank in range(n_ranks) for b in plan.blocks_of(rank)] == blocks.tolist()
-
-
 def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
     """A plan small enough to be written down by hand."""
     # P('b') over a mesh a=2, b=2 of ranks [[3, 0], [1, 2]]: columns are shards; 5 elements padded to 6; chunks of 2.
