@@ -4,7 +4,7 @@
     shardload.initialize()
     x = shardload.load("data.h5", mesh, P("a", "b"))
 
-Only the names in `__all__` are public, and `shardload.formats` and `shardload.testing` for those who write a file format. The
+Only the names in `_HOMES` are public, and `shardload.formats` and `shardload.testing` for those who write a file format. The
 rooms, from the call down to the machine:
 
 cli       the commands
@@ -28,88 +28,53 @@ public name is imported when it is first used, so that `shardload --help` and `s
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# The names with "as" are what type checkers take for public.
 if TYPE_CHECKING:
-    from shardload.api import append, load, mask, plan, plan_save, save, scatter, stream, unpad, verify
-    from shardload.arrays.verification import VerifyReport
-    from shardload.comm.launch import initialize
-    from shardload.errors import (
-        ConfigError,
-        LeftOutWarning,
-        MissingChunksWarning,
-        PackedWarning,
-        PaddingWarning,
-        PeerError,
-        ShardloadError,
-        ShardloadWarning,
-        SourceError,
-        StallError,
-        VerifyError,
-    )
-    from shardload.formats.concatenation import Concatenation
-    from shardload.jobs.contents import open
-    from shardload.jobs.copying.copy import CopyReport, copy
-    from shardload.jobs.dataset.loading import load_dataset
-    from shardload.jobs.joining.join import concat, join
-    from shardload.jobs.joining.request import JoinReport
-    from shardload.jobs.loading.labelled import to_xarray
-    from shardload.jobs.loading.plan import Plan, TreePlan
-    from shardload.jobs.loading.report import LoadReport
-    from shardload.jobs.saving.append import AppendReport
-    from shardload.jobs.saving.background import BackgroundSave
-    from shardload.jobs.saving.plan import SavePlan
-    from shardload.jobs.saving.save import SaveReport
-    from shardload.jobs.streaming.plan import StreamPlan
-    from shardload.jobs.streaming.reader import StreamReport
-    from shardload.jobs.streaming.stream import Stream, StreamIterator
-    from shardload.planning.selection import between, near
-
-__all__ = [
-    "AppendReport",
-    "BackgroundSave",
-    "Concatenation",
-    "ConfigError",
-    "CopyReport",
-    "JoinReport",
-    "LeftOutWarning",
-    "LoadReport",
-    "MissingChunksWarning",
-    "PackedWarning",
-    "PaddingWarning",
-    "PeerError",
-    "Plan",
-    "SavePlan",
-    "SaveReport",
-    "ShardloadError",
-    "ShardloadWarning",
-    "SourceError",
-    "StallError",
-    "Stream",
-    "StreamIterator",
-    "StreamPlan",
-    "StreamReport",
-    "TreePlan",
-    "VerifyError",
-    "VerifyReport",
-    "append",
-    "between",
-    "concat",
-    "copy",
-    "initialize",
-    "join",
-    "load",
-    "load_dataset",
-    "mask",
-    "near",
-    "open",
-    "plan",
-    "plan_save",
-    "save",
-    "scatter",
-    "stream",
-    "to_xarray",
-    "unpad",
-    "verify",
-]
+    from shardload.api import append as append
+    from shardload.api import load as load
+    from shardload.api import mask as mask
+    from shardload.api import plan as plan
+    from shardload.api import plan_save as plan_save
+    from shardload.api import save as save
+    from shardload.api import scatter as scatter
+    from shardload.api import stream as stream
+    from shardload.api import unpad as unpad
+    from shardload.api import verify as verify
+    from shardload.arrays.verification import VerifyReport as VerifyReport
+    from shardload.comm.launch import initialize as initialize
+    from shardload.errors import ConfigError as ConfigError
+    from shardload.errors import LeftOutWarning as LeftOutWarning
+    from shardload.errors import MissingChunksWarning as MissingChunksWarning
+    from shardload.errors import PackedWarning as PackedWarning
+    from shardload.errors import PaddingWarning as PaddingWarning
+    from shardload.errors import PeerError as PeerError
+    from shardload.errors import ShardloadError as ShardloadError
+    from shardload.errors import ShardloadWarning as ShardloadWarning
+    from shardload.errors import SourceError as SourceError
+    from shardload.errors import StallError as StallError
+    from shardload.errors import VerifyError as VerifyError
+    from shardload.formats.concatenation import Concatenation as Concatenation
+    from shardload.jobs.contents import open as open
+    from shardload.jobs.copying.copy import CopyReport as CopyReport
+    from shardload.jobs.copying.copy import copy as copy
+    from shardload.jobs.dataset.loading import load_dataset as load_dataset
+    from shardload.jobs.joining.join import concat as concat
+    from shardload.jobs.joining.join import join as join
+    from shardload.jobs.joining.request import JoinReport as JoinReport
+    from shardload.jobs.loading.labelled import to_xarray as to_xarray
+    from shardload.jobs.loading.plan import Plan as Plan
+    from shardload.jobs.loading.plan import TreePlan as TreePlan
+    from shardload.jobs.loading.report import LoadReport as LoadReport
+    from shardload.jobs.saving.append import AppendReport as AppendReport
+    from shardload.jobs.saving.background import BackgroundSave as BackgroundSave
+    from shardload.jobs.saving.plan import SavePlan as SavePlan
+    from shardload.jobs.saving.save import SaveReport as SaveReport
+    from shardload.jobs.streaming.plan import StreamPlan as StreamPlan
+    from shardload.jobs.streaming.reader import StreamReport as StreamReport
+    from shardload.jobs.streaming.stream import Stream as Stream
+    from shardload.jobs.streaming.stream import StreamIterator as StreamIterator
+    from shardload.planning.selection import between as between
+    from shardload.planning.selection import near as near
 
 __version__ = "0.1.0.dev0"
 
@@ -139,10 +104,14 @@ _HOMES = {
     "to_xarray": "jobs.loading.labelled",
     **dict.fromkeys(("between", "near"), "planning.selection"),
     **dict.fromkeys(("append", "load", "mask", "plan", "plan_save", "save", "scatter", "stream", "unpad", "verify"), "api"),
-    **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
+    **dict.fromkeys(("ConfigError", "PeerError", "ShardloadError", "SourceError", "StallError", "VerifyError"), "errors"),
+    **dict.fromkeys(
+        ("LeftOutWarning", "MissingChunksWarning", "PackedWarning", "PaddingWarning", "ShardloadWarning"), "errors"
+    ),
 }
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
+    __all__ = sorted(_HOMES)
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
@@ -155,4 +124,4 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})  # what an editor offers
+    return sorted({*_HOMES, *(name for name in globals() if name.startswith("__"))})  # what an editor offers

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
-import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -30,6 +27,7 @@ from shardload.comm.shared_memory import Segment
 from shardload.comm.transport import Array, Receive, Transport
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.system.interruption import let_interruption_pass
+from shardload.system.thread_pool import Pool
 from shardload.units import format_nbytes
 
 RATE = "3 to 60 MB/s a sender"  # values that no compressor can shorten, and zeros
@@ -63,31 +61,6 @@ def check_sent(what: str, nbytes: int, fix: str = "") -> None:
         )
 
 
-class _Caller:
-    """A thread that makes calls, one after the other. It ends when this object is gone."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=_make_calls, args=(self._calls,), name="shardload-store", daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
-
-    def start(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Make a call soon."""
-        future: Future[Any] = Future()
-        self._calls.put((future, function, arguments))
-        return future
-
-
-def _make_calls(calls: SimpleQueue[Any]) -> None:
-    while (call := calls.get()) is not None:
-        future, function, arguments = call
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:
-            future.set_exception(error)
-        del call, future, function, arguments  # a caller may be waiting for the end of what they refer to
-
-
 class StoreCollectives(Collectives):
     """Collectives over the store. Each takes a few milliseconds.
 
@@ -115,7 +88,7 @@ class StoreCollectives(Collectives):
         done: Callable[[], None] = lambda: None,
     ) -> None:
         self._client, self._place, self._rank, self._ranks, self._look, self._done = client, place, rank, ranks, look, done
-        self._caller = _Caller()
+        self._pool = Pool(1, "shardload-store")  # makes one call after the other
         self._n = 0
         self._old: list[str] = []
 
@@ -162,7 +135,7 @@ class StoreCollectives(Collectives):
 
     def _wait(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self._look()  # raises if the group has stalled: then its thread may wait for ever
-        future = self._caller.start(function, *arguments)
+        future = self._pool.submit(function, *arguments)
         while not wait([future], _LOOK_SECONDS).done:
             self._look()
         return future.result()
@@ -204,7 +177,7 @@ class StoreMessages:
 
     def __init__(self, client: Any, place: str, rank: int) -> None:
         self._client, self._place, self._rank = client, place, rank
-        self._caller = _Caller()
+        self._pool = Pool(1, "shardload-store")  # makes one call after the other
         self._n_sent: Counter[int] = Counter()
         self._asked: Future[list[tuple[str, bytes]]] | None = None
 
@@ -212,12 +185,12 @@ class StoreMessages:
         """Send a message soon."""
         key = f"{self._place}/{rank}/{self._rank}/{self._n_sent[rank]:09d}{kind}"
         self._n_sent[rank] += 1
-        return self._caller.start(self._client.key_value_set_bytes, key, message)
+        return self._pool.submit(self._client.key_value_set_bytes, key, message)
 
     def receive(self) -> Iterator[tuple[int, str, bytes]]:
         """Iterate over the messages that have come: the sender, the kind, the message."""
         if self._asked is None:
-            self._asked = self._caller.start(_take_all, self._client, f"{self._place}/{self._rank}/")
+            self._asked = self._pool.submit(_take_all, self._client, f"{self._place}/{self._rank}/")
         if not wait([self._asked], _ANSWER_SECONDS).done:
             return
         asked, self._asked = self._asked, None

@@ -6,12 +6,11 @@ looked at (`OnDemand`).
 
 1. `Source.labels` gives a format's own names and attributes, and says which other arrays are coordinates.
 2. `labelling.Labeller` reads those coordinates, if they are small.
-3. `Labels` go to other ranks as plain JSON, and are part of an `ArrayInfo`.
+3. `Labels` are part of an `ArrayInfo`.
 """
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -111,45 +110,3 @@ def names_in(text: Any) -> list[str]:
     (['lat', 'lon'], [])
     """
     return text.split() if isinstance(text, str) else []
-
-
-def to_plain(labels: Labels) -> dict[str, Any]:
-    """As plain JSON, for another rank."""
-
-    def coordinate(one: Coordinate) -> dict[str, Any]:
-        values = one.values
-        packed = None if values is None else [values.dtype.name, values.shape, b64encode(values.tobytes()).decode()]
-        return {**vars(one), "attrs": _marked(one.attrs), "values": packed}
-
-    coords = {name: coordinate(one) for name, one in labels.coords.items()}
-    return {**vars(labels), "attrs": _marked(labels.attrs), "coords": coords, "of_group": _marked(labels.of_group)}
-
-
-def _marked(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes with a dict in the place of each note, because JSON has one kind of text."""
-    return {key: {"note": str(value)} if isinstance(value, Note) else value for key, value in attrs.items()}
-
-
-def from_plain(plain: Mapping[str, Any]) -> Labels:
-    """The inverse of `to_plain`."""
-
-    def attrs(marked: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: Note(value["note"]) if isinstance(value, dict) else value for key, value in marked.items()}
-
-    def coordinate(one: Mapping[str, Any]) -> Coordinate:
-        values = None
-        if one["values"] is not None:
-            dtype, shape, data = one["values"]
-            values = np.frombuffer(b64decode(data), np.dtype(dtype)).reshape(shape)
-        return Coordinate(one["dataset"], tuple(one["dims"]), attrs(one["attrs"]), values)
-
-    coords = {name: coordinate(one) for name, one in plain["coords"].items()}
-    read_in = plain["read_in"]
-    return Labels(
-        tuple(plain["dims"]),
-        attrs(plain["attrs"]),
-        coords,
-        plain["is_brief"],
-        attrs(plain["of_group"]),
-        None if read_in is None else tuple(read_in),
-    )

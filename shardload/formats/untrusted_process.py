@@ -24,7 +24,6 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 _MOST_REQUEST_NBYTES = 1 << 17
@@ -189,11 +188,13 @@ class _Server:
     def do_labels(self, dataset: str, of_group: bool) -> Answer:
         """See `Source.labels` and `Source.group_attrs`."""
         from shardload.formats.labelling import bounded
-        from shardload.formats.labels import Labels, to_plain
+        from shardload.formats.labels import Labels, Note
 
         source = self._source(dataset)
         labels = Labels((), source.group_attrs()) if of_group else source.labels()
-        return {"labels": to_plain(replace(labels, attrs=bounded(labels.attrs)))}
+        attrs = {key: {"note": value} if isinstance(value, Note) else value for key, value in bounded(labels.attrs).items()}
+        coords = {name: coordinate.dataset for name, coordinate in labels.coords.items()}
+        return {"labels": {"dims": labels.dims, "attrs": attrs, "coords": coords}}
 
     def do_read(self, dataset: str, start: list[int], stop: list[int], how: str, values_at: int) -> Answer:
         """Values of a region, by `Source.read_into` or `Source.plain`, and which of its chunks are missing."""

@@ -192,25 +192,17 @@ def plan_array(unit: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout
         nbytes = math.prod(map(min, cell, unit.shape)) * unit.itemsize
         n_met = math.prod(one[2] for one in chosen)
         n_slabs = math.prod(one[3] for one in chosen)
-        options: list[tuple[bool, tuple[int, ...]]] = []
-        if nbytes <= round_nbytes:
-            options.append((False, ones))
-        if n_owners > 1 and round_nbytes < nbytes <= n_owners * round_nbytes:
-            cuts = _cuts(unit, cell, n_owners)
-            if cuts is not None and _piece_nbytes(unit, cell, cuts) <= round_nbytes:
-                options.append((True, cuts))
-        for is_together, cuts in options:
-            uneven = 1.0 if is_together else _up(n_slabs, n_owners) / n_slabs
-            # Larger slabs are better up to some size; then those whose last axes are long, which lie together in the file.
-            key = (
-                n_met,
-                uneven,
-                -min(nbytes, _ENOUGH_NBYTES * (n_owners if is_together else 1)),
-                *(-n for n in reversed(cell)),
-            )
-            if is_together not in best or key < best[is_together][0]:
-                slabs = Grid(unit.shape, tuple(cell), tuple(one[1] for one in chosen))
-                best[is_together] = key, SlabLayout(unit, slabs, cuts)
+        is_together = nbytes > round_nbytes
+        cuts = _cuts(unit, cell, n_owners, round_nbytes) if is_together else ones
+        if cuts is None or nbytes > n_owners * round_nbytes:
+            continue
+        uneven = 1.0 if is_together else _up(n_slabs, n_owners) / n_slabs
+        # Larger slabs are better up to some size; then those whose last axes are long, which lie together in the file.
+        enough_nbytes = _ENOUGH_NBYTES * (n_owners if is_together else 1)
+        key = (n_met, uneven, -min(nbytes, enough_nbytes), *(-n for n in reversed(cell)))
+        if is_together not in best or key < best[is_together][0]:
+            slabs = Grid(unit.shape, tuple(cell), tuple(one[1] for one in chosen))
+            best[is_together] = key, SlabLayout(unit, slabs, cuts)
     if not best:
         slabs = Grid(unit.shape, tuple(map(min, unit.unit, unit.shape)), (0,) * ndim)
         return SlabLayout(unit, slabs, ones)
@@ -243,8 +235,10 @@ def _candidates(unit: CopiedArray, axis: int) -> list[tuple[int, int, int, int]]
     return sorted(made)
 
 
-def _cuts(unit: CopiedArray, cell: Sequence[int], n_ranks: int) -> tuple[int, ...] | None:
-    """Into how many pieces of whole units a slab is cut along each axis, so that each rank has one; None if it has too few."""
+def _cuts(unit: CopiedArray, cell: Sequence[int], n_ranks: int, most_nbytes: int) -> tuple[int, ...] | None:
+    """Into how many pieces of whole units a slab is cut along each axis, so that each rank has one; None if it has too few, or
+    they are too large.
+    """
     counts = [-(-min(c, n) // u) for c, n, u in zip(cell, unit.shape, unit.unit, strict=True)]
     best: tuple[int, tuple[int, ...]] | None = None
     for cuts in _factors(n_ranks, len(counts)):
@@ -253,12 +247,10 @@ def _cuts(unit: CopiedArray, cell: Sequence[int], n_ranks: int) -> tuple[int, ..
             best = most, cuts
     if best is None or best[0] >= math.prod(counts):
         return None
-    return tuple(min(c, n) for c, n in zip(best[1], counts, strict=True))
-
-
-def _piece_nbytes(unit: CopiedArray, cell: Sequence[int], cuts: Sequence[int]) -> int:
-    axes = zip(cell, unit.shape, unit.unit, cuts, strict=True)
-    return aligned(math.prod(min(_up(-(-min(c, n) // k), u), n) for c, n, u, k in axes) * unit.itemsize)
+    found = tuple(min(c, n) for c, n in zip(best[1], counts, strict=True))
+    axes = zip(cell, unit.shape, unit.unit, found, strict=True)
+    piece = math.prod(min(_up(-(-min(c, n) // k), u), n) for c, n, u, k in axes)
+    return found if aligned(piece * unit.itemsize) <= most_nbytes else None
 
 
 def _factors(n: int, ndim: int) -> Iterator[tuple[int, ...]]:

@@ -7,7 +7,7 @@ schedule does not say in which direction values go: a load moves them from block
    decoded twice; `blocks`), and into shards. Each axis is cut independently of the others.
 2. `Shards` is the cut into shards, with the ranks that hold each shard.
 3. `Owners` are the ranks that share the blocks: one or several, each with a run of blocks that follow each other in the file.
-   With `Direct` every rank reads what it holds: nothing is sent, and a chunk that several ranks need is decoded by each.
+   Without them every rank reads what it holds: nothing is sent, and a chunk that several ranks need is decoded by each.
 4. `Schedule` answers for one rank at a time, at the cost of that rank's own work: which blocks it owns, with their parts
    (`outgoing`), and which parts of its pieces lie in the blocks of other ranks (`incoming`), in the order in which
    these ranks process them. The owner of a block is a formula, so no rank ever lists the work of the others.
@@ -117,19 +117,6 @@ class Owners:
         return owner if 0 <= owner < self.n and self.rank_of(owner, n_ranks) == rank else None
 
 
-@dataclass(frozen=True)
-class Direct:
-    """Every rank reads what it holds.
-
-    Parameters
-    ----------
-    is_merged : bool
-        Whether a rank reads a block once for all of its shards, or once for each shard.
-    """
-
-    is_merged: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Which rank owns which block, and which parts of shards lie in it: the `Flow` (`transfer.moves`) of a load.
@@ -144,22 +131,25 @@ class Schedule:
         Bytes per element as they are sent.
     n_ranks : int
         Number of ranks in the job.
-    owners : Owners or Direct
-        Which ranks own the blocks. With `Direct` none does: every rank reads for itself.
+    owners : Owners or None
+        Which ranks own the blocks. None: every rank reads what it holds.
     max_message_nbytes : int
         Cap on a message, in addition to `MAX_MESSAGE_NBYTES`.
+    is_merged : bool
+        Without owners: whether a rank reads a block once for all of its shards, or once for each shard.
     """
 
     blocks: Grid
     shards: Shards
     itemsize: int
     n_ranks: int
-    owners: Owners | Direct
+    owners: Owners | None
     max_message_nbytes: int = MAX_MESSAGE_NBYTES
+    is_merged: bool = False
 
     def __post_init__(self) -> None:
         owners = self.owners
-        if not isinstance(owners, Owners):
+        if owners is None:
             return
         n_roots = self.n_ranks if owners.n == 1 else 1  # several owners are spread over all ranks, from rank 0 on
         if not (1 <= owners.n <= self.n_ranks and 0 <= owners.root < n_roots):
@@ -168,17 +158,12 @@ class Schedule:
     @property
     def is_direct(self) -> bool:
         """True if every rank reads its own shards, so that nothing is sent."""
-        return isinstance(self.owners, Direct)
-
-    @property
-    def is_merged(self) -> bool:
-        """True if every rank reads a block once for all of its shards."""
-        return self.owners == Direct(is_merged=True)
+        return self.owners is None
 
     @property
     def n_readers(self) -> int:
         """Number of ranks that read, or write, any block."""
-        return min(self.owners.n, self.blocks.n_cells) if isinstance(self.owners, Owners) else self.shards.n_holding
+        return self.shards.n_holding if self.owners is None else min(self.owners.n, self.blocks.n_cells)
 
     @property
     def extent(self) -> tuple[int, ...]:
@@ -209,7 +194,7 @@ class Schedule:
 
     def owner(self, block: Any) -> Any:
         """The rank that owns a block, or an array of them for an array of blocks; -1 if every rank may read it."""
-        if not isinstance(self.owners, Owners):
+        if self.owners is None:
             return block * 0 - 1  # -1, or an array of them
         return self.owners.of_block(block, self.blocks.n_cells, self.n_ranks)
 
@@ -221,7 +206,7 @@ class Schedule:
 
     def blocks_of(self, rank: int) -> range:
         """The blocks that a rank owns: the inverse of `owner`; none if every rank may read them."""
-        if not isinstance(self.owners, Owners):
+        if self.owners is None:
             return range(0)
         return self.owners.blocks_of(rank, self.blocks.n_cells, self.n_ranks)
 
@@ -349,7 +334,7 @@ def plan_direct(
     """
     is_merged = shards.sections_held > 1 and _shares_reads(layout, shards)
     blocks = _cut_blocks(layout, max_nbytes, within=shards.reach if is_merged else shards.section_shape, per_shard=per_shard)
-    return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, Direct(is_merged))
+    return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, None, is_merged=is_merged)
 
 
 def _shares_reads(layout: SourceLayout, shards: Shards) -> bool:

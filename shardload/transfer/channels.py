@@ -33,10 +33,9 @@ from shardload.comm.shared_memory import Bell
 from shardload.comm.transport import Integers, Receive, Transport
 from shardload.errors import PeerError
 from shardload.planning.schedule import Block, Part
-from shardload.transfer.arrivals import DEFECT, Arrivals
 from shardload.transfer.buffers import Packer, StagedBlock
 from shardload.transfer.checksum import checksum, identity, seed_of
-from shardload.transfer.moves import ArrayMove
+from shardload.transfer.moves import DEFECT, ArrayMove, Arrivals
 
 OFFER, ACK, RECEIPT = range(3)  # kinds of notes: "these parts lie there", "I have them", "no more, and these were all"
 HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; then a row of integers for each part

@@ -24,11 +24,10 @@ from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
 from shardload.planning.schedule import Block
 from shardload.system.first_error import FirstError
-from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Packer, Resources, StagedBlock
 from shardload.transfer.channels import Channels
 from shardload.transfer.counters import Counters
-from shardload.transfer.moves import ArrayMove
+from shardload.transfer.moves import ArrayMove, Arrivals
 
 # Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
 _abandoned: list[Any] = []

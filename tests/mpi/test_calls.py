@@ -280,21 +280,6 @@ def test_closed_dataset_and_group(comm: Any, files: dict[str, str]) -> None:
 # --- one after the other ----------------------------------------------------------------------------------------------
 
 
-def test_loads_in_sequence_do_not_mix(files: dict[str, str]) -> None:
-    """Wrong if a message of one load could be taken for one of the next, which is of the same size from the same rank."""
-    mesh, shape = mesh_of(), cube()
-    for repeat in range(3):
-        loaded = []
-        for k in range(4):
-            values = ramp(shape) + 1000 * k
-            x = shardload.scatter(values, mesh, P("b", "a"), root=0)
-            y = shardload.load(files["chunked"], mesh, P("b", "a"), dataset=NAME, readers="root", dtype="float32")
-            loaded.append((x, values, y))
-        for x, values, y in loaded:  # all of them still what they were
-            check(x, values, mesh, P("b", "a"), repeat)
-            check(y, ramp(shape), mesh, P("b", "a"), repeat)
-
-
 @pytest.mark.parametrize("readers", READERS)
 def test_plan_executed_twice(files: dict[str, str], readers: Any) -> None:
     """Wrong if a second execution wrote into the first one's array, or found its file closed."""
@@ -593,28 +578,6 @@ def test_the_users_messages_are_left_alone(comm: Any, files: dict[str, str], rea
         comm.Recv(got, source=MPI.ANY_SOURCE, tag=tag)
         assert (got == (comm.rank - 1) % comm.size).all()
     MPI.Request.Waitall(sends)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_communicator_is_duplicated_once(comm: Any, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if every load took another communicator: MPI has a few thousand, and then the job dies."""
-    from mpi4py import MPI
-
-    assert GROUP.group_of() is GROUP.group_of(comm) is GROUP.group_of(MPI.COMM_WORLD)
-    mine = comm.Split(0, key=comm.rank)
-    group = GROUP.group_of(mine)
-    assert group is not GROUP.group_of(comm)
-    assert MPI.Comm.Compare(group.comm, mine) == MPI.CONGRUENT  # the same ranks, but not the same communicator
-    for _ in range(3):
-        shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=mine)
-        assert GROUP.group_of(mine) is group
-    other = mine.Dup()
-    assert GROUP.group_of(other) is not group  # attributes are not handed on
-    assert GROUP.group_of(other) is GROUP.group_of(other)
-    other.Free()
-    shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=mine)
-    mine.Free()
-    shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -19,7 +19,6 @@ from shardload.planning.schedule import (
     MAX_MESSAGE_NBYTES,
     PARALLEL,
     ROOT,
-    Direct,
     Owners,
     Schedule,
     plan_direct,
@@ -55,10 +54,10 @@ class Case:
         return tuple(-(-n // p) * p for n, p in zip(self.shape, parts, strict=True))
 
     @property
-    def owners(self) -> Owners | Direct:
+    def owners(self) -> Owners | None:
         """0 readers: every rank what it holds."""
         if self.n_readers == 0:
-            return Direct(self.is_merged)
+            return None
         return Owners(root=self.root) if self.n_readers == 1 else Owners(self.n_readers)
 
     @property
@@ -69,7 +68,7 @@ class Case:
         self,
         blocks: Grid | None = None,
         kind: type[Schedule] = Schedule,
-        owners: Owners | Direct | None = None,
+        owners: Owners | None = None,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
     ) -> Schedule:
         shards = plan_shards(self.shape_global, self.axes, self.ranks)
@@ -82,7 +81,8 @@ class Case:
                 within=None if self.n_readers else shards.reach if self.is_merged else shards.shard_shape,
             )
         owners = owners or self.owners
-        return kind(blocks, shards, self.itemsize, self.n_ranks, owners, max_message_nbytes=max_message_nbytes)
+        is_merged = self.is_merged and owners is None
+        return kind(blocks, shards, self.itemsize, self.n_ranks, owners, max_message_nbytes, is_merged)
 
     def layout(
         self, has_chunks: bool = True, file_itemsize: int | None = None, codec: str = "gzip", casts: bool = False, rows: int = 1

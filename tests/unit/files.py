@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,34 @@ def write_hdf5(path: Path | str, arrays: dict[str, Any], **options: Any) -> str:
         for name, data in arrays.items():
             file.create_dataset(name, data=data, **options)
     return str(path)
+
+
+def compact(creation: Any) -> None:
+    """Values lie in the dataset's header."""
+    creation.set_layout(h5py.h5d.COMPACT)
+
+
+def early(creation: Any) -> None:
+    """All chunks get their places when the dataset is made."""
+    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+
+
+def raw_dataset(
+    group: Any, name: str, kind: Any, shape: tuple[int, ...], values: Any = None, *, chunks: Any = None, filters: Any = (),
+    setting: Callable[[Any], Any] = lambda creation: None, most: Any = None, memory_kind: Any = None,
+) -> h5py.Dataset:  # fmt: skip
+    """A dataset by HDF5's own functions: of types, layouts and filters (number, flags, parameters) that h5py does not make."""
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if chunks is not None:
+        creation.set_chunk(chunks)
+    for one in filters:
+        creation.set_filter(*one)
+    setting(creation)
+    space = h5py.h5s.create_simple(shape, most) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    made = h5py.h5d.create(group.id, name.encode(), kind, space, creation)
+    if values is not None:
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, values, memory_kind)
+    return h5py.Dataset(made)
 
 
 def spoiled(path: Path, number: int, value: int, dtype: str = "i4", **options: Any) -> str:

@@ -376,18 +376,14 @@ def decode_lz4() -> Stage:
                 if len(packed) == len(block):  # stored as it is
                     block[...] = packed
                 else:
-                    _unpack_lz4(packed, block)
+                    try:
+                        numcodecs().lz4.decompress(len(block).to_bytes(4, "little") + bytes(packed), block)
+                    except (RuntimeError, ValueError) as error:
+                        raise ValueError(f"the lz4 data is damaged ({error})") from None
                 at, done = end, done + len(block)
         return out
 
     return Stage("lz4", undo, None)
-
-
-def _unpack_lz4(packed: Any, block: Bytes) -> None:
-    try:
-        numcodecs().lz4.decompress(len(block).to_bytes(4, "little") + bytes(packed), block)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the lz4 data is damaged ({error})") from None
 
 
 def encode_lz4() -> Step:

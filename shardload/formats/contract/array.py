@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import printable
-from shardload.formats.labels import Coordinate, Labels, Note, OnDemand, from_plain, to_plain
+from shardload.formats.labels import Coordinate, Labels, Note, OnDemand
 from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
 # `ArrayInfo.attributes`
@@ -90,21 +90,14 @@ class ArrayInfo:
     labels: Labels | OnDemand | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types, for another rank. Names that nobody has looked at are not read for that."""
-        # Not `asdict`: it copies all values, and small loads call this often.
-        known = None if isinstance(self.labels, OnDemand) else self.labels
-        return {
-            **vars(self),
-            "attributes": dict(self.attributes),
-            "packing": dict(self.packing),
-            "labels": None if known is None else to_plain(known),
-        }
+        """In JSON's types, without the labels."""
+        return {**vars(self), "attributes": dict(self.attributes), "packing": dict(self.packing), "labels": None}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ArrayInfo:
         """The inverse of `to_dict`, also after JSON made lists of its tuples."""
         sizes = {name: None if found[name] is None else tuple(found[name]) for name in ("shape", "chunks", "shards")}
-        return cls(**found | sizes | {"labels": None if found["labels"] is None else from_plain(found["labels"])})
+        return cls(**found | sizes)
 
     def to_json(self) -> str:
         """`to_dict` as text."""

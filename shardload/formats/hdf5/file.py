@@ -76,7 +76,7 @@ class Hdf5File(OpenFile):
     _versions: FileVersions = ()
 
     def __init__(self, facts: OpenFacts, path: str, access: Access, fence: Fence, versions: FileVersions = ()) -> None:
-        self._facts, self._file, self._path, self._access, self._fence = facts, facts.file, path, access, fence
+        self._facts, self._path, self._access, self._fence = facts, path, access, fence
         self._versions = versions
 
     @classmethod
@@ -248,7 +248,7 @@ class Hdf5File(OpenFile):
         With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If
         there are more than `most`, those most similar to `like` come first.
         """
-        group, called = self._file if group is None else group, called.rstrip("/")
+        group, called = self._facts.file if group is None else group, called.rstrip("/")
         names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
         if most is not None and len(names) > most and like:
             names = _likest_first(names, like.strip("/"))
@@ -289,12 +289,13 @@ class Hdf5File(OpenFile):
 
     def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """The attributes of all groups; this goes through the whole file."""
-        return groups_of(self._file)
+        return groups_of(self._facts.file)
 
     def links(self) -> dict[str, str]:
         """All but the first hard link to an object. Nothing is opened to find out what they lead to."""
         others: dict[Any, int] = {}
-        first: dict[int, str] = {int(h5py.h5o.get_info(self._file.id).addr): ""}
+        root = self._facts.file.id
+        first: dict[int, str] = {int(h5py.h5o.get_info(root).addr): ""}
         found: dict[str, str] = {}
 
         def keep(name: Any, link: Any) -> None:
@@ -306,9 +307,9 @@ class Hdf5File(OpenFile):
                 first[int(link.u)] = decoded(name)
 
         try:
-            self._file.id.links.visit(keep, info=True)
+            root.links.visit(keep, info=True)
             for name, kind in others.items():
-                value: Any = self._file.id.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
+                value: Any = root.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
                 is_external = kind == h5py.h5l.TYPE_EXTERNAL
                 to = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
                 found[f"/{decoded(name)}"] = to
@@ -430,10 +431,6 @@ class StoreFile(Hdf5File):
             )
         cache.start = start
         return OpenFacts(open_explained(self._path, cache), stored=cache)
-
-    @kept
-    def _file(self) -> Any:
-        return self._facts.file
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
         """Open a dataset: in the file, or by what was told of it."""

@@ -25,7 +25,7 @@ import contextlib
 import importlib
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -340,7 +340,9 @@ class Hdf5Encoder(Encoder):
         elif name == "szip" and values is None:
             self.creation.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 16)
         else:
-            self.creation.set_filter(number, _OPTIONAL, tuple(values or _usual(name)))
+            if not values and name in _PLUGINS:
+                values = tuple(getattr(importlib.import_module("hdf5plugin"), _PLUGINS[name])()["compression_opts"])
+            self.creation.set_filter(number, _OPTIONAL, tuple(values or ()))
         return step
 
     def _through_library(self, data: Any) -> Stored:
@@ -355,13 +357,6 @@ class Hdf5Encoder(Encoder):
             dataset.flush()
             mask, stored = dataset.read_direct_chunk((0,) * len(chunks))
         return Stored(stored, int(mask))
-
-
-def _usual(name: str) -> Sequence[int]:
-    """The parameters that hdf5plugin gives a filter; none for HDF5's own."""
-    if name not in _PLUGINS:
-        return ()
-    return tuple(getattr(importlib.import_module("hdf5plugin"), _PLUGINS[name])()["compression_opts"])
 
 
 def _available(name: str, compressor: str, number: int) -> None:

@@ -32,7 +32,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.codecs.algorithms import numcodecs
 from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.hdf5.filters import Hdf5Encoder, create_type
-from shardload.formats.hdf5.ledger import Ledger, old_file
+from shardload.formats.hdf5.ledger import old_file
 from shardload.formats.hdf5.metadata import axes_of, is_scale, properties_of, scales_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
     OpenDataset,
@@ -345,7 +345,7 @@ class Hdf5GrowthCatalog(LedgerCatalog):
             file.discard()
             raise
         super().__init__(sink.path, file, chunks, sink.alignment, self._old_end)
-        file.is_as_before = self.library.ledger.is_as_before
+        file.is_as_before = self.ledger.is_as_before
         try:
             self._make_longer()
         except BaseException:
@@ -353,13 +353,12 @@ class Hdf5GrowthCatalog(LedgerCatalog):
             raise
 
     def _make_longer(self) -> None:
-        library = self.library
         try:
-            with library.calls():
-                self._shorten(library.open("r+"))
-                library.close()
-                self._give_end_back(library.ledger)
-                file = library.open("r+")
+            with self.calls():
+                self._shorten(self.open_library("r+"))
+                self.close_library()
+                self._give_end_back()
+                file = self.open_library("r+")
                 for name in (*self._sink.arrays, *self._sink.dimensions):
                     file[name].resize(self._sink.new_shape(name))
         except (OSError, RuntimeError, KeyError) as error:
@@ -372,8 +371,9 @@ class Hdf5GrowthCatalog(LedgerCatalog):
                 raise changed_meanwhile(self.path)
             file[name].resize(array.base, array.axis)
 
-    def _give_end_back(self, ledger: Ledger) -> None:
+    def _give_end_back(self) -> None:
         """The library took freed chunks at the end off the file. They still have old values: nothing may come there."""
+        ledger = self.ledger
         ledger.seek(0)
         head = with_end(ledger.read(SUPERBLOCK_NBYTES), self._old_end)
         ledger.seek(0)
@@ -383,7 +383,7 @@ class Hdf5GrowthCatalog(LedgerCatalog):
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         """See `Catalog`."""
         if not self._is_put:  # no sooner: who opens the file to write looks if it is as it was
-            self.library.ledger.put_from(self._old_end)
+            self.ledger.put_from(self._old_end)
             self._is_put = True
         offsets = super().allocate(name, numbers, nbytes, masks)
         if len(offsets) and offsets.min() < self._old_end:

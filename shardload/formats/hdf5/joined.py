@@ -88,8 +88,8 @@ class JoinedFile(Hdf5Sink):
         """
         with Hdf5Catalog(self) as catalog:
             catalog.chunks.clear()  # HDF5 itself writes all values
-            with catalog.library.calls():
-                self._put(catalog.library.file, values)
+            with catalog.calls():
+                self._put(catalog.library, values)
             catalog.finish()
             temporary = catalog.ticket.temporary
             with contextlib.closing(OpenFacts.at(temporary)) as facts:

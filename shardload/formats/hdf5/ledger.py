@@ -7,8 +7,7 @@
    pages. In a new file these are the first bytes, without which nobody takes it for an HDF5 file; in one that grows all that
    it had before.
 
-`LedgerFile` is such a file: a new one, or an old one that grows. `old_file` is an old one to read, with some bytes that are to
-be changed.
+`old_file` is an old file to read, with some bytes that are to be changed.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.storage.local import LocalFile
-from shardload.storage.target import named
 
 HEAD_NBYTES = 512  # of a file, where its superblock lies: what is written last
 _PAGE = 1024
 _CACHE_NBYTES = 1 << 20  # of HDF5's cache, counted as in the file: in memory a node of the index takes six times as much
-_RENEWED_AFTER = 1 << 16  # chunks
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -187,92 +184,6 @@ class Ledger(io.RawIOBase):
             return all(self.file.read_at_most(n * _PAGE, len(data)) == data for n, data in self._before.items())
         except OSError:
             return False
-
-
-class LedgerFile:
-    """An HDF5 file that the library writes to a ledger. For one thread at a time.
-
-    Parameters
-    ----------
-    path : str
-        Its path, for messages.
-    ledger : Ledger
-        Where its metadata go.
-    alignment : int
-        Chunks begin at multiples of this.
-    """
-
-    def __init__(self, path: str, ledger: Ledger, alignment: int) -> None:
-        self.ledger = ledger
-        self._path, self._alignment = path, alignment
-        self._file: h5py.File | None = None
-        self._n_placed = 0
-
-    @property
-    def file(self) -> h5py.File:
-        """The open file. ValueError if it is closed: then its places are settled."""
-        if self._file is None:
-            raise ValueError(f"the catalog of '{self._path}' is finished")
-        return self._file
-
-    def open(self, mode: str, track_order: bool | None = None) -> h5py.File:
-        """Begin a new file (``"w"``), or go on with one (``"r+"``)."""
-        self._file = h5py.File(
-            self.ledger,
-            mode,
-            libver="earliest",
-            track_order=track_order,
-            alignment_threshold=1,
-            alignment_interval=self._alignment,
-            meta_block_size=max(self._alignment, 2048),
-        )
-        limit_cache(self._file)
-        return self._file
-
-    def close(self) -> None:
-        """Have the library write the rest of the metadata. May be called again."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    def give_up(self) -> None:
-        """Close it, and let what is still to be written go nowhere."""
-        self.ledger.is_given_up = True
-        with contextlib.suppress(OSError, RuntimeError):  # of HDF5, if metadata could not be read back
-            self.close()
-
-    @contextlib.contextmanager
-    def calls(self) -> Iterator[None]:
-        """Around calls of HDF5: raises what the ledger could not write or read meanwhile."""
-        try:
-            yield
-        finally:
-            if self.ledger.failed is not None:
-                with named(self._path):
-                    raise self.ledger.failed
-
-    def place(self, name: str, starts: Int64s, sizes: Int64s, masks: Int64s) -> list[int]:
-        """Have the library give some chunks of an array a place. Now and then the file is closed and opened again: HDF5
-        remembers each gap between aligned chunks, 250 bytes each.
-
-        Parameters
-        ----------
-        name : str
-            The array.
-        starts, sizes, masks : ndarray
-            Of each chunk its first element, bytes, and filters that are left out.
-        """
-        dataset = self.file[name].id
-        offsets = [
-            self.ledger.place(dataset, tuple(start), size, mask)
-            for start, size, mask in zip(starts.tolist(), sizes.tolist(), masks.tolist(), strict=True)
-        ]
-        self._n_placed += len(offsets)
-        if self._n_placed >= _RENEWED_AFTER and self._alignment > 1:
-            self._n_placed = 0
-            self.close()
-            self.open("r+")
-        return offsets
 
 
 def limit_cache(file: h5py.File) -> None:

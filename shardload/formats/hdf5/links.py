@@ -196,7 +196,10 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
         told = f"'{_shown(here)}' in '{file.file.filename}' is a link to"
         kind, target = found
         if kind == h5py.h5l.TYPE_HARD:
-            at, address = _open_at(at, part, here), target
+            try:
+                at, address = h5py.h5o.open(at, part), target
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
             continue
         if kind == h5py.h5l.TYPE_SOFT:
             link, inside = f"{told} '{_shown(target)}'", target
@@ -241,13 +244,6 @@ def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int, Any] | None:
             if not at.links.exists(part):
                 return None
         raise OSError(f"the link '{_shown(here)}' cannot be read: {error}") from error
-
-
-def _open_at(at: Any, part: bytes, here: bytes) -> Any:
-    try:
-        return h5py.h5o.open(at, part)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
 
 
 def open_other(path: str, what: str, fence: Fence) -> OpenFacts:

@@ -45,14 +45,6 @@ def open_to_read(path: str) -> h5py.File:
             continue
 
 
-def stored_file(file: h5py.File) -> LocalFile | None:
-    """The bytes of a plain file that is open for reading only; None for any other file."""
-    below = file.id
-    is_plain = below.get_access_plist().get_driver() == h5py.h5fd.SEC2
-    is_plain = is_plain and below.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
-    return LocalFile(os.dup(below.get_vfd_handle())) if is_plain else None
-
-
 def has_signature(descriptor: int) -> bool:
     """True if an open file is one of HDF5."""
     file = LocalFile(os.dup(descriptor))
@@ -155,14 +147,6 @@ def names_below(group: h5py.Group, most: int | None = None) -> tuple[list[str], 
     for name, address in links:
         first.setdefault(address, name)
     return list(first.values()), lost
-
-
-def places_in(file: h5py.File) -> dict[int, list[str]]:
-    """The full names of each object of a file, by its address. HDF5 would search the whole file for each single one."""
-    places: dict[int, list[str]] = {}
-    for name, address in _links_below(file["/"], None)[0]:
-        places.setdefault(address, []).append(f"/{name}")
-    return places
 
 
 def _links_below(group: h5py.Group, most: int | None) -> tuple[list[tuple[str, int]], dict[str, str]]:
@@ -321,7 +305,12 @@ class OpenFacts:
     @kept
     def stored(self) -> StoredObject | None:
         """The bytes of the file, if it is an object in a store, or a plain file that is open for reading only; else None."""
-        return self._in_store or stored_file(self.file)
+        if self._in_store is not None:
+            return self._in_store
+        file = self.file.id
+        is_plain = file.get_access_plist().get_driver() == h5py.h5fd.SEC2
+        is_plain = is_plain and file.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
+        return LocalFile(os.dup(file.get_vfd_handle())) if is_plain else None
 
     @kept
     def raw(self) -> StoredObject | None:
@@ -337,8 +326,11 @@ class OpenFacts:
 
     @kept
     def places(self) -> dict[int, list[str]]:
-        """The names of all objects, by address."""
-        return places_in(self.file)
+        """The full names of each object, by its address. HDF5 would search the whole file for each single one."""
+        places: dict[int, list[str]] = {}
+        for name, address in _links_below(self.file["/"], None)[0]:
+            places.setdefault(address, []).append(f"/{name}")
+        return places
 
     @kept
     def is_netcdf(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import h5py
@@ -27,7 +27,7 @@ from shardload.formats.hdf5.chunks import list_chunks
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
 from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.filters import Hdf5Encoder
-from shardload.formats.hdf5.ledger import Ledger, LedgerFile, limit_cache
+from shardload.formats.hdf5.ledger import Ledger, limit_cache
 from shardload.formats.hdf5.opened import file_in_memory
 from shardload.formats.sink import (
     ArraySpec,
@@ -48,6 +48,7 @@ from shardload.storage.target import Change, NewFile, Target, WritableFile, chec
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
+_RENEWED_AFTER = 1 << 16  # chunks
 
 
 class OneFileSink(Sink):
@@ -226,25 +227,80 @@ class LedgerCatalog(Catalog):
         self, path: str, file: NewFile | GrowingFile, chunks: dict[str, Hdf5PlacedChunks], alignment: int, old_nbytes: int = 0
     ) -> None:
         self.path, self.chunks, self._file, self._is_finished = path, chunks, file, False
-        self.library = LedgerFile(path, Ledger(file, old_nbytes), alignment)
+        self.ledger, self._alignment = Ledger(file, old_nbytes), alignment
+        self._library: h5py.File | None = None
+        self._n_placed = 0
+
+    @property
+    def library(self) -> h5py.File:
+        """The file as the library has it open. ValueError if it is closed: then its places are settled."""
+        if self._library is None:
+            raise ValueError(f"the catalog of '{self.path}' is finished")
+        return self._library
+
+    def open_library(self, mode: str, track_order: bool | None = None) -> h5py.File:
+        """Have the library begin a new file (``"w"``), or go on with one (``"r+"``)."""
+        self._library = h5py.File(
+            self.ledger,
+            mode,
+            libver="earliest",
+            track_order=track_order,
+            alignment_threshold=1,
+            alignment_interval=self._alignment,
+            meta_block_size=max(self._alignment, 2048),
+        )
+        limit_cache(self._library)
+        return self._library
+
+    def close_library(self) -> None:
+        """Have the library write the rest of the metadata. May be called again."""
+        file, self._library = self._library, None
+        if file is not None:
+            file.close()
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Around calls of HDF5: raises what the ledger could not write or read meanwhile."""
+        try:
+            yield
+        finally:
+            if self.ledger.failed is not None:
+                with named(self.path):
+                    raise self.ledger.failed
+
+    def place(self, name: str, starts: Int64s, sizes: Int64s, masks: Int64s) -> list[int]:
+        """Have the library give some chunks of an array a place: by the first element of each, its bytes, and filters that are
+        left out. Now and then the file is closed and opened again: HDF5 remembers each gap between aligned chunks, 250 bytes
+        each.
+        """
+        dataset = self.library[name].id
+        offsets = [
+            self.ledger.place(dataset, tuple(start), size, mask)
+            for start, size, mask in zip(starts.tolist(), sizes.tolist(), masks.tolist(), strict=True)
+        ]
+        self._n_placed += len(offsets)
+        if self._n_placed >= _RENEWED_AFTER and self._alignment > 1:
+            self._n_placed = 0
+            self.close_library()
+            self.open_library("r+")
+        return offsets
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         """See `Catalog`."""
-        with self.library.calls():
-            return self.chunks[name].place(self.library, numbers, nbytes, masks)
+        with self.calls():
+            return self.chunks[name].place(self, numbers, nbytes, masks)
 
     def finish(self) -> None:
         """See `Catalog`. ValueError if a chunk has no place; RuntimeError if two have one."""
-        _ = self.library.file  # ValueError if that was done before
+        _ = self.library  # ValueError if that was done before
         for chunks in self.chunks.values():
             chunks.check_complete()
-        with self.library.calls():
-            self.library.close()
+        with self.calls():
+            self.close_library()
         self._check_apart()
-        ledger = self.library.ledger
-        changes = ledger.changes()
+        changes = self.ledger.changes()
         with named(self.path):
-            self._file.finish(ledger.nbytes, changes)
+            self._file.finish(self.ledger.nbytes, changes)
         try:
             with self.finished(changes) as file:
                 for placed in self.chunks.values():
@@ -285,7 +341,9 @@ class LedgerCatalog(Catalog):
 
     def abandon(self, *, keeps: bool = False) -> None:
         """See `Catalog`."""
-        self.library.give_up()
+        self.ledger.is_given_up = True
+        with suppress(OSError, RuntimeError):  # of HDF5, if metadata could not be read back
+            self.close_library()
         self._file.discard()
 
 
@@ -300,10 +358,10 @@ class Hdf5Catalog(LedgerCatalog):
         file = NewFile(sink.path, sink.mode)
         super().__init__(sink.path, file, chunks, sink.alignment)
         try:
-            with self.library.calls():
-                sink.describe(self.library.open("w", track_order=sink.is_netcdf or None))
+            with self.calls():
+                sink.describe(self.open_library("w", track_order=sink.is_netcdf or None))
                 for placed in early:
-                    placed.note(self.library.file[placed.stored_name].id)
+                    placed.note(self.library[placed.stored_name].id)
             _reserve(file, early)
         except BaseException:
             self.abandon()
@@ -354,7 +412,7 @@ class Hdf5PlacedChunks(PlacedChunks):
         has_place = self.sizes > 0
         return (self.offsets, self.sizes) if np.all(has_place) else (self.offsets[has_place], self.sizes[has_place])
 
-    def place(self, library: LedgerFile, numbers: Any, nbytes: Any, masks: Any) -> Int64s:
+    def place(self, catalog: LedgerCatalog, numbers: Any, nbytes: Any, masks: Any) -> Int64s:
         """Have the library give places to chunks: see `Catalog.allocate`."""
         which, sizes = self.checked(numbers, nbytes)
         kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
@@ -363,7 +421,7 @@ class Hdf5PlacedChunks(PlacedChunks):
         for at in range(0, len(which), _AT_ONCE):
             some = order[at : at + _AT_ONCE]
             starts = np.stack(np.unravel_index(which[some], self.grid), axis=-1) * self._chunks + self._origin
-            offsets[some] = library.place(self.stored_name, starts, sizes[some], kinds[some])
+            offsets[some] = catalog.place(self.stored_name, starts, sizes[some], kinds[some])
         self._note(which, offsets, sizes, kinds)
         return offsets
 

@@ -213,7 +213,11 @@ class Hdf5Source(Source):
             self._memory_type = getattr(h5py.h5t, f"NATIVE_B{8 * self._number.itemsize}")
         if self._number == BFLOAT16:
             self._memory_type = type_in_file(BFLOAT16)
-        self._swaps = not info.refused and _has_unused_bits(number) and not number.dtype.isnative
+        # Integers of fewer bits than their bytes have: if HDF5 is to give them in the other byte order, it swaps the bytes and
+        # takes the unused bits, mostly zeros, for bits of the number: -3 of 12 bits becomes 4093. So they come in their own
+        # order.
+        has_unused_bits = number.get_class() == h5py.h5t.INTEGER and number.get_precision() < 8 * number.get_size()
+        self._swaps = not info.refused and has_unused_bits and not number.dtype.isnative
         if self._swaps:
             self._memory_type = h5py.h5t.py_create(number.dtype)
         if self._inner and not info.refused:  # below, an element is so many bytes
@@ -257,15 +261,13 @@ class Hdf5Source(Source):
         if self._inner:
             elements, inside = self._cut(region)
             numbers = np.empty((*elements.shape, *self._inner), self._number)
-            with self.others.watched():
-                self._read_into(elements, numbers.reshape(-1).view(self._dtype).reshape(elements.shape))
+            self._read_into(elements, numbers.reshape(-1).view(self._dtype).reshape(elements.shape))
             out[...] = numbers[inside]
-            return
-        if self.dataset.id.valid and self._tiles is not None:
+        elif self.dataset.id.valid and self._tiles is not None:
             self._tiles.read_into(region, out)
-            return
-        with self.others.watched():
-            self._read_into(region, out)
+        else:
+            with self.others.watched():
+                self._read_into(region, out)
 
     def _cut(self, region: Region) -> tuple[Region, tuple[Any, ...]]:
         """The elements in which a region is, which may be small arrays; and what is in it of these."""
@@ -458,15 +460,6 @@ class Hdf5Source(Source):
         if tiles is not None:
             tiles.close()
         self._close()
-
-
-def _has_unused_bits(kind: Any) -> bool:
-    """True for integers of fewer bits than their bytes have.
-
-    If HDF5 is to give them in the other byte order, it swaps the bytes and takes the unused bits, mostly zeros, for bits of the
-    number: -3 of 12 bits becomes 4093. So it gives them in their own byte order.
-    """
-    return bool(kind.get_class() == h5py.h5t.INTEGER and kind.get_precision() < 8 * kind.get_size())
 
 
 def _together(state: tuple[int, ...], others: tuple[int, int] | None) -> tuple[int, ...]:

@@ -284,8 +284,7 @@ class _Part:
     """A part that is open."""
 
     source: Source
-    reader: ChunkReader | None = None
-    is_asked: bool = False  # whether there is a reader
+    reader: ChunkReader | None
     n_users: int = 0
 
 
@@ -372,7 +371,7 @@ class Tiles:
             wanted = None if self._expected is None else box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
-            return _Part(source)
+            return _Part(source, source.chunk_reader())
         except BaseException:
             source.close()
             raise
@@ -380,6 +379,10 @@ class Tiles:
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of a non-empty region into `out`, as `Source.read_into` does."""
         self._lost = None
+        self._lost = region, self._read(region, out)
+
+    def _read(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
+        """Returns the missing chunks."""
         met = list(self.meeting(region))
         found = self._uncovered(region, [common for _, common in met])
         if sum(common.size for _, common in met) < region.size:
@@ -390,43 +393,25 @@ class Tiles:
             into = out[common.slices(region.start)] if region.ndim else out
             values = into if into.flags.c_contiguous else np.empty(common.shape, out.dtype)
             with self.use(k) as part:
-                lost = self._read(part, its, values.reshape(its.shape))
+                target, chunks = values.reshape(its.shape), part.source.info.chunks
+                if part.reader is None or chunks is None or not its.ndim:
+                    part.source.read_into(its, target)
+                    lost = part.source.missing(its)
+                else:  # without HDF5, which takes twice as long
+                    lost = read_by_chunks(part.reader, chunks, its, target)
                 found |= self._told(lost, part, box, common)
             if values is not into:
                 np.copyto(into, values)
-        self._lost = region, list(found)
-
-    def _read(self, part: _Part, region: Region, out: np.ndarray[Any, Any]) -> Sequence[tuple[int, ...]]:
-        """Read a region of an open part: its chunks without HDF5 where that is possible, which is twice as fast. Returns its
-        missing chunks.
-        """
-        chunks = part.source.info.chunks
-        reader = None if chunks is None or not region.ndim else self._reader_of(part)
-        if reader is None or chunks is None:
-            part.source.read_into(region, out)
-            return part.source.missing(region)
-        return read_by_chunks(reader, chunks, region, out)
-
-    def _reader_of(self, part: _Part) -> ChunkReader | None:
-        with self._lock:
-            if not part.is_asked:
-                part.reader, part.is_asked = part.source.chunk_reader(), True
-            return part.reader
+        return list(found)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks, of the grid that is told, in which chunks of parts are missing, or which no part covers. ``[()]`` without
-        chunks. What the last `read_into` has found is not looked for again.
+        chunks. The last `read_into` has found them; another region is read for that.
         """
         last = self._lost  # another thread may read meanwhile
         if last is not None and last[0] == region:
             return last[1]
-        met = list(self.meeting(region))
-        found = self._uncovered(region, [common for _, common in met])
-        for k, common in met:
-            box = self._boxes[k]
-            with self.use(k) as part:
-                found |= self._told(part.source.missing(box.inside(common)), part, box, common)
-        return list(found)
+        return self._read(region, np.empty(region.shape, self._fill.dtype))
 
     def _told(self, lost: Sequence[tuple[int, ...]], part: _Part, box: Box, region: Region) -> dict[tuple[int, ...], None]:
         """The missing chunks that a part has in `region`, as those of the grid that is told."""
@@ -464,12 +449,11 @@ class Tiles:
         expected = Region.whole(self.shape) if self._expected is None else self._expected
         k = next((k for k, _ in self.meeting(expected)), 0) if expected.size else 0
         with self.use(k) as part:
-            reader = self._reader_of(part)
-            if reader is None:
+            if part.reader is None:
                 return None
             if self._decoder is None:
                 part.n_users += 1  # it decodes for all, until they are closed
-                self._decoder, self._encoding = reader, _encoding_of(part.source)
+                self._decoder, self._encoding = part.reader, _encoding_of(part.source)
         return _TileChunks(self, self._chunks, self._decoder)
 
     @contextmanager
@@ -477,13 +461,12 @@ class Tiles:
         """The reader of part k, and what a box of chunks that lies in it is there."""
         tile = self._boxes[k]
         with self.use(k) as part:
-            reader = self._reader_of(part)
-            if reader is None or _encoding_of(part.source) != self._encoding:
+            if part.reader is None or _encoding_of(part.source) != self._encoding:
                 raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
             n = len(chunks) - len(tile.start)
             starts = zip(tile.region.start, (0,) * n + tile.start, chunks, strict=True)
             steps = [(outside - inside) // c for outside, inside, c in starts]
-            yield reader, [range(axis.start - s, axis.stop - s) for axis, s in zip(box, steps, strict=True)][n:]
+            yield part.reader, [range(axis.start - s, axis.stop - s) for axis, s in zip(box, steps, strict=True)][n:]
 
     def close(self) -> None:
         """Close the parts."""

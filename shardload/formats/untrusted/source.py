@@ -119,7 +119,7 @@ def _check_packing(name: str, kind: str, values: Any) -> None:
 
 
 def labels_of(answer: Any, n_axes: int) -> Labels:
-    """A helper's answer for labels, as from `labels.to_plain`, checked. Of coordinates there are the names."""
+    """A helper's answer for labels, checked. Of coordinates there are the names."""
     with _checking("labels"):
         dims = tuple(_cleaned(answer["dims"]))
         _require(len(dims) == n_axes and all(name is None or type(name) is str for name in dims), "names of axes")
@@ -127,7 +127,7 @@ def labels_of(answer: Any, n_axes: int) -> Labels:
             printable(key): Note(printable(value["note"])) if isinstance(value, dict) else _cleaned(value)
             for key, value in answer["attrs"].items()
         }
-        coords = {printable(name): Coordinate(one["dataset"]) for name, one in answer["coords"].items()}
+        coords = {printable(name): Coordinate(dataset) for name, dataset in answer["coords"].items()}
         _require(all(type(coordinate.dataset) is str for coordinate in coords.values()), "coordinates")
     return Labels(dims, attrs, coords)
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Self
 
 import jax
@@ -271,7 +272,7 @@ class LoadCall:
         is_read = self.kind == "load" and options.readers == AUTO
         how = (replace(tuning, **caps) if is_read else None, most_nbytes, not self.tree.is_single)
         with Finder(options.access, *how, tells=True) as finder:
-            return self._find_all(finder)
+            return packed(self._find_all(finder))
 
     def _labeller(self, finder: Finder) -> Labeller | None:
         """What reads names of axes, and coordinates, if a selection needs them."""
@@ -280,8 +281,11 @@ class LoadCall:
         is_named = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
         return Labeller(finder, room, named_coordinates(selections)) if is_named else None
 
-    def _find_all(self, finder: Finder) -> list[bytes | memoryview]:
-        found, sent = list[Any](), FoundMessage()
+    def _find_all(self, finder: Finder) -> Any:
+        """What was found of each place. Of an array: its metadata, its values (None: they are not sent) with the state of the
+        file in which they were read, and the region of which they are, if that is not all of it.
+        """
+        found = list[Any]()
         labeller = self._labeller(finder)
         states: list[State] = []  # of the only array, before its values are read
 
@@ -291,45 +295,42 @@ class LoadCall:
             return info if labeller is None else labeller.label(path, info, source)
 
         for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
-            state = states.pop if self.tree.is_single else partial(finder.state_of, place.path)
             with naming_errors(where_text(keys)):
                 if not place.is_pattern:
                     look = partial(_look, partial(complete, place.path), request.options.select)
                     array = finder.find(place.path, place.dataset, look)
-                    found.append(sent.add(array, state))
+                    state = states[-1] if states else finder.state_of(place.path)
+                    found.append(_sent(array, state))
                     continue
                 below, left_out = finder.find_below(place.path, place.group)
-            found.append(
-                {
-                    "all": [sent.add(array._replace(info=complete(place.path, array.info)), state) for array in below],
-                    "left_out": [info.to_dict() for info in left_out],
-                }
-            )
+            state = finder.state_of(place.path)
+            arrays = [_sent(array._replace(info=complete(place.path, array.info)), state) for array in below]
+            found.append({"all": arrays, "left_out": left_out})
         for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
             check_unchanged(f"'{path}'", before, now, path, "")
-        return sent.join(found)
+        return found
 
     # --- what every rank plans
 
     def make(self, told: Any) -> list[ArrayLoad]:
         """Plan all arrays from their metadata."""
-        found, values = FoundMessage.split(told)
+        found = unpacked(told)
         if self.tree.has_patterns:
             found = self._grow(found)
         if self.tree.is_single:
-            return [self._plan_found(self.requests[0], self.tree.places[0], "", found[0], values)]
+            return [self._plan_found(self.requests[0], self.tree.places[0], "", found[0])]
         self._tuning = self._tuning.for_many(len(found))
-        self._check_names([ArrayInfo.from_dict(told[0]).dims for told in found])
+        self._check_names([info.dims for info, *_ in found])
         loads: list[ArrayLoad] = []
         for k, (request, place, keys) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
             where = where_text(keys)
             try:
-                loads.append(self._plan_found(request, place, where, found[k], values))
+                loads.append(self._plan_found(request, place, where, found[k]))
             except Exception as error:
                 let_interruption_pass(error)
                 named = in_array(where, error)
                 if isinstance(named, ConfigError):
-                    self._explain(named, k, ArrayInfo.from_dict(found[k][0]))
+                    self._explain(named, k, found[k][0])
                 if named is error:
                     raise
                 raise named from error
@@ -342,15 +343,12 @@ class LoadCall:
             loads = [replace(load, plan=plan) for load, plan in zip(loads, plans, strict=True)]
         return share_staging(request, ranks, loads)
 
-    def _plan_found(self, request: Request, place: Place, where: str, found: list[Any], values: memoryview) -> ArrayLoad:
+    def _plan_found(self, request: Request, place: Place, where: str, found: Any) -> ArrayLoad:
         """Plan the load of an array of which `find` told this."""
-        told, start, state, part = found
-        info = ArrayInfo.from_dict(told)
-        if start is None:
+        info, values, state, part = found
+        if values is None:
             return self.plan_file(request, info, place.path, None, where)
-        region = Region.whole(info.shape) if part is None else Region(*map(tuple, part))
-        array = np.frombuffer(values, dtype=info.dtype, count=region.size, offset=start).reshape(region.shape)
-        source = MemorySource(array, info, None if state is None else tuple(state), region.start)
+        source = MemorySource(values, info, state, None if part is None else part.start)
         return self.plan_file(request, info, source, place.path, where)
 
     def plan_file(self, request: Request, info: ArrayInfo, handle: Any, origin: Any = None, where: str = "") -> ArrayLoad:
@@ -403,10 +401,9 @@ class LoadCall:
     def _grow(self, found: list[Any]) -> list[Any]:
         """Replace the patterns by the arrays that were found."""
         patterns = {k: below for k, below in enumerate(found) if isinstance(below, dict)}
-        flat = {k: [(ArrayInfo.from_dict(array[0]), array) for array in of["all"]] for k, of in patterns.items()}
-        self.left_out = [ArrayInfo.from_dict(info) for of in patterns.values() for info in of["left_out"]]
-        grown = self.tree.grow({k: [info.dataset for info, _ in pairs] for k, pairs in flat.items()})
-        by_name = {(id(self.tree.places[k]), info.dataset): (info, array) for k, pairs in flat.items() for info, array in pairs}
+        self.left_out = [info for of in patterns.values() for info in of["left_out"]]
+        grown = self.tree.grow({k: [info.dataset for info, *_ in of["all"]] for k, of in patterns.items()})
+        by_name = {(id(self.tree.places[k]), array[0].dataset): array for k, of in patterns.items() for array in of["all"]}
         kept = {id(place): k for k, place in enumerate(self.tree.places)}
         requests = read_requests(grown, self._mesh, self._spec, self._given)
         new_found = []
@@ -414,8 +411,8 @@ class LoadCall:
             if id(place) in kept:
                 new_found.append(found[kept[id(place)]])
                 continue
-            info, array = by_name[id(place.pattern), place.dataset]
-            if not info.shape:  # it has no axis that could be cut, and the spec is that of the other arrays
+            array = by_name[id(place.pattern), place.dataset]
+            if not array[0].shape:  # it has no axis that could be cut, and the spec is that of the other arrays
                 requests[k] = _whole(requests[k])
             new_found.append(array)
         self.tree, self.requests = grown, requests
@@ -501,41 +498,31 @@ def _look(
         return info, None
 
 
-class FoundMessage:
-    """Metadata as text, and the values of small arrays after it as they are, in one message."""
+def _sent(found: FoundArray, state: State) -> tuple[Any, ...]:
+    """What the other ranks are told of an array."""
+    info, values, region = found
+    if values is None:
+        return info, None, None, None
+    shape = info.shape if region is None else region.shape
+    return info, np.ndarray(shape, info.dtype, values), state, region
 
-    def __init__(self) -> None:
-        self._parts: list[bytes | memoryview] = []
-        self._n = 0
-        self._stated: set[str] = set()
 
-    def add(self, found: FoundArray, state: Callable[[], State]) -> list[Any]:
-        """What the text says of an array: its metadata, and where its values begin (None: they are not sent).
+def packed(found: Any) -> list[bytes | memoryview]:
+    """What one rank has found as a message in parts: the values of arrays lie behind the rest, and are not copied."""
+    buffers = list[pickle.PickleBuffer]()
+    text = pickle.dumps(found, protocol=5, buffer_callback=buffers.append)
+    parts = [memoryview(text), *(buffer.raw() for buffer in buffers)]
+    return [np.array([len(parts), *map(len, parts)], dtype=np.int64).tobytes(), *parts]
 
-        With the first values of each file, also the state of the file in which they were read; and the region of which they
-        are, if that is not all of the array.
-        """
-        info, values, region = found
-        if values is None:
-            return [info.to_dict(), None, None, None]
-        start, self._n = self._n, self._n + len(values)
-        self._parts.append(values)
-        is_first = info.path not in self._stated
-        self._stated.add(info.path)
-        part = None if region is None else [region.start, region.stop]
-        return [info.to_dict(), start, state() if is_first else None, part]
 
-    def join(self, found: list[Any]) -> list[bytes | memoryview]:
-        """The message, in parts."""
-        text = json.dumps(found).encode()
-        return [len(text).to_bytes(8, "little"), text, *self._parts]
-
-    @staticmethod
-    def split(told: Any) -> tuple[list[Any], memoryview]:
-        """What was found, and the bytes of all values."""
-        whole = memoryview(told)
-        end = 8 + int.from_bytes(whole[:8], "little")
-        return json.loads(bytes(whole[8:end])), whole[end:]
+def unpacked(told: Any) -> Any:
+    """The inverse of `packed`: arrays are views of the message, which is from a rank of this job, never from a file."""
+    whole = memoryview(told)
+    n_parts = int(np.frombuffer(whole[:8], dtype=np.int64)[0])
+    sizes = np.frombuffer(whole[8 : 8 + 8 * n_parts], dtype=np.int64)
+    ends = np.cumsum([8 + 8 * n_parts, *sizes]).tolist()
+    text, *buffers = (whole[start:stop] for start, stop in pairwise(ends))
+    return pickle.loads(text, buffers=buffers)
 
 
 def describe_path(path: Any) -> str:

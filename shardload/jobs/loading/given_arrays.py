@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
-from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.call import LoadCall, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
@@ -88,7 +87,7 @@ class ScatterCall(LoadCall):
                 source = MemorySource(self._as_array(value))
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
-            told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
+            told.append([source.info, view is not None and sendable(view), str(source.dtype)])
         return [pickle.dumps((structure, told))]
 
     def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
@@ -127,7 +126,7 @@ class ScatterCall(LoadCall):
                 as_it_is = can_be_viewed and (wanted is None or wanted == np.dtype(dtype))
                 source = None if self._sources is None else self._sources[k]
                 ranks = self.ranks_for(request)
-                plan = plan_scatter(request, ranks, ArrayInfo.from_json(info), int(self._root), as_it_is)
+                plan = plan_scatter(request, ranks, info, int(self._root), as_it_is)
                 loads.append(ArrayLoad(plan, request.options, source, where=where))
         request = self.requests[0]
         return share_staging(request, self.ranks_for(request), loads) if len(loads) > 1 else loads

@@ -5,9 +5,8 @@ The values stay where they are: a `DataArray` wraps the `jax.Array`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -201,11 +200,7 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
     n = dict(zip(kept, array.shape, strict=True))
     # With a halo, rows are in the array more than once, and a row does not lie where its coordinate does.
     haloed = haloed_axes(plan) if array.shape == plan.shape_global else set()
-    coords = {
-        name: xarray.Variable(one.dims, one.values, one.attrs, one.encoding)
-        for name, one in coordinates_of(plan, n).items()
-        if haloed.isdisjoint(one.cut)
-    }
+    coords = coordinates_of(xarray, plan, n, haloed)
     attrs, encoding = _split(info.attrs) if plan.is_decoded else (_own(info.attrs), {})
     attrs.pop(_NAMES_OF_COORDINATES, None)
     wrapped = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
@@ -240,29 +235,6 @@ def _is_other(labels: Labels | OnDemand, version: tuple[int, ...]) -> bool:
     return labels.read_in is not None and version_of_state(labels.read_in) != version
 
 
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """A coordinate of a loaded array.
-
-    Attributes
-    ----------
-    dims : list of str
-        The names of its axes.
-    values : ndarray
-        Its values along those of the array.
-    attrs, encoding : dict
-        Its attributes: those that describe its values, and those that were applied to the stored numbers.
-    cut : frozenset of str
-        All axes that it has in the file: a selection may have dropped some.
-    """
-
-    dims: list[str]
-    values: np.ndarray[Any, Any]
-    attrs: dict[str, Any]
-    encoding: dict[str, Any]
-    cut: frozenset[str]
-
-
 def axes_of(plan: Plan) -> list[str]:
     """The names of the axes of the array that a plan loads.
 
@@ -284,9 +256,11 @@ def haloed_axes(plan: Plan) -> set[str]:
     }
 
 
-def coordinates_of(plan: Plan, n: Mapping[str, int]) -> dict[str, Cut]:
-    """The coordinates that a plan knows, cut as its array is selected, for axes of lengths `n`, by name. Along an axis with
-    padding, floating point coordinates go on with NaN, and others are left out.
+def coordinates_of(xarray: Any, plan: Plan, n: Mapping[str, int], haloed: Set[str]) -> dict[str, Any]:
+    """The coordinates that a plan knows, by name: variables of xarray, cut as its array is selected, for axes of lengths `n`.
+
+    Along an axis with padding, floating point coordinates go on with NaN, and others are left out. So are all that have an axis
+    of `haloed` in the file.
     """
     _check_version(plan)
     dims, selection = _dims(plan), plan._layout.source.selection
@@ -296,8 +270,8 @@ def coordinates_of(plan: Plan, n: Mapping[str, int]) -> dict[str, Cut]:
             continue
         axes = _own_axes(name, one.dims, one.values.shape, plan)
         cut = None if axes is None else _cut(one.values, axes, dims, selection, n)
-        if axes is not None and cut is not None:
-            coordinates[name] = Cut(*cut, *_split(one.attrs), frozenset(axes))
+        if axes is not None and cut is not None and haloed.isdisjoint(axes):
+            coordinates[name] = xarray.Variable(*cut, *_split(one.attrs))
     return coordinates
 
 

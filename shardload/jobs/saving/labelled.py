@@ -281,11 +281,11 @@ def _add_left_out(content: _Content, plans: Mapping[str, Plan]) -> None:
         kept = axes_of(plan)
         padded = dict(zip(kept, plan.shape_padded, strict=True))
         haloed = haloed_axes(plan)
-        known = coordinates_of(plan, padded)
-        for name, coord in coordinates_of(plan, dict(zip(kept, plan.shape, strict=True))).items():
+        known = coordinates_of(xarray, plan, padded, haloed)
+        for name, coord in coordinates_of(xarray, plan, dict(zip(kept, plan.shape, strict=True)), haloed).items():
             is_here = any(all(x.sizes.get(dim) == padded[dim] for dim in coord.dims) for x in content.variables.values())
-            if name not in known and name not in content.variables and is_here and haloed.isdisjoint(coord.cut):
-                content.variables[name] = xarray.Variable(coord.dims, coord.values, coord.attrs, coord.encoding)
+            if name not in known and name not in content.variables and is_here:
+                content.variables[name] = coord
                 content.coords.add(name)
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import Labeller
 from shardload.formats.lookup import Finder, open_source
 from shardload.jobs.consistency import checksum_of_samples
-from shardload.jobs.loading.call import SEARCHED_NBYTES, FoundMessage, LoadCall
+from shardload.jobs.loading.call import SEARCHED_NBYTES, LoadCall, unpacked
 from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
@@ -124,17 +123,14 @@ class StreamCall(LoadCall):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)
 
-    def find(self) -> list[bytes | memoryview]:
-        """See `LoadCall`; and after that a checksum of some values of each array, which tells its file from others."""
-        parts = super().find()
-        found, _ = FoundMessage.split(b"".join(parts))
+    def _find_all(self, finder: Finder) -> Any:
+        """See `LoadCall`; and a checksum of some values of each array, which tells its file from others."""
+        found = super()._find_all(finder)
         sums: dict[tuple[str, str], int | None] = {}
-        for (metadata, *_), place, request in zip(found, self.tree.places, self.requests, strict=True):
-            info = ArrayInfo.from_dict(metadata)
+        for (info, *_), place, request in zip(found, self.tree.places, self.requests, strict=True):
             if info.refused is None and (info.path, info.dataset) not in sums:
                 sums[info.path, info.dataset] = _sum_of_values(place.path, info, request)
-        told = [sums.get((metadata["path"], metadata["dataset"])) for metadata, *_ in found]
-        return [*parts, json.dumps(told).encode()]
+        return [(info, sums.get((info.path, info.dataset))) for info, *_ in found]
 
     def _leaf_request(self, k: int, info: ArrayInfo, values: int | None) -> LeafRequest:
         """What the k-th leaf asks of its array."""
@@ -203,11 +199,10 @@ class StreamCall(LoadCall):
         """The plan, from what rank 0 has found."""
         if self.sampling is None:
             raise ConfigError("the arguments were not read")
-        found, sums = FoundMessage.split(told)
-        values, leaves = json.loads(bytes(sums)), []
-        for k, (metadata, *_) in enumerate(found):
+        leaves = []
+        for k, (info, sum_of_values) in enumerate(unpacked(told)):
             with naming_errors(where_text(self.tree.where[k])):
-                leaves.append(self._leaf_request(k, ArrayInfo.from_dict(metadata), values[k]))
+                leaves.append(self._leaf_request(k, info, sum_of_values))
         return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()
 
     def open(self) -> Stream:

@@ -38,6 +38,13 @@ def run(*args: str, columns: int = 80) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def ok(*args: str, columns: int = 80) -> str:
+    """What a command prints that succeeds."""
+    code, printed, said = run(*args, columns=columns)
+    assert code == 0, said
+    return printed
+
+
 def unwrapped(text: str) -> str:
     """A message in a box of 80 columns, as one line."""
     return " ".join(text.replace("│", " ").split())
@@ -111,8 +118,7 @@ def test_info_shows_control_characters_as_escapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [40, 60, 80, 132, 200, 1000])
 def test_info_fits_and_loses_nothing(file: str, columns: int) -> None:
     """Wrong if a line were longer than the terminal, or if what did not fit were left out or cut in two."""
-    code, out, _ = run("info", file, columns=columns)
-    assert code == 0
+    out = ok("info", file, columns=columns)
     lines = out.splitlines()
     assert max(map(len, lines[1:])) <= columns and all(line == line.rstrip() for line in lines)
     names = [line.split()[0] for line in lines if line.startswith("/")]
@@ -146,8 +152,7 @@ def test_info_lists_what_changes_what_values_mean(tmp_path: Path, suffix: str) -
             file["x"].attrs.update(told)
     else:
         zarr.open_group(path, mode="w").create_array("x", data=np.arange(3, dtype="i1")).attrs.update(told)
-    code, out, _ = run("info", str(path))
-    assert code == 0
+    out = ok("info", str(path))
     said = " ".join(out.split())
     for key, value in told.items():
         assert f"{key}={value if isinstance(value, str) else json.dumps(value)}" in said, key
@@ -184,10 +189,9 @@ def test_a_name_is_never_cut(tmp_path: Path) -> None:
     name = "/" + "long" * 80
     with h5py.File(tmp_path / "f.h5", "w") as h5:
         h5[name] = np.zeros(3)
-    code, out, _ = run("info", str(tmp_path / "f.h5"))
-    assert code == 0
+    out = ok("info", str(tmp_path / "f.h5"))
     assert name in out.splitlines()
-    code, out, _ = run("info", str(tmp_path / "f.h5"), columns=1000)
+    out = ok("info", str(tmp_path / "f.h5"), columns=1000)
     assert [line for line in out.splitlines() if name in line and "float64" in line]
 
 
@@ -196,8 +200,7 @@ def test_info_of_one_array_shows_every_attribute_once(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as h5:
         h5["t"] = np.zeros(3, "i2")
         h5["t"].attrs.update({"scale_factor": 0.5, "units": "K", "long_name": "temperature", "shape": "round", "dtype": "bool"})
-    code, out, _ = run("info", f"{tmp_path / 'f.h5'}:/t", columns=300)
-    assert code == 0
+    out = ok("info", f"{tmp_path / 'f.h5'}:/t", columns=300)
     rows = [tuple(line.split(maxsplit=1)) for line in out.splitlines()]
     assert {("shape", "3"), ("shape", "round"), ("dtype", "int16"), ("units", "K"), ("long_name", "temperature")} <= set(rows)
     assert ("scale_factor", "0.5  (reported, not applied)") in rows and len(rows) == len(set(rows))
@@ -245,8 +248,7 @@ def test_info_says_the_range_of_a_coordinate_that_is_no_axis(tmp_path: Path) -> 
 
 
 def test_info_json(file: str) -> None:
-    code, out, _ = run("info", file, "--json")
-    assert code == 0
+    out = ok("info", file, "--json")
     arrays = {array["dataset"]: array for array in json.loads(out)}
     rho = arrays["/fields/density"]
     assert (rho["shape"], rho["chunks"], rho["nbytes"]) == ([12, 8, 20], [1, 8, 20], 12 * 8 * 20 * 4)
@@ -258,8 +260,7 @@ def test_info_json(file: str) -> None:
 def test_info_of_zarr_shows_shards(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     zarr.create_array(str(tmp_path / "z.zarr"), shape=(8, 8), chunks=(2, 4), shards=(4, 8), dtype="i2")
-    code, out, _ = run("info", str(tmp_path / "z.zarr"), columns=200)
-    assert code == 0
+    out = ok("info", str(tmp_path / "z.zarr"), columns=200)
     header, row = out.splitlines()[1:]
     assert "shards" in header
     assert all(part in row for part in ("8 x 8", "2 x 4", "4 x 8", "int16"))
@@ -294,8 +295,7 @@ def test_verify_of_several_arrays(file: str) -> None:
 
 def test_plan_json(file: str) -> None:
     args = ("--dataset", "fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", "--json")
-    code, out, _ = run("plan", file, *args, "--select", ":10,...", "--readers", "parallel")
-    assert code == 0
+    out = ok("plan", file, *args, "--select", ":10,...", "--readers", "parallel")
     plan = json.loads(out)
     assert (plan["shape"], plan["shard_shape"], plan["n_ranks"]) == ([10, 8, 20], [10, 2, 10], 8)
     assert (plan["dtype"], plan["readers"], plan["decomposition"]) == ("float32", "parallel", "pencil")
@@ -308,8 +308,7 @@ def test_plan_json(file: str) -> None:
 @pytest.mark.parametrize(("processes", "decoded"), [((), 96), (("--processes", "2"), 24), (("--processes", "1"), 12)])
 def test_plan_for_processes_of_several_devices(file: str, processes: tuple[str, ...], decoded: int) -> None:
     """Wrong if every device were a process of its own whatever was said, or a process decoded a chunk for each device."""
-    code, out, _ = run("plan", f"{file}:/fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", *processes, "--json")
-    assert code == 0
+    out = ok("plan", f"{file}:/fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", *processes, "--json")
     plan = json.loads(out)
     assert plan["n_ranks"] == int(processes[1] if processes else 8)
     assert (plan["costs"]["direct"]["chunks_decoded"], plan["costs"]["parallel"]["chunks_decoded"]) == (decoded, 12)
@@ -342,19 +341,23 @@ def test_plan_says_if_the_load_needs_64_bits(tmp_path: Path) -> None:
     assert json.loads(run("plan", f"{tmp_path / 'a.h5'}:/x", *how, "--json")[1])["needs_64_bits"] is True
 
 
-def test_a_spec_and_a_selection_by_names(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as h5:
-        h5["t"] = np.zeros((12, 6), "f4")
+def dated(path: Path) -> str:
+    """A file with an array "t" (time, lat), a step each half month; its name."""
+    with h5py.File(path, "w") as h5:
+        h5["t"] = np.arange(12 * 6, dtype="f4").reshape(12, 6)
         for axis, (name, values) in enumerate((("time", np.arange(12.0) * 15), ("lat", np.linspace(60, 10, 6)))):
             h5[name] = values
             h5[name].make_scale(name)
             h5["t"].dims[axis].attach_scale(h5[name])
         h5["time"].attrs["units"] = "days since 2001-01-01"
-    how = ("plan", f"{tmp_path / 'a.h5'}:/t", "--mesh", "a=2", "--json", "--pad", "0")
+    return str(path)
+
+
+def test_a_spec_and_a_selection_by_names(tmp_path: Path) -> None:
+    how = ("plan", f"{dated(tmp_path / 'a.h5')}:/t", "--mesh", "a=2", "--json", "--pad", "0")
 
     def shape(*more: str) -> list[int]:
-        code, out, err = run(*how, *more)
-        assert code == 0, err
+        out = ok(*how, *more)
         return list(json.loads(out)["shape"])
 
     assert shape("--spec", "lat=a", "--select", "time=2001-02") == [1, 6]
@@ -721,8 +724,7 @@ def test_a_link_out_of_the_folder_is_followed_where_that_is_typed(file: str, tmp
     name, *flags = command
     code, _, said = run(name, f"{inside}/links.h5:/far", *flags)
     assert code == 1 and "pass --allow-external if you trust it" in unwrapped(said)
-    code, printed, said = run(name, f"{inside}/links.h5:/far", "--allow-external", *flags)
-    assert code == 0, said
+    printed = ok(name, f"{inside}/links.h5:/far", "--allow-external", *flags)
     assert "12" in printed and "float32" in printed
 
 

@@ -700,13 +700,6 @@ def test_a_communicator_is_duplicated_once_and_freed_with_its_own() -> None:
     copy.Free()
 
 
-@pytest.mark.skipif(MPI is None, reason="no MPI library")
-def test_communicators_that_cannot_be_used() -> None:
-    assert MPI is not None
-    with pytest.raises(ConfigError, match="COMM_NULL: this rank is not in it"):
-        group_of(MPI.COMM_NULL)
-
-
 def test_nothing_piles_up_in_the_store_of_jax() -> None:
     """Wrong if a thousand loads left a thousand values with JAX's coordinator."""
     store, left = Store(), []

@@ -21,14 +21,6 @@ def reading(chunk: str, n: int = 0) -> Callable[[], Activity]:
 # --- when
 
 
-@pytest.mark.parametrize(
-    ("timeout", "size", "seconds"),
-    [(900, 4, 5), (40, 4, 5), (8, 4, 1), (1, 1, 0.125), (None, 4, 5), (900, 20_000, 20), (8, 20_000, 1)],
-)
-def test_beats(timeout: float | None, size: int, seconds: float) -> None:
-    assert beat_seconds(timeout, size) == seconds
-
-
 def test_nothing_is_sent_before_the_first_beat() -> None:
     job = Job()
     job.tick(BEAT * 0.99)

@@ -47,7 +47,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
-from tests.unit.files import flat, load_all, read_all, read_small, write_hdf5, write_zarr
+from tests.unit.files import flat, load_all, raw_dataset, read_all, read_small, write_hdf5, write_zarr
 from tests.unit.formats.memory_cases import CASES, FINE, first_chunk, with_filters, write_cases
 
 LIMITED = "in a process of which memory is limited"
@@ -297,18 +297,6 @@ def test_a_small_array_of_large_chunks_is_not_read_first(tmp_path: Path, nbytes:
 # --- compressors over compressors
 
 
-def test_hdf5_datasets_that_are_compressed_twice(tmp_path: Path) -> None:
-    data = flat((4096,), "u1").tobytes()
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        with_filters(file, "zstd", numcodecs.Zstd().encode(zlib.compress(data)), [(1, (4,)), (32015, ())])
-        with_filters(file, "lzf", zlib.compress(data), [(32000, ()), (1, (4,))])
-        with_filters(file, "scaled", zlib.compress(data), [(2, (1,)), (3, ()), (1, (4,))])
-    listed = {info.dataset: info.refused for info in list_arrays(str(tmp_path / "a.h5"))}
-    assert listed["/scaled"] is None
-    assert "compressed more than once (gzip, then zstd)" in str(listed["/zstd"]) and "untrusted=True" in str(listed["/zstd"])
-    assert "compressed more than once (lzf, then gzip)" in str(listed["/lzf"])
-
-
 @pytest.mark.parametrize(
     ("zarr_format", "options", "is_refused"),
     [
@@ -385,10 +373,7 @@ def test_attributes_that_are_long(tmp_path: Path) -> None:
 
 def hdf5_of(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...] | None, dtype: str = "f4") -> str:
     with h5py.File(path, "w", libver="latest") as file:
-        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        if chunks:
-            creation.set_chunk(chunks)
-        h5py.h5d.create(file.id, b"x", h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape), creation)
+        raw_dataset(file, "x", h5py.h5t.py_create(np.dtype(dtype)), shape, chunks=chunks)
     return str(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +13,15 @@ import pytest
 import tensorstore
 import zarr
 
-from shardload.formats.access import Access
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
-from shardload.storage.containment import NotAFileError, OutsideError
 from tests.unit.batches import check_batches, read_box
 
 Array = np.ndarray[Any, Any]
 
 SHAPE, CHUNKS = (5, 14, 11), (2, 4, 3)  # edge chunks along every axis; no two axes are alike
 DATA = np.arange(np.prod(SHAPE), dtype="f4").reshape(SHAPE)
-GRID = tuple(range(-(-n // c)) for n, c in zip(SHAPE, CHUNKS, strict=True))
 
 
 def write_zarr_3(path: Path, codec: Any = "zstd", shards: tuple[int, ...] | None = None) -> Path:
@@ -70,21 +66,6 @@ def test_chunks_of_a_folder_that_is_missing(tmp_path: Path) -> None:
     assert check_batches(open_of(path), expected, 7) == 48
 
 
-@pytest.mark.parametrize("codec", ["zstd", None, zarr.codecs.GzipCodec(), zarr.codecs.BloscCodec(cname="lz4")])
-def test_decoders_of_small_frames(tmp_path: Path, codec: Any) -> None:
-    assert check_batches(open_of(write_zarr_3(tmp_path / "a.zarr", codec)), DATA, 20) == 48
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("options", [{"checksum": True}, {"level": 19}, {"level": -5}])
-@pytest.mark.parametrize("edge", [1, 7, 8, 20, 32])  # frames declare their size in 1, 2 or 4 bytes
-def test_zstd_frames_of_every_size(tmp_path: Path, options: dict[str, Any], edge: int) -> None:
-    data = np.arange(edge**3 * 2, dtype="u2").reshape(2 * edge, edge, edge)
-    compressor = zarr.codecs.ZstdCodec(**options)
-    array = zarr.create_array(tmp_path / "a.zarr", data=data, chunks=(edge,) * 3, compressors=compressor)
-    assert array.nchunks == 2 and check_batches(open_of(tmp_path / "a.zarr"), data, 2) == 2
-
-
 # --- damage
 
 
@@ -117,110 +98,4 @@ def test_a_damaged_file_gives_no_values(tmp_path: Path, damage: str) -> None:
     assert found is not None and (found[1, 1, 0] == data[3:4, 16:, :16]).all(), "the others are as they were"
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(10**6, 4), (0, 10**6), (2**63, 4), (5, 2**64 - 1), (2**64 - 1, 3)])
-def test_an_index_of_a_shard_that_points_outside_is_an_error(tmp_path: Path, offset: int, nbytes: int) -> None:
-    path = tmp_path / "a.zarr"
-    spec: Any = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": str(path)},
-        "create": True,
-        "metadata": {
-            "shape": [8],
-            "data_type": "uint16",
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [8]}},
-            "codecs": [
-                {
-                    "name": "sharding_indexed",
-                    "configuration": {
-                        "chunk_shape": [2],
-                        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd"}],
-                        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-                    },
-                }
-            ],
-        },
-    }
-    tensorstore.open(spec).result().write(np.arange(1, 9, dtype="u2")).result()
-    shard = path / "c" / "0"
-    content = shard.read_bytes()
-    entry = len(content) - 4 * 16 + 16
-    pair = offset.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
-    shard.write_bytes(content[:entry] + pair + content[entry + 16 :])
-    source = open_of(path)
-    with pytest.raises((OSError, ValueError), match=r"index|ends at"):
-        read_box(source, (range(4),))
-    found = read_box(source, (range(2, 4),))
-    assert found is not None and found.tolist() == [[5, 6], [7, 8]]
-
-
 # --- files that are not what they seem
-
-
-def link_inside(path: Path) -> None:
-    path.rename(path.with_suffix(".moved"))
-    path.symlink_to(path.with_suffix(".moved"))
-
-
-def link_outside(path: Path) -> None:
-    outside = path.parents[3].parent / "outside"
-    path.rename(outside)
-    path.symlink_to(outside)
-
-
-def folder_outside(path: Path) -> None:
-    outside = path.parents[3].parent / "outside"
-    path.parent.rename(outside)
-    path.parent.symlink_to(outside)
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def lost_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def long(path: Path) -> None:
-    path.write_bytes(bytes(1 << 20))
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (link_inside, None),
-        (link_outside, OutsideError),
-        (folder_outside, OutsideError),
-        (pipe, NotAFileError),
-        (folder, NotAFileError),
-        (lost_link, OSError),
-        (long, ValueError),
-    ],
-    ids=lambda one: getattr(one, "__name__", "values"),
-)
-def test_only_files_of_the_store_are_read(tmp_path: Path, make: Callable[[Path], None], error: type[Exception] | None) -> None:
-    """The same as one by one: no pipe is waited for, nothing outside is opened for its values."""
-    path = write_zarr_3(tmp_path / "a.zarr")
-    make(path / "c" / "1" / "2" / "3")
-    if error is None:
-        assert check_batches(open_of(path), DATA, 48) == 48
-        return
-    with pytest.raises(error):
-        read_box(open_of(path), GRID)
-    allowed = open_source(str(path), "/", Access(allow_external=True))
-    if error is OutsideError:
-        assert check_batches(allowed, DATA, 48) == 48
-
-
-@pytest.mark.parametrize("box", [(range(4), range(4), range(4)), (range(-1, 2), range(4), range(4)), (range(1),)])
-def test_a_box_outside_of_the_grid_is_refused(tmp_path: Path, box: tuple[range, ...]) -> None:
-    source = open_of(write_zarr_3(tmp_path / "a.zarr"))
-    with pytest.raises(ValueError):
-        source.chunk_reader().fetch(box)  # type: ignore[union-attr]

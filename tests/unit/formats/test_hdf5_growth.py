@@ -24,12 +24,14 @@ import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.hdf5.growth import Hdf5GrowthCatalog, read_file
-from shardload.formats.hdf5.ledger import Ledger, LedgerFile
+from shardload.formats.hdf5.ledger import Ledger
+from shardload.formats.hdf5.sink import LedgerCatalog
 from shardload.formats.lookup import find_array, format_of
 from shardload.storage import target
 from shardload.storage.changes import changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import quick_ones
+from tests.unit.files import early, raw_dataset
 from tests.unit.growing import Content, Disk, coming, grow, sink_of
 from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401
 
@@ -492,23 +494,20 @@ def test_filters_that_netcdf4_has_brought(tmp_path: Path) -> None:
 
 
 def _make(path: Path, **how: Any) -> None:
-    more = {key: how.pop(key) for key in ("dtype", "compression", "dcpl") if key in how}
-    creation, edges = h5py.h5p.create(h5py.h5p.DATASET_CREATE), more.pop("dcpl", None)
-    if edges == "early":
-        creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        more["dcpl"] = creation
-    elif edges == "plain edges":
-        creation.set_chunk((2, 3))
-        creation.set_deflate(1)
-        library = ctypes.CDLL(h5py.h5d.__file__)
-        library.H5Pset_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
-        assert library.H5Pset_chunk_opts(creation.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
+    more = {key: how.pop(key) for key in ("dtype", "compression") if key in how}
+    setting, most = how.pop("setting", None), (h5py.h5s.UNLIMITED, 3)
     with h5py.File(path, "w", **how) as file:
-        if edges == "plain edges":
-            space = h5py.h5s.create_simple((4, 3), (h5py.h5s.UNLIMITED, 3))
-            h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_FLOAT, space, creation)
+        if setting is not None:
+            raw_dataset(file, "x", h5py.h5t.NATIVE_FLOAT, (4, 3), chunks=(2, 3), setting=setting, most=most)
         else:
             file.create_dataset("x", (4, 3), **({"maxshape": (None, 3), "chunks": (2, 3), "dtype": "f4"} | more))
+
+
+def plain_edges(creation: Any) -> None:
+    creation.set_deflate(1)
+    library = ctypes.CDLL(h5py.h5d.__file__)
+    library.H5Pset_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
+    assert library.H5Pset_chunk_opts(creation.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 
 
 @pytest.mark.parametrize(
@@ -517,8 +516,8 @@ def _make(path: Path, **how: Any) -> None:
         ({"userblock_size": 512}, "a user block"),
         ({"fs_strategy": "page", "libver": ("earliest", "v110")}, "its space in pages"),
         ({"fs_strategy": "fsm", "fs_persist": True, "libver": ("earliest", "v110")}, "a list of its free space"),
-        ({"dcpl": "early"}, "places for all of its chunks"),
-        ({"dcpl": "plain edges", "libver": "latest"}, "not filtered"),
+        ({"setting": early}, "places for all of its chunks"),
+        ({"setting": plain_edges, "libver": "latest"}, "not filtered"),
         ({"dtype": h5py.string_dtype()}, "append does not write"),
         ({"dtype": np.dtype([("a", "f4"), ("b", "i2")])}, "append does not write"),
         ({"compression": 307}, "307"),
@@ -697,16 +696,16 @@ def _shifted(self: Any, name: str, starts: Any, sizes: Any, masks: Any) -> Any:
     return _place(self, name, starts, sizes, masks)
 
 
-_place = LedgerFile.place
+_place = LedgerCatalog.place
 
 
 @pytest.mark.parametrize(
     ("holder", "name", "wrong", "error", "words"),
     [
-        (LedgerFile, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
-        (LedgerFile, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
+        (LedgerCatalog, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
+        (LedgerCatalog, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
         (Hdf5GrowthCatalog, "_shorten", lambda self, file: None, ConfigError, "among old bytes"),
-        (Hdf5GrowthCatalog, "_give_end_back", lambda self, end: None, ConfigError, "among old bytes"),
+        (Hdf5GrowthCatalog, "_give_end_back", lambda self: None, ConfigError, "among old bytes"),
         (Ledger, "changes", lambda self: [(0, os.pread(self.file.descriptor, 512, 0))], SourceError, "shape"),
     ],
 )
@@ -751,15 +750,3 @@ def test_a_lock_that_is_lost_as_it_is_shared(tmp_path: Path, monkeypatch: pytest
     assert [one.name for one in tmp_path.iterdir()] == ["x.h5"]
     with h5py.File(path) as file:
         assert len(file["time"]) == 6
-
-
-def test_names_of_axes_that_are_damaged_beside_it(tmp_path: Path) -> None:
-    """Wrong if an attribute of another array ended the process: HDF5's own function takes these numbers for addresses."""
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w", libver="earliest") as file:
-        file["other"] = np.zeros((2, 3))
-        file["other"].attrs["DIMENSION_LIST"] = np.full(2, 1 << 40)
-        file["other"].attrs["DIMENSION_LABELS"] = np.full(2, 1 << 40)
-        file.create_dataset("a", data=np.arange(3.0), chunks=(2,), maxshape=(None,)).dims[0].label = "t"
-    found = read_file(str(path), ["/a"])["arrays"]
-    assert found["/other"]["dims"] == [None, None] and found["/a"]["dims"] == ["t"]

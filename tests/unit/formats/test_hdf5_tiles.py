@@ -429,20 +429,6 @@ def test_missing_complex_numbers_are_the_fill_values_of_their_parts(tmp_path: Pa
     check(str(tmp_path / "whole.h5"), has_reader=False)
 
 
-def test_the_working_folder_is_changed_between_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows(tmp_path, (2, 2))
-    monkeypatch.chdir(tmp_path)
-    with h5py.File("whole.h5") as file:
-        source, out = open_source(file["x"], "/x"), np.empty((4, 6, 5), "f4")
-        source.read_into(Region((0, 0, 0), (2, 6, 5)), out[:2])
-        (tmp_path / "below").mkdir()
-        write(tmp_path / "below", "p1.h5", np.zeros((2, 6, 5), "f4"))
-        monkeypatch.chdir(tmp_path / "below")
-        source.read_into(Region((2, 0, 0), (4, 6, 5)), out[2:])
-        np.testing.assert_array_equal(out, numbered((4, 6, 5)))
-        source.close()
-
-
 def test_no_thread_waits_for_what_another_one_asks_of_hdf5() -> None:
     """It may have h5py's lock, for which the other one waits."""
     asked, go_on = threading.Event(), threading.Event()

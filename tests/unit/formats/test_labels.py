@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ import zarr
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import HelperError
 from shardload.formats.labelling import Labeller, read_labels
-from shardload.formats.labels import Note, from_plain, to_plain
+from shardload.formats.labels import Note
 from shardload.formats.lookup import Finder, find_array
 from shardload.formats.untrusted import source as untrusted_source
 from shardload.formats.untrusted.source import labels_of
@@ -114,7 +113,7 @@ def test_attributes_of_the_group(tmp_path: Path, writer: str) -> None:
             assert of_group | {"nested": 0} == plain(expected.attrs) | {"nested": 0} and of_group["title"].endswith(str(group))
         assert ("a" in str(found.of_group["nested"])) if name == "a.zarr" else "nested" not in found.of_group
         apart = read_labels(path, info, Access(untrusted=Limits()))
-        assert apart.of_group == found.of_group == from_plain(json.loads(json.dumps(to_plain(found)))).of_group
+        assert apart.of_group == found.of_group
     if name == "a.zarr":
         (tmp_path / name / "g" / "h" / ("zarr.json" if "3" in writer else ".zgroup")).unlink()
         (tmp_path / name / "g" / "h" / ".zattrs").unlink(missing_ok=True)
@@ -215,7 +214,7 @@ def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
         asked, here = Labeller(untrusted), Labeller(trusted)
         info = find_array(path, "t")
         found, expected = asked.label(path, info), here.label(path, info)
-    assert repr(to_plain(found.labels)) == repr(to_plain(expected.labels)), "as text, because of NaN"
+    assert repr(found.labels) == repr(expected.labels), "as text, because of NaN"
     assert found.dims == ("time", "lat", "lon") and len(found.coords) >= 4
 
 
@@ -227,7 +226,7 @@ def test_all_of_an_untrusted_file_in_one_helper(tmp_path: Path, monkeypatch: pyt
     here, there = shardload.open(path), shardload.open(path, untrusted=True)
     assert list(there) == list(here) and repr(there) == repr(here)
     for name, info in here.items():
-        assert repr(to_plain(there[name].labels)) == repr(to_plain(info.labels)), "as text, because of NaN"
+        assert repr(there[name].labels) == repr(info.labels), "as text, because of NaN"
     assert len(started) == 1, "for the list, and for all labels"
 
 
@@ -250,11 +249,11 @@ def test_one_array_or_group_of_a_file(tmp_path: Path) -> None:
     assert repr(shardload.open(f"{tmp_path}/g.h5:g/y")).startswith(f"<{tmp_path}/g.h5: 1 array>")
 
 
-def test_through_json(tmp_path: Path) -> None:
+def test_as_pickle(tmp_path: Path) -> None:
     """As labels reach other ranks."""
     path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
     info = shardload.open(path)["t"]
-    again = ArrayInfo.from_json(info.to_json())
+    again = pickle.loads(pickle.dumps(info))
     assert again == info and again.to_json() == info.to_json()
     assert again.dims == info.dims and again.attrs == info.attrs and list(again.coords) == list(info.coords)
     np.testing.assert_array_equal(again.coords["area"].values, info.coords["area"].values, strict=True)
@@ -389,7 +388,7 @@ def test_large_coordinates_are_named_only(tmp_path: Path) -> None:
     path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, made)
     info = shardload.open(path)["v"]
     assert info.coords["p"].values is None and info.coords["p"].dims == ("p",)
-    assert len(info.to_json()) < 10000
+    assert len(pickle.dumps(info)) < 10000
     with Finder(Access()) as finder:
         labeller = Labeller(finder, small_nbytes=1 << 20)
         found = labeller.label(path, find_array(path, "v")).coords["p"].values
@@ -430,7 +429,7 @@ def test_names_that_cannot_be_read_now(tmp_path: Path, call: str, error: Excepti
         {"dims": ["a", 3], "attrs": {}, "coords": {}},
         {"dims": ["a", "b"], "attrs": {"a": {"b": 1}}, "coords": {}},
         {"dims": ["a", "b"], "attrs": {}, "coords": {"x": {"dataset": 3}}},
-        {"dims": ["a", "b"], "attrs": {}, "coords": {"x": "/x"}},
+        {"dims": ["a", "b"], "attrs": {}, "coords": {"x": None}},
         {"dims": ["a", "b"], "coords": {}},
         [],
     ],

@@ -146,13 +146,13 @@ def many(folder: Path, alignment: int = 1) -> tuple[Sink, Any]:
 def test_a_file_whose_index_is_put_and_read_back(tmp_path: Path, alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks in an order of chance, and others put theirs between: wrong if a node of the index came over a chunk."""
     monkeypatch.setattr(ledger_module, "_CACHE_NBYTES", 8192)
-    monkeypatch.setattr(ledger_module, "_RENEWED_AFTER", 500)
+    monkeypatch.setattr("shardload.formats.hdf5.sink._RENEWED_AFTER", 500)
     sink, values = many(tmp_path, alignment)
     with sink.create() as catalog:
         write_all(sink, catalog, {"/x": values, "/y": values}, round_size=200)
         with open(catalog.ticket.temporary, "rb") as file:
             assert file.read(20) == b"shardload unfinished"
-        assert len(catalog.library.ledger._pages) == 1  # type: ignore[attr-defined]
+        assert len(catalog.ledger._pages) == 1  # type: ignore[attr-defined]
         catalog.finish()
         catalog.commit()
     with h5py.File(tmp_path / "x.h5") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import numpy as np
 import pytest
 import zarr
 
-from shardload import ConfigError, SourceError
 from shardload.formats import lookup
 from shardload.formats.hdf5 import file as hdf5
 from shardload.formats.hdf5.chunk_index import ChunkTree
-from shardload.formats.hdf5.chunks import ChunkPlaces, Hdf5Chunks
+from shardload.formats.hdf5.chunks import Hdf5Chunks
 from shardload.formats.lookup import Finder
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
@@ -74,45 +72,6 @@ def test_a_file_is_opened_once(tmp_path: Path, path: str, monkeypatch: pytest.Mo
     with Finder(lookup.STRICT, Tuning()) as finder:
         infos = [finder.find(path, name)[0].dataset for name in ("tiny", "small", "gzip")]
     assert infos == ["/tiny", "/small", "/gzip"] and opens == [one, path]
-
-
-def wide(file: Any) -> None:
-    file["a"], file["b"] = TINY, TINY
-
-
-def text(file: Any) -> None:
-    file["x"] = "text"
-
-
-def group(file: Any) -> None:
-    file["g/x"] = TINY
-
-
-def scale(file: Any) -> None:
-    file["x"] = TINY[0]
-    file["x"].make_scale("x")
-
-
-@pytest.mark.parametrize(
-    ("write", "error", "said"),
-    [
-        (wide, ConfigError, "holds 2 arrays"),
-        (text, SourceError, "holds no array that can be loaded without being named"),
-        (scale, SourceError, "a coordinate"),
-        (group, None, "/g/x"),
-    ],
-)
-def test_without_a_name(tmp_path: Path, write: Callable[[Any], None], error: Any, said: str) -> None:
-    """Wrong if a file were taken for one with one array, or the error named nothing."""
-    with h5py.File(tmp_path / "one.h5", "w") as file:
-        write(file)
-    with Finder(lookup.STRICT, Tuning()) as finder:
-        if error is None:
-            info, values, _ = finder.find(str(tmp_path / "one.h5"), None)
-            assert info.dataset == said and values is not None and bytes(values) == TINY.astype("=i2").tobytes()
-            return
-        with pytest.raises(error, match=said):
-            finder.find(str(tmp_path / "one.h5"), None)
 
 
 def test_an_archive_that_was_not_read(tmp_path: Path) -> None:
@@ -283,7 +242,7 @@ def test_only_the_chunks_of_a_part_are_looked_for(tmp_path: Path, monkeypatch: p
         file.create_dataset("x", (4000, 2, 6), "f4", chunks=(1, 2, 3), compression="gzip")[5:3999] = 1
     right = ChunkTree.chunks_in
     monkeypatch.setattr(ChunkTree, "chunks_in", lambda *a: (listed.append(found := right(*a)), found)[1])
-    monkeypatch.setattr(ChunkPlaces, "_list_by_library", lambda *_: pytest.fail("the library was asked"))
+    monkeypatch.setattr("shardload.formats.hdf5.chunks.list_chunks", lambda *_: pytest.fail("the library was asked"))
     monkeypatch.setattr(hdf5.Hdf5Source, "_read_into", lambda *_: pytest.fail("read by the library"))
     monkeypatch.setattr(hdf5.Hdf5Source, "nbytes_stored", lambda *_: pytest.fail("all chunks were counted"))
     for region, n, is_there in (

@@ -152,14 +152,6 @@ def test_virtual_datasets_whose_parts_cannot_be_had(places: tuple[Path, Path]) -
             open_source(path, name)
 
 
-def test_external_storage(places: tuple[Path, Path]) -> None:
-    home, _ = places
-    with h5py.File(home / "a.h5", "w") as file:
-        file.create_dataset("x", data=DATA, external=[(str(home / "raw"), 8, h5py.h5f.UNLIMITED)])
-    with pytest.raises(SourceError, match=r"values in raw files beside it .*h5py: new\[name\] = old\[name\]"):
-        open_source(home / "a.h5", "/x", Access(allow_external=True))
-
-
 # --- HDF5: cut while it is open, and bombs
 
 

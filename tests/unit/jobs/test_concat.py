@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from tests.unit.cli.test_main import run
+from tests.unit.cli.test_main import ok, run
 
 LENGTHS = (5, 3, 4)
 WHOLE = np.arange(12 * 2, dtype="f4").reshape(12, 2)
@@ -168,8 +168,7 @@ def test_a_copy_of_a_pattern(tmp_path: Path) -> None:
         levels(tmp_path / f"{k}.nc", z)
     pattern, z = str(tmp_path / "*.nc"), np.array([9.0, 8, 3, 2, 1])
     for source, target, names in ((pattern, "all.zarr", {"x", "z"}), (f"{pattern}:/z", "z.zarr", {"z"})):
-        code, _, said = run("copy", source, str(tmp_path / target), "--along", "z")
-        assert code == 0, said
+        ok("copy", source, str(tmp_path / target), "--along", "z")
         group = zarr.open_group(tmp_path / target, mode="r")
         assert set(group) == names
         np.testing.assert_array_equal(group["z"][...], z)

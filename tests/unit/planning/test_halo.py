@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import plan_cost
-from shardload.planning.halo import Halo, SectionGrid
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Direct, Schedule, plan_direct
-from shardload.planning.shards import plan_shards
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_direct
+from shardload.planning.shards import Halo, SectionGrid, plan_shards
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, every_way, flat_index, grids
 
@@ -130,7 +129,7 @@ def test_every_shard_is_a_window_of_numpys_pad(data: st.DataObject) -> None:
     else:
         blocks = data.draw(grids(case.shape))
     blocks = replace(blocks, shape=case.shape)
-    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, case.owners, max_message_nbytes=limit)
+    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, case.owners, limit, case.is_merged and not case.n_readers)
     carry_out(case, halo, plan)
 
 
@@ -196,19 +195,6 @@ def test_each_element_is_the_own_of_one_shard(data: st.DataObject) -> None:
     assert (by_section == 1).all()
 
 
-def test_no_halo_is_the_plain_load() -> None:
-    """Wrong if a halo of nothing planned another load than none."""
-    ranks = np.random.default_rng(1).permutation(8).reshape(2, 4)
-    plain = plan_shards((7 + 1, 12), ((0,), (1,)), ranks)
-    shards = plain.with_halo(Halo((0, 0), ("wrap", "wrap")))
-    assert (shards.shape_global, shards.shard_shape) == (plain.shape_global, plain.shard_shape)
-    for rank in range(8):
-        assert shards.sections_of(rank) == plain.shards_of(rank)
-    for n in range(8):
-        assert shards.section(n) == plain.region(n)
-        assert list(shards.contents(n, (7, 12))) == list(plain.contents(n, (7, 12)))
-
-
 def test_a_halo_wider_than_a_shard() -> None:
     with pytest.raises(ValueError, match="a halo of 4 on axis 1 is wider than a shard, which has 3"):
         SectionGrid((9, 3), (1, 2), Halo((0, 4), ("wrap", "wrap")))
@@ -220,6 +206,6 @@ def test_a_contiguous_array_is_read_section_by_section() -> None:
     case = Case((64, 8), ((0,), ()), np.arange(4), 4, (1, 8), (0, 0), 0)
     shards = plan_shards((64, 8), case.axes, case.ranks).with_halo(Halo((2, 0), ("wrap", "wrap")))
     plan = plan_direct(case.layout(has_chunks=False), shards, 4, max_nbytes=1 << 20)
-    assert plan.owners == Direct(is_merged=False)
+    assert plan.is_direct and not plan.is_merged
     assert [str(read.region) for read in plan.outgoing(0)] == ["[0:18, 0:8]", "[62:64, 0:8]"]
     assert [str(read.region) for read in plan.outgoing(1)] == ["[14:34, 0:8]"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_blocks, plan_row_chunks
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Direct, Owners, Part, Schedule, plan_direct
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, plan_direct
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import Shards, plan_shards
 from shardload.planning.source_layout import SourceLayout
@@ -227,31 +227,6 @@ def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> Non
         assert gaps.max() - gaps.min() <= 1
 
 
-@pytest.mark.parametrize("alone", range(4))
-def test_one_of_many_ranks_reads_an_array(alone: int) -> None:
-    """Wrong if the rank that is alone were only told to read, and the others still expected values of rank 0, or of all."""
-    case = Case((7, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 1, block_nbytes=1)
-    plan = case.plan(owners=Owners(root=alone))
-    simulate(case, plan)
-    assert [plan.owner(k) for k in range(plan.blocks.n_cells)] == [alone] * plan.blocks.n_cells
-    assert [plan.is_owner(rank) for rank in range(4)] == [rank == alone for rank in range(4)]
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 100))
-def test_owners_are_ranks_in_order_and_each_block_has_one(n_ranks: int, n: int, n_blocks: int) -> None:
-    n = min(n, n_ranks)
-    owners = Owners(n)
-    ranks = [owners.rank_of(k, n_ranks) for k in range(n)]
-    assert ranks == sorted(set(ranks)) and ranks[0] == 0 and ranks[-1] < n_ranks
-    assert [owners.owner_at(rank, n_ranks) for rank in range(n_ranks)] == [
-        ranks.index(rank) if rank in ranks else None for rank in range(n_ranks)
-    ]
-    plan = Schedule(Grid((n_blocks,), (1,), (0,)), plan_shards((n_blocks,), [()], np.arange(n_ranks)), 4, n_ranks, owners)
-    blocks = np.arange(n_blocks)
-    assert plan.owner(blocks).tolist() == [plan.owner(b) for b in range(n_blocks)]
-    assert [b for rank in range(n_ranks) for b in plan.blocks_of(rank)] == blocks.tolist()
-
-
 def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
     """A plan small enough to be written down by hand."""
     # P('b') over a mesh a=2, b=2 of ranks [[3, 0], [1, 2]]: columns are shards; 5 elements padded to 6; chunks of 2.
@@ -393,7 +368,7 @@ def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) 
     shards = plan_shards(case.shape_global, case.axes, case.ranks)
     within = shards.reach if is_merged else shards.shard_shape
     blocks = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, within=within)
-    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, Direct(is_merged))
+    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, None, is_merged=is_merged)
     simulate(replace(case, n_readers=0), plan)
     largest = 0
     for rank in range(case.n_ranks):
@@ -432,7 +407,7 @@ def test_what_shards_of_a_rank_share_is_read_once(cell: Any, axes: Any, per_rank
     f4 = np.dtype("f4")
     layout = SourceLayout.cut(select_axes(None, shape), cell, f4, f4)
     plan = plan_direct(layout, shards, 8 // per_rank, max_nbytes=1 << 18)
-    assert plan.owners == Direct(is_merged=merged)
+    assert plan.is_direct and plan.is_merged == merged
 
 
 def test_staging_buffers_are_no_larger_than_a_shard() -> None:
@@ -440,7 +415,7 @@ def test_staging_buffers_are_no_larger_than_a_shard() -> None:
     planes = Grid((2048, 2048, 2048), (1, 2048, 2048), (0, 0, 0))
     shards = plan_shards(planes.shape, [(), (0,), (1,)], np.arange(64 * 64).reshape(64, 64))
     blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, within=shards.shard_shape)
-    plan = Schedule(blocks, shards, 4, 4096, Direct())
+    plan = Schedule(blocks, shards, 4, 4096, None)
     assert max(read.region.size for read in plan.outgoing(17)) == plan.max_block_size <= 1 << 18
 
 

@@ -18,10 +18,9 @@ from shardload.comm.transport import Integers, MpiTransport, Receive
 from shardload.comm.watchdog import Watchdog
 from shardload.planning.blocks import aligned
 from shardload.transfer import exchange as engine
-from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.counters import Counters
-from shardload.transfer.moves import ArrayMove
+from shardload.transfer.moves import ArrayMove, Arrivals
 
 Array = np.ndarray[Any, Any]
 SECONDS = 20.0  # without progress, after which an exchange is given up

@@ -52,19 +52,6 @@ def test_memory_is_used_again_once_nobody_sees_it() -> None:
     assert address(third) == where
 
 
-def test_each_piece_has_its_own() -> None:
-    """Wrong if pieces of the same size, or those of two loads at a time, shared memory."""
-    reserve = Reserve()
-    for _ in range(3):
-        pieces = reserve.take([2 * MIB, 2 * MIB, MIB])
-        for k, piece in enumerate(pieces):
-            piece[...] = k
-        assert [int(piece.min()) for piece in pieces] == [int(piece.max()) for piece in pieces] == [0, 1, 2]
-        assert reserve.nbytes <= 5 * MIB
-        del pieces, piece
-    assert reserve.nbytes == 5 * MIB
-
-
 @needs_madvise
 def test_the_arrays_of_a_tree_use_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each array gave up what the others could use, or if two of them had the same."""

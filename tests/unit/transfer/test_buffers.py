@@ -62,22 +62,6 @@ def test_the_slot_used_last_is_used_next_and_no_other_is_made() -> None:
     assert slots.peak_nbytes == 64
 
 
-def test_the_peak_is_of_what_was_out_at_a_time() -> None:
-    slots = Slots(4, 10)
-    assert slots.peak_nbytes == 0
-    a, b = slots.take(), slots.take()
-    assert a is not None and b is not None
-    slots.give(a)
-    slots.give(b)
-    assert slots.take() is not None
-    assert slots.peak_nbytes == 20
-
-
-def test_no_slots_at_all() -> None:
-    slots = Slots(0, 64)
-    assert not slots.has_room() and slots.take() is None and slots.peak_nbytes == 0
-
-
 # --- blocks
 
 

@@ -18,7 +18,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import open_source
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.schedule import Direct, Schedule
+from shardload.planning.schedule import Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from shardload.transfer.missing import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
@@ -45,7 +45,7 @@ def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
 def test_a_read_of_several_shards_counts_the_chunks_that_begin_in_ones_own() -> None:
     """Rank 0 has the first and the last of three shards, and the last is rank 1's replica: in one read, with a gap between."""
     shards = plan_shards((6, 4), [(0,), ()], np.array([[0, 2], [1, 1], [2, 0]]))
-    plan = Schedule(Grid((6, 4), (6, 4), (0, 0)), shards, 4, 3, Direct(is_merged=True))
+    plan = Schedule(Grid((6, 4), (6, 4), (0, 0)), shards, 4, 3, None, is_merged=True)
     chunks, counted = Grid((6, 4), (1, 4), (0, 0)), []
     for rank in range(3):
         (read,) = plan.outgoing(rank)

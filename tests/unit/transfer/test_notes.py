@@ -17,10 +17,9 @@ from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import plan_shards
-from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Packer, Piece, Slots, StagedBlock
 from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
-from shardload.transfer.moves import ArrayMove
+from shardload.transfer.moves import ArrayMove, Arrivals
 from tests.unit.fakes import TABLE
 
 F4 = np.dtype("f4")

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from shardload.errors import ShardloadError
-from shardload.planning.halo import Halo
-from shardload.planning.shards import Shards, plan_shards
+from shardload.planning.shards import Halo, Shards, plan_shards
 from shardload.transfer.buffers import Piece
 from shardload.transfer.pieces import ShardPieces
 
