@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,19 @@ from tests.servers import ObjectServer, Request
 class SharedServer:
     """The files in a folder, on a server of rank 0. Requests say which rank sent them.
 
-    `write` makes the first files, on rank 0. `storage` is for ``s3://``, `of_http` for URLs that begin with `url`. With
-    `in_memory` the files are read once, for large ones: then change `ObjectServer.objects` in place of the files.
+    `write`, on rank 0, makes the first files, or returns objects that are kept in memory in place of the folder. `storage` is
+    for ``s3://``, `of_http` for URLs that begin with `url`.
     """
 
-    def __init__(self, comm: Any, folder: Path, write: Callable[[], object] = lambda: None, *, in_memory: bool = False) -> None:
-        self.comm, self.folder, self.server, self._in_memory = comm, folder, None, in_memory
+    def __init__(self, comm: Any, folder: Path, write: Callable[[], Mapping[str, bytes] | None] = lambda: None) -> None:
+        self.comm, self.folder, self.server = comm, folder, None
         self.url, storage = on_root(comm, partial(self._start, write))
         self.of_http = {"user_agent": f"rank {comm.rank}"}
         self.storage = {**storage, **self.of_http}
 
-    def _start(self, write: Callable[[], object]) -> tuple[str, dict[str, Any]]:
-        write()
-        files = [path for path in self.folder.rglob("*") if path.is_file()] if self._in_memory else []
-        kept = {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
-        self.server: Any = ObjectServer(kept or self.folder)
+    def _start(self, write: Callable[[], Mapping[str, bytes] | None]) -> tuple[str, dict[str, Any]]:
+        objects = write()
+        self.server: Any = ObjectServer(self.folder if objects is None else dict(objects))
         self.server.__enter__()
         return self.server.url, self.server.storage
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 import threading
 import time
 import traceback
@@ -9,6 +11,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -32,22 +35,28 @@ VALUES = np.arange(np.prod(SHAPE), dtype="f4").reshape(SHAPE)
 SOME = VALUES[:252]
 
 
-def write(folder: Any) -> None:
+@functools.cache
+def objects() -> dict[str, bytes]:
     """An HDF5 file whose chunks are in turn and in another order, and a sharded Zarr store."""
-    (folder / "bucket").mkdir()
-    with h5py.File(folder / "bucket/run.h5", "w", libver="latest") as file:
-        file.create_dataset("x", data=VALUES, chunks=CHUNKS)
-        file["contiguous"] = SOME
-        turned = file.create_dataset("turned", SOME.shape, "f4", chunks=CHUNKS)
-        for k in np.random.default_rng(1).permutation(len(SOME)):
-            turned[k] = SOME[k]
-    group = zarr.open_group(folder / "bucket/run.zarr", mode="w")
-    group.create_array("x", shape=SOME.shape, dtype="f4", chunks=CHUNKS, shards=(63, 64, 256), compressors=None)[...] = SOME
+    with tempfile.TemporaryDirectory() as folder:
+        bucket = Path(folder, "bucket")
+        bucket.mkdir()
+        with h5py.File(bucket / "run.h5", "w", libver="latest") as file:
+            file.create_dataset("x", data=VALUES, chunks=CHUNKS)
+            file["contiguous"] = SOME
+            turned = file.create_dataset("turned", SOME.shape, "f4", chunks=CHUNKS)
+            for k in np.random.default_rng(1).permutation(len(SOME)):
+                turned[k] = SOME[k]
+        group = zarr.open_group(bucket / "run.zarr", mode="w")
+        sharded = {"chunks": CHUNKS, "shards": (63, 64, 256), "compressors": None}
+        group.create_array("x", shape=SOME.shape, dtype="f4", **sharded)[...] = SOME
+        files = [path for path in bucket.rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
 def server(comm, shared_tmp_path):
-    server = SharedServer(comm, shared_tmp_path, partial(write, shared_tmp_path), in_memory=True)
+    server = SharedServer(comm, shared_tmp_path, objects)
     yield server
     server.end()
 
@@ -93,8 +102,16 @@ class Live:
             self.most = max(self.most, self.now)
 
 
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "a", "b")])
-@pytest.mark.parametrize("name", ["run.h5:/x", "run.h5:/contiguous", "run.h5:/turned", "run.zarr:/x"])
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("run.h5:/x", P("a", "b")),
+        ("run.h5:/contiguous", P(None, "a", "b")),
+        ("run.h5:/turned", P(None, "a", "b")),
+        ("run.zarr:/x", P("a", "b")),
+        ("run.zarr:/x", P(None, "a", "b")),
+    ],
+)
 def test_memory_of_what_is_fetched_is_bounded_and_in_the_plan(comm, server, monkeypatch, name, spec):
     """Here all is a 32nd of what it is: 64 MiB beside the memory of a local load, 48 of them fetched before they are needed."""
     plan = shardload.plan(f"s3://bucket/{name}", mesh_of(), spec, storage=server.storage, pad=0, staging="4MiB")

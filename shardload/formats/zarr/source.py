@@ -246,7 +246,8 @@ class ZarrFormat(Format):
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `zarr.Array`."""
-        path = _store_name(obj.store)
+        named = (getattr(obj.store, attribute, None) for attribute in ("root", "path"))
+        path = next((str(name) for name in named if isinstance(name, str | os.PathLike)), f"<{type(obj.store).__name__}>")
         if isinstance(obj, zarr.Group):
             members = sorted(name for name, member in obj.members(max_depth=None) if isinstance(member, zarr.Array))
             names = some([repr(f"{obj.name.rstrip('/')}/{name}") for name in members]) or "none"
@@ -333,14 +334,6 @@ class _ZarrStore(OpenFile):
 
     def close(self) -> None:
         self._store.close()
-
-
-def _store_name(store: Any) -> str:
-    """An open store as messages name it."""
-    for attribute in ("root", "path"):
-        if isinstance(getattr(store, attribute, None), str | os.PathLike):
-            return str(getattr(store, attribute))
-    return f"<{type(store).__name__}>"
 
 
 def _described(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:
