@@ -40,7 +40,7 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.formats.zarr.metadata import INDEX_CODECS, Json, ZarrLayout, options_of
+from shardload.formats.zarr.metadata import INDEX_CODECS, Json, ZarrLayout, codec_of, options_of
 from shardload.planning.grid import unravel
 from shardload.storage.leftovers import METADATA
 from shardload.storage.new_folder import NewFolder, NewRemoteFolder
@@ -62,7 +62,7 @@ class ZarrEncoder(Encoder):
 
     def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
         is_placed_by_root = layout.per_shard is not None
-        super().__init__(path, name, spec, f"Zarr v{layout.version}", layout.codec, is_placed_by_root=is_placed_by_root)
+        super().__init__(path, name, spec, f"Zarr v{layout.version}", codec_of(document), is_placed_by_root=is_placed_by_root)
         self.document, self.layout = document, layout
         self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
 

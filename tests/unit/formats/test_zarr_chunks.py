@@ -15,7 +15,6 @@ from typing import Any
 import numcodecs
 import numpy as np
 import pytest
-import tensorstore
 import zarr
 import zarr.codecs
 import zarr.storage
@@ -31,7 +30,7 @@ from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.metadata import NotCovered, layout_of
 from tests.tiers import quick_ones, some_of
 from tests.unit.batches import check_batches
-from tests.unit.files import DTYPES, SIZES, assert_same, every_second, flat, read_all, write_zarr
+from tests.unit.files import DTYPES, SIZES, assert_same, every_second, flat, read_all, write_tensorstore, write_zarr
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type", "ignore:The codec", "ignore:Numcodecs codecs", "ignore:Combining"
@@ -102,13 +101,6 @@ def check(path: str | Path, name: str, expected: np.ndarray[Any, Any]) -> None:
     source.close()
 
 
-def write_tensorstore(path: str | Path, data: np.ndarray[Any, Any], driver: str = "zarr3", **metadata: Any) -> None:
-    if driver == "zarr3":
-        metadata["data_type"] = data.dtype.name
-    spec = {"driver": driver, "kvstore": f"file://{path}/", "metadata": {"shape": data.shape, **metadata}, "create": True}
-    tensorstore.open(spec).result().write(data).result()
-
-
 def regular(*shape: int) -> dict[str, Any]:
     return {"name": "regular", "configuration": {"chunk_shape": shape}}
 
@@ -176,6 +168,8 @@ def test_format_2(tmp_path: Path, compressor: Any, separator: str) -> None:
         encoding = {"name": "v2", "separator": separator}
         path = write_zarr(tmp_path / "a.zarr", {"a": data}, 2, chunk_key_encoding=encoding, **options)
         check(path, "a", data)
+        codecs = [*filter(None, [compressor]), *reversed(filters or [])]
+        assert open_source(path, "a").info.codec == ("+".join(codec.codec_id for codec in codecs) or "none")
     assert (tmp_path / "a.zarr" / "a" / separator.join("110")).exists()
 
 
@@ -556,6 +550,7 @@ def test_stores_other_than_plain_folders_are_left_to_zarr_python(tmp_path: Path)
 
 LEFT: dict[str, tuple[int, dict[str, Any]]] = {
     "order": (2, {"order": "F"}),
+    "order, not compressed": (2, {"order": "F", "compressors": None, "filters": None}),
     "delta": (2, {"filters": [numcodecs.Delta("i4")]}),
     "two filters": (2, {"filters": [numcodecs.Shuffle(4), numcodecs.Delta("i4")]}),
     "lz4": (2, {"compressors": numcodecs.LZ4()}),
