@@ -12,7 +12,6 @@ padding. It is a few integers, and each axis is independent of the others.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.assemble import put_shard
-from shardload.arrays.sharding import ids_text, read_spec, region_of
+from shardload.arrays.sharding import cuts_of, ids_text, read_spec, region_of
 from shardload.errors import ConfigError
 from shardload.planning.region import Region
 
@@ -344,9 +343,7 @@ def _named(array: jax.Array, name: str) -> NamedSharding:
 
 def _check_holds(sharding: NamedSharding, shape: tuple[int, ...], name: str) -> None:
     """Raise ConfigError unless an array of this shape divides evenly."""
-    axes = read_spec(sharding, len(shape))
-    sizes = tuple(sharding.mesh.shape.values())
-    parts = [math.prod(sizes[m] for m in cut) for cut in axes]
+    parts = cuts_of(sharding, read_spec(sharding, len(shape)))
     uneven = [axis for axis, (n, p) in enumerate(zip(shape, parts, strict=True)) if n % p]
     if uneven:
         axis, spec = uneven[0], sharding.spec

@@ -102,6 +102,12 @@ def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
     return tuple(tuple(names.index(n) for n in entry) for entry in entries)
 
 
+def cuts_of(sharding: NamedSharding, axes: Axes) -> list[int]:
+    """The number of shards along each array axis, if these mesh axes cut it (`read_spec`)."""
+    sizes = tuple(sharding.mesh.shape.values())
+    return [math.prod(sizes[m] for m in cut) for cut in axes]
+
+
 def _entry_names(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
@@ -127,10 +133,8 @@ def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, p
     ConfigError
         If an axis does not divide evenly and `pad` is False. The text names the axis, the sizes and what to type.
     """
-    sizes = tuple(sharding.mesh.shape.values())
     padded = []
-    for axis, (n, cut) in enumerate(zip(shape, axes, strict=True)):
-        parts = math.prod(sizes[m] for m in cut)
+    for axis, (n, parts) in enumerate(zip(shape, cuts_of(sharding, axes), strict=True)):
         up = -(-n // parts) * parts
         if up != n and not pad:
             good = [d for d in range(2, min(n, 64) + 1) if n % d == 0]
@@ -315,15 +319,12 @@ def verify_layout(shards: Shards, sharding: NamedSharding, rank: int) -> None:
     planned = {shards.region(s) for s in shards.shards_of(rank)}
     held = set(device_regions(sharding, shards.shape_global).values())
     if planned != held:
+        told = [", ".join(map(str, sorted(regions))) or "none" for regions in (planned, held)]
         raise ShardloadError(
-            f"the plan gives rank {rank} the regions {_regions_text(planned)}, but JAX's index map says that its devices "
-            f"hold {_regions_text(held)}: nothing was loaded. This is a defect in shardload (JAX {jax.__version__}); "
+            f"the plan gives rank {rank} the regions {told[0]}, but JAX's index map says that its devices "
+            f"hold {told[1]}: nothing was loaded. This is a defect in shardload (JAX {jax.__version__}); "
             "please report it with the mesh and the spec"
         )
-
-
-def _regions_text(regions: set[Region]) -> str:
-    return ", ".join(str(r) for r in sorted(regions)) or "none"
 
 
 def describe_decomposition(shards: Shards) -> str:

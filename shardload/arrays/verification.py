@@ -213,6 +213,10 @@ class Verifier:
 
     def _check_file(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
         shards, layout = self.schedule.shards, self.layout
+
+        def blame(_: Array) -> str:
+            return "Likelier wrong is this rank: nobody sends padding"
+
         with closing(self.open_again()) as source:
             truth = Truth(source, layout.selection, layout.dtype, self.decoding)
             for number in local.numbers:
@@ -224,7 +228,15 @@ class Verifier:
                         value = fill_value(self.options.pad, layout.dtype, content.fill)
                         for region in self._padding_regions(content.place):
                             padding = np.full(region.shape, value, layout.dtype)
-                            self._compare(local, number, region, rank, padding, "the padding", _blame_rank)
+                            self._compare(
+                                local,
+                                number,
+                                region,
+                                rank,
+                                padding,
+                                "the padding",
+                                lambda _: "Likelier wrong is this rank: nobody sends padding",
+                            )
                             found.counted["n_padding"] += region.size
                         continue
                     for region in self._regions(content.source, n_sources * len(local.numbers)):
@@ -295,10 +307,6 @@ class Verifier:
         if self.options.verify == FILE:
             return sample_regions(tail, None, itemsize, self.seed, 1)
         return tail.split(max(1, self._most_nbytes // itemsize))
-
-
-def _blame_rank(values: Array) -> str:
-    return "Likelier wrong is this rank: nobody sends padding"
 
 
 def agree_all(

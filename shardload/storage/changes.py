@@ -197,7 +197,7 @@ class GrowingFile(WritableFile):
     def _takes(self, kind: int) -> bool:
         """Whether it gets HDF5's lock of this kind."""
         is_used = os.environ.get("HDF5_USE_FILE_LOCKING", "").upper() not in ("FALSE", "0")
-        return not is_used or take_lock(self._descriptor, kind)
+        return not is_used or take_lock(self.descriptor, kind)
 
     def _share(self) -> None:
         """Let others read. The system gives one lock back before it takes the other: look at the file after this."""
@@ -232,7 +232,7 @@ class GrowingFile(WritableFile):
                     f"'{self._path}' was opened by another program during this append, and is still open there: it would read "
                     "old and new metadata. Nothing was appended: close it there, and append again"
                 )
-            here, there = os.fstat(self._descriptor), os.stat(self._path)
+            here, there = os.fstat(self.descriptor), os.stat(self._path)
             if not os.path.samestat(here, there) or here.st_size < self._new_nbytes or not self.is_as_before():
                 raise changed_meanwhile(self._name)
             changes = f"{self.temporary.removesuffix('.unfinished')}.changes"

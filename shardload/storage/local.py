@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from shardload.storage.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, open_file
 from shardload.storage.objects import Bytes, Content, Ranges
 
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe would wait for its writer
@@ -60,7 +60,8 @@ class LocalFile:
         self._path = path
 
     @property
-    def _descriptor(self) -> int:
+    def descriptor(self) -> int:
+        """That of the system. OSError after `close`."""
         if self._held is None:
             raise OSError("the file was closed")  # its number may mean another file by now
         return self._held
@@ -68,23 +69,23 @@ class LocalFile:
     @property
     def nbytes(self) -> int:
         """Size of the file now."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self.descriptor).st_size
 
     @property
     def version(self) -> tuple[int, ...] | None:
         """`state_of` the open file."""
-        return state_of(self._descriptor)
+        return state_of(self.descriptor)
 
     def place_now(self, path: str) -> str:
         """The real path of the open file, also if it was renamed; `path` if the system does not say."""
         try:
-            return os.readlink(f"/proc/self/fd/{self._descriptor}")
+            return os.readlink(f"/proc/self/fd/{self.descriptor}")
         except OSError:  # no /proc here
             return path
 
     def read_into(self, out: Bytes, offset: int) -> None:
         """Fill `out`, C-contiguous bytes. OSError if the file ends before, or cannot be read."""
-        done = read_at(self._descriptor, out, offset)
+        done = read_at(self.descriptor, out, offset)
         if done < len(out):
             expected = f"but values are stored up to byte {offset + len(out)}"
             raise OSError(errno.EIO, f"the file ends at byte {offset + done}, {expected}", self._path)
@@ -92,24 +93,15 @@ class LocalFile:
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """The bytes at `offset`: fewer than `nbytes` where the file ends."""
         memory = np.empty(nbytes, dtype=np.uint8)
-        return memory[: read_at(self._descriptor, memory, offset)].tobytes()
+        return memory[: read_at(self.descriptor, memory, offset)].tobytes()
 
     def read_ranges(self, ranges: Ranges, memory: Bytes) -> list[memoryview]:
         """The pieces, read into `memory`. OSError as for `read_into`."""
-        descriptor, whole = self._descriptor, memory.data
+        descriptor, whole = self.descriptor, memory.data
         for begin, length, offset in ranges.requests:
             if os.preadv(descriptor, [whole[begin : begin + length]], offset) < length:  # it may give less than was asked for
                 self.read_into(memory[begin : begin + length], offset)
         return ranges.pieces(memory)
-
-    @property
-    def kind(self) -> str:
-        """What it is, if it is no file: see `kind_of`."""
-        return kind_of(os.fstat(self._descriptor).st_mode)
-
-    def is_inside(self, fence: Fence) -> bool:
-        """Whether the file is inside a fence, wherever its name leads by now."""
-        return fence.holds_open(self._descriptor, self._path)
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -142,18 +134,12 @@ class LocalFolder:
         """See `ObjectFolder`."""
         path = os.path.join(self.path, key)
         try:
-            file = LocalFile(os.open(path, _TO_READ), path)  # closed with its last reference
+            file = LocalFile(open_file(path), path)  # closed with its last reference
         except (FileNotFoundError, NotADirectoryError):
             if os.path.islink(path):  # the link's target is lost, so the value is not simply missing
                 raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
             return None
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                raise NotAFileError(f"'{path}' is a socket, expected a file") from None
-            raise
-        if (kind := file.kind) != "a file":  # (zarr-python takes a folder as a missing chunk: values would be lost)
-            raise NotAFileError(f"'{path}' is {kind}, expected a file")
-        if not file.is_inside(self.fence):
+        if not self.fence.holds_open(file.descriptor, path):
             raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
         return file
 

@@ -383,26 +383,21 @@ class WritableFile(LocalFile):
     def __init__(self, path: str, flags: int = os.O_RDWR) -> None:
         super().__init__(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path)
 
-    @property
-    def descriptor(self) -> int:
-        """For the locks of the system."""
-        return self._descriptor
-
     def write_at(self, data: Any, offset: int) -> None:
         """Write some bytes, all of them."""
-        put_at(self._descriptor, data, offset)
+        put_at(self.descriptor, data, offset)
 
     def resize(self, nbytes: int) -> None:
         """Cut it, or make it longer."""
-        os.ftruncate(self._descriptor, nbytes)
+        os.ftruncate(self.descriptor, nbytes)
 
     def reserve(self, start: int, stop: int) -> int:
         """Ask the file system for the space of these bytes: see `reserve`."""
-        return reserve(self._descriptor, start, stop)
+        return reserve(self.descriptor, start, stop)
 
     def sync(self) -> None:
         """Wait until it is on disk."""
-        os.fsync(self._descriptor)
+        os.fsync(self.descriptor)
 
 
 class NewFile(WritableFile):

@@ -130,8 +130,8 @@ def check_format(
     groups = [arrays] if several else [{name: values} for name, values in arrays.items()]
     written = dict(map(files.write, groups))
     first = next(iter(written))
-    with findings.promise("imports neither JAX nor MPI"):
-        _check_imports(file_format, first)
+    with findings.promise("imports neither JAX nor MPI"), mock.patch.dict(sys.modules, dict.fromkeys(_FORBIDDEN)):
+        _list(file_format, first)  # to import one of them now is an error
     for path, names in written.items():
         with findings.promise("lists every array of a file, as it is"):
             _check_listing(file_format, path, names, arrays)
@@ -240,13 +240,8 @@ class _Files:
     """Writes arrays into new files of the format."""
 
     def __init__(self, file_format: Format, write: Write, folder: Path, suffix: str) -> None:
-        self.format, self._write, self._folder, self._suffix, self._numbers = (
-            file_format,
-            write,
-            folder,
-            suffix,
-            itertools.count(),
-        )
+        self.format, self._write = file_format, write
+        self._folder, self._suffix, self._numbers = folder, suffix, itertools.count()
 
     def path(self) -> str:
         """The path of a file that does not exist yet."""
@@ -528,11 +523,6 @@ def _check_threads(open_source: Callable[[], Source], expected: Array) -> None:
 
 
 # --- promises of a format
-
-
-def _check_imports(file_format: Format, path: str) -> None:
-    with mock.patch.dict(sys.modules, dict.fromkeys(_FORBIDDEN)):  # to import one of them now is an error
-        _list(file_format, path)
 
 
 def _check_listing(file_format: Format, path: str, names: Mapping[str, str], arrays: Mapping[str, Array]) -> None:

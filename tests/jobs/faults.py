@@ -1,6 +1,6 @@
-"""What do all ranks see when something breaks? The table of `docs/trust.md`, made anew: ``python -m tests.jobs.faults``.
+"""What do all ranks see when something breaks? The tables of `docs/trust.md`, made anew: ``python -m tests.jobs.faults``.
 
-Each row is a job, or a case of one, of 4 ranks (`scripts/faults.py`).
+Each row of the first one is a job, or a case of one, of 4 ranks (`scripts/faults.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.jobs import write_faults
 from tests.jobs.launch import ROOT, Job, run_job
 
 __all__ = ["DEATHS", "EXPECTED", "INTERRUPTS", "Row", "check_survivors", "dies", "interrupted", "rows", "survivors"]
@@ -142,10 +143,13 @@ def _folder(parent: str, name: str) -> Path:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print both tables."""
     print("| fault | where | what each of 4 ranks saw | seconds |\n|---|---|---|--:|", flush=True)
     for row in rows():
         print(f"| {row.fault} | {row.where} | {row.seen} | {row.seconds:.2f} |", flush=True)
+    print("\n| a rank is killed in | when it comes to | what is there then | beside it |\n|---|---|---|---|", flush=True)
+    for row_of_writes in write_faults.rows():
+        print(f"| {' | '.join(row_of_writes)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,27 +5,15 @@ names itself.
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-import xarray
-import zarr
 
-from shardload.storage.leftovers import find_leftover
-from shardload.storage.target import temporary_of
-from tests.jobs.launch import ROOT, Job, run_job
+from tests.jobs.launch import ROOT, run_job
+from tests.jobs.write_faults import SAVES, VALUES, leftovers, lengths, make_file, make_store, old_file_and_rest, write
 from tests.tiers import quick_ones, thorough
-
-SCRIPT = Path(__file__).parent / "scripts" / "writes.py"
-VALUES = np.arange(9 * 8 * 5, dtype="float32").reshape(9, 8, 5)
-
-
-def write(folder: Path, what: str, phase: str) -> Job:
-    return run_job([SCRIPT, folder, what, phase], 2, timeout=240, env={"PYTHONPATH": str(ROOT)})
 
 
 def killed(folder: Path, what: str, phase: str) -> None:
@@ -34,26 +22,11 @@ def killed(folder: Path, what: str, phase: str) -> None:
     assert "Traceback" not in job.stderr, job.tail()
 
 
-# --- a save
-
-
-def left(folder: Path) -> list[str]:
-    """What a save left beside the old file, which is whole."""
-    with h5py.File(folder / "out.h5") as file:
-        assert list(file) == ["old"]
-        values = file["old"][...]
-    np.testing.assert_array_equal(values, np.arange(values.size, dtype="float32").reshape(values.shape))
-    found = sorted(path.name for path in folder.iterdir() if path.name != "out.h5")
-    for name in found:
-        assert temporary_of(str(folder / name)) == (str(folder / "out.h5"), "unfinished"), name
-    return found
-
-
-@pytest.mark.parametrize("phase", thorough(["put", "finish", "read back", "commit"], ["put", "read back"]))
+@pytest.mark.parametrize("phase", thorough(SAVES, ["put", "read back"]))
 def test_a_save_that_is_killed(tmp_path: Path, phase: str) -> None:
     """Wrong if the name led to half a file, or to none, or what was left could be taken for a file before it was whole."""
     killed(tmp_path, "save", phase)
-    (name,) = left(tmp_path)
+    (name,) = old_file_and_rest(tmp_path)
     assert h5py.is_hdf5(tmp_path / name) == (phase in ("read back", "commit"))
 
 
@@ -65,30 +38,7 @@ def test_a_file_system_that_hangs(tmp_path: Path) -> None:
     assert {one["type"] for one in said} == {"StallError"}
     assert len({one["text"] for one in said}) == 1
     assert "rank 1 is writing [" in said[0]["text"] and "'/new'" in said[0]["text"], said
-    assert left(tmp_path) == []
-
-
-# --- an append
-
-
-def make(path: Path) -> None:
-    """Five rows in chunks of two, as zarr-python makes them."""
-    root: Any = zarr.open_group(str(path), mode="w")
-    root.create_array("rho", data=VALUES[:5], chunks=(2, 3, 5), dimension_names=("time", "y", "x"))
-    root.create_array("time", data=np.arange(5.0), chunks=(3,), dimension_names=("time",))
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        zarr.consolidate_metadata(str(path))
-
-
-def lengths(path: Path) -> tuple[int, int, int]:
-    """Rows of rho, of time, and of both in the consolidated metadata; each has its values."""
-    rho, time = (np.asarray(zarr.open_array(str(path / name), mode="r")[...]) for name in ("rho", "time"))
-    np.testing.assert_array_equal(rho, VALUES[: len(rho)])
-    np.testing.assert_array_equal(time, np.arange(float(len(time))))
-    with xarray.open_zarr(path, decode_times=False) as found:
-        np.testing.assert_array_equal(found.rho.values, VALUES[: len(found.time)])
-        np.testing.assert_array_equal(found.time.values, np.arange(float(len(found.time))))
-        return len(rho), len(time), len(found.time)
+    assert old_file_and_rest(tmp_path) == []
 
 
 STATES = [
@@ -105,12 +55,10 @@ STATES = [
 def test_an_append_that_is_killed(tmp_path: Path, phase: str, expected: tuple[int, int, int]) -> None:
     """Wrong if a reader saw a row without its values, the old rows changed, or the next append did not know of this one."""
     path = tmp_path / "run.zarr"
-    make(path)
+    make_store(path)
     killed(tmp_path, "append", phase)
     assert lengths(path) == expected
-    left = {one.name: find_leftover(str(one)) for one in tmp_path.iterdir() if one != path}
-    assert sorted(one.what for one in left.values() if one) in (["appended", "appending"], ["appending", "unfinished"])
-    assert all(one is not None and one.target == str(path) and not one.is_whole for one in left.values()), left
+    assert [one.what for one in leftovers(path)] in (["appended", "appending"], ["appending", "unfinished"])
 
 
 def test_an_append_to_a_file_that_is_killed(tmp_path: Path) -> None:
@@ -119,16 +67,10 @@ def test_an_append_to_a_file_that_is_killed(tmp_path: Path) -> None:
     tests/unit/formats/test_hdf5_growth.py looks at every state of the file; here a real process ends.
     """
     path = tmp_path / "run.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("rho", data=VALUES[:5], chunks=(2, 3, 5), maxshape=(None, 8, 5), compression="gzip")
-        file.create_dataset("time", data=np.arange(5.0), chunks=(3,), maxshape=(None,)).make_scale("time")
-        for name in ("rho", "time"):
-            file[name].dims[0].label = "time"
+    make_file(path)
     killed(tmp_path, "append", "changes")
     assert not h5py.is_hdf5(path)
-    left = {one.name: find_leftover(str(one)) for one in tmp_path.iterdir() if one != path}
-    assert sorted(one.what for one in left.values() if one) == ["appending", "changes"]
-    assert all(one is not None and one.target == str(path) and not one.is_whole for one in left.values()), left
+    assert [one.what for one in leftovers(path)] == ["appending", "changes"]
     told = run_job(["-m", "shardload", "info", path], 1, timeout=240, env={"PYTHONPATH": str(ROOT)})
     assert told.returncode == 0 and "9 x 8 x 5" in told.stdout, told.tail()
     assert sorted(os.listdir(tmp_path)) == ["run.h5", "run.h5.appending"]

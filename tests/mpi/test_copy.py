@@ -22,7 +22,7 @@ import shardload
 from shardload import ConfigError, SourceError
 from shardload.engine.session import Session
 from shardload.jobs.copying import plan as copy_plan
-from shardload.jobs.copying.reading import CopySource
+from shardload.jobs.copying.copy import CopySource
 from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, ramp, same_error
 from tests.mpi.test_save import compare

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError
-from shardload.comm.group import Group, group_of
-from shardload.engine import session
-from shardload.jobs.loading import endpoints, execution
+from shardload.comm.group import group_of
+from shardload.jobs.loading import execution
 from shardload.jobs.loading.call import LoadCall
 from shardload.options import DEFAULTS, PER_LOADED_ARRAY, keywords_of
-from shardload.transfer import buffers
-from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
+from tests.mpi.support import READERS, check, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py makes for itself
 
@@ -102,29 +99,6 @@ def test_arrays_of_different_type_shape_and_sharding(paths: dict[str, str], name
         if verify == "full":
             assert loaded.report.proven.n_elements == sum(one.n_elements for one in loaded.proven) > 0
             assert all(one.digest is not None for one in loaded.proven)
-
-
-@pytest.mark.parametrize(("readers", "n_agreed"), [("parallel", 2), ("root", 2), ("direct", 1)])
-def test_one_of_everything(
-    paths: dict[str, str], readers: str, n_agreed: int, monkeypatch: pytest.MonkeyPatch, comm: Any
-) -> None:
-    """Wrong if each array had an agreement, an exchange, a pool of threads or an open file of its own."""
-    names = ("rho", "mask", "wave")
-    check_all(load(paths, names, readers=readers), names)  # what is made once for a communicator is there
-    counts: Counter[str] = Counter()
-
-    for name in ("begin", "all_same", "agree", "next_tags"):
-        counted(monkeypatch, counts, Group, name)
-    counted(monkeypatch, counts, session, "exchange")
-    counted(monkeypatch, counts, buffers, "Pool")
-    counted(monkeypatch, counts, endpoints, "open_file")
-    counted(monkeypatch, counts, endpoints, "open_source")
-    loaded = load(paths, names, readers=readers)
-    reads = readers != "root" or comm.rank == 0
-    expected = {"begin": 1, "all_same": 1, "agree": n_agreed, "exchange": 1, "Pool": 1, "open_file": int(reads)}
-    expected["next_tags"] = int(readers != "direct")  # then no rank sends values to another
-    assert +counts == +Counter(expected)
-    check_all(loaded, names)
 
 
 @pytest.mark.parametrize("readers", READERS)

@@ -12,10 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.errors import SourceError
+from tests.mpi.servers import SharedServer
 from tests.mpi.sources import CHUNKS, NAME, netcdf4
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
-from tests.servers import ObjectServer, Request
 
 obstore = pytest.importorskip("obstore")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -23,14 +22,8 @@ pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 SPECS = {"pencils": P(None, "a", "b"), "slabs": P("a"), "copies": P()}
 
 
-class Shared:
-    """A server that rank 0 has, for all."""
-
-    def __init__(self, comm: Any, folder: Path) -> None:
-        self.comm, self.folder = comm, folder
-        self.server = ObjectServer(folder) if comm.rank == 0 else None
-        self.url = on_root(comm, lambda: self.server.__enter__().url if self.server else "")
-        self.storage = {"user_agent": f"rank {comm.rank}"}
+class Shared(SharedServer):
+    """A server of new HDF5 files."""
 
     def write(self, name: str, make: Any, **how: Any) -> tuple[str, str]:
         """The URL and the path of a new file."""
@@ -44,26 +37,12 @@ class Shared:
         on_root(self.comm, write)
         return f"{self.url}/b/{name}", str(path)
 
-    def log(self) -> list[Request]:
-        """What was asked since this was called before, on all ranks."""
-        self.comm.barrier()
-
-        def take() -> list[Request]:
-            assert self.server is not None
-            found = list(self.server.log)
-            self.server.clear()
-            return found
-
-        return on_root(self.comm, take)
-
 
 @pytest.fixture
 def shared(comm: Any, shared_tmp_path: Path) -> Iterator[Shared]:
     shared = Shared(comm, shared_tmp_path)
     yield shared
-    comm.barrier()
-    if shared.server is not None:
-        shared.server.__exit__()
+    shared.end()
 
 
 def filled(**options: Any) -> Any:
@@ -108,12 +87,12 @@ def test_as_on_disk(shared: Shared, layout: str) -> None:
     expected, ends = on_root(shared.comm, read)  # which may have a filter that the others have not
     mesh, given = (
         mesh_of(),
-        {"storage": shared.storage, "missing": "fill", "allow_filters": ("scaleoffset", "bitshuffle"), "dataset": NAME},
+        {"storage": shared.of_http, "missing": "fill", "allow_filters": ("scaleoffset", "bitshuffle"), "dataset": NAME},
     )
     for spec in SPECS.values():
-        shared.log()
+        shared.asked()
         x = shardload.load(url, mesh, spec, readers="parallel", **given)
-        asked = shared.log()
+        asked = shared.asked()
         check(x, expected, mesh, spec, layout)
         of_metadata = [r for r in asked if r.first < min(ends, 512)]
         assert [(r.client, r.status) for r in of_metadata] == [("rank 0", 206)], asked
@@ -128,30 +107,8 @@ def test_as_on_disk(shared: Shared, layout: str) -> None:
 def test_a_file_of_the_netcdf_library(comm: Any, shared: Shared) -> None:
     (shared.folder / "b").mkdir(exist_ok=True)
     path = on_root(comm, lambda: netcdf4(shared.folder / "b", cube()))
-    x = shardload.load(f"{shared.url}/b/{Path(path).name}:/{NAME}", mesh_of(), P("a", "b"), storage=shared.storage)
+    x = shardload.load(f"{shared.url}/b/{Path(path).name}:/{NAME}", mesh_of(), P("a", "b"), storage=shared.of_http)
     check(x, ramp(cube()), mesh_of(), P("a", "b"))
-
-
-def test_a_rank_that_reads_nothing_asks_for_nothing(shared: Shared) -> None:
-    url, _ = shared.write("a.h5", LAYOUTS["gzip"][1])
-    shared.log()
-    x = shardload.load(url, mesh_of(), P("a", "b"), dataset=NAME, storage=shared.storage, readers="root")
-    check(x, ramp(cube()), mesh_of(), P("a", "b"))
-    assert {r.client for r in shared.log()} == {"rank 0"}
-
-
-@pytest.mark.parametrize("chunks", [(1, 64, 256), None], ids=["chunks", "one piece"])
-def test_few_requests_for_many_values(comm: Any, shared: Shared, chunks: Any) -> None:
-    """Wrong if ranks asked for their chunks, or blocks, one by one: 320 chunks of 64 KiB, 20 MiB in all."""
-    values = np.arange(320 * 64 * 256, dtype="f4").reshape(320, 64, 256)
-    url, _ = shared.write("a.h5", lambda file: file.create_dataset(NAME, data=values, chunks=chunks))
-    shared.log()
-    x = shardload.load(url, mesh_of(), P("a", "b"), dataset=NAME, storage=shared.storage, readers="parallel")
-    asked = shared.log()
-    check(x, values, mesh_of(), P("a", "b"))
-    of_values = [r for r in asked if r.nbytes > 1 << 16 and r.first > 0]
-    assert len(of_values) <= 3 + 2 * comm.size, asked
-    assert sum(r.nbytes for r in asked) <= 1.05 * values.nbytes + (2 << 20)
 
 
 def climate(file: h5py.File) -> None:
@@ -176,7 +133,7 @@ def test_what_else_takes_a_path(comm: Any, shared: Shared) -> None:
     """Wrong if one of them gave or said of the URL another thing than of the file."""
     url, path = shared.write("run.nc", climate)
     mesh, spec, n = mesh_of(), P(None, "a", "b"), cube()[0]
-    of_url: dict[str, Any] = {"dataset": "t2m", "decode": True, "storage": shared.storage}
+    of_url: dict[str, Any] = {"dataset": "t2m", "decode": True, "storage": shared.of_http}
     with h5py.File(path) as file:
         stored = file["t2m"][...]
     expected = np.where(stored == 7, np.float32(np.nan), stored * np.float32(0.5) + np.float32(10))
@@ -188,13 +145,13 @@ def test_what_else_takes_a_path(comm: Any, shared: Shared) -> None:
     plan = shardload.plan(url, mesh, spec, select=dates, **of_url)
     check(plan.execute(), expected[1:4], mesh, spec)
     assert plan.info.dims[0] == "time" and plan.info.coords["time"].values is not None
-    tree = shardload.load(url, mesh, P(), dataset={"a": "t2m", "b": "time"}, decode=False, storage=shared.storage)
+    tree = shardload.load(url, mesh, P(), dataset={"a": "t2m", "b": "time"}, decode=False, storage=shared.of_http)
     np.testing.assert_array_equal(np.asarray(tree["a"]), stored)
     np.testing.assert_array_equal(np.asarray(tree["b"]), np.arange(n) * 24)
     shardload.verify(x, url, **of_url)
     y = shardload.load(path, mesh, spec, dataset="t2m", select=slice(3), decode=True)
     same_error(comm, lambda: shardload.verify(y, url, select=slice(1, 4), **of_url), shardload.VerifyError, "/t2m")
-    contents, local = shardload.open(url, storage=shared.storage), shardload.open(path)
+    contents, local = shardload.open(url, storage=shared.of_http), shardload.open(path)
     assert list(contents) == list(local) and contents["t2m"].attrs == local["t2m"].attrs
     assert contents["t2m"].dims == local["t2m"].dims and contents["t2m"].packing == local["t2m"].packing
     batches = shardload.stream(url, mesh, P(None, "a", "b"), along="time", batch=2, shuffle=None, epochs=1, **of_url)
@@ -208,18 +165,11 @@ def test_what_else_takes_a_path(comm: Any, shared: Shared) -> None:
 def test_copies(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
     url, path = shared.write("run.nc", climate)
     target = shared_tmp_path / "copy.h5"
-    shared.log()
-    shardload.copy(url, str(target), timeout=60.0, comm=comm, progress=False, storage=shared.storage)
-    asked = shared.log()
+    shared.asked()
+    shardload.copy(url, str(target), timeout=60.0, comm=comm, progress=False, storage=shared.of_http)
+    asked = shared.asked()
     with h5py.File(path) as file, h5py.File(target) as copied:
         for name in ("time", "t2m", "name"):
             np.testing.assert_array_equal(copied[name][...], file[name][...])
         assert dict(copied["t2m"].attrs)["scale_factor"] == 0.5 and copied["t2m"].dims[0][0].name == "/time"
     assert {r.client for r in asked if r.first < 512} == {"rank 0"}
-
-
-def test_a_changed_object_is_one_error_on_all_ranks(comm: Any, shared: Shared) -> None:
-    url, path = shared.write("a.h5", LAYOUTS["gzip"][1])
-    plan = shardload.plan(url, mesh_of(), P("a", "b"), dataset=NAME, storage=shared.storage)
-    on_root(comm, lambda: Path(path).write_bytes(Path(path).read_bytes()[::-1]))
-    same_error(comm, plan.execute, SourceError, "is another object than it was when the first rank looked at it")

@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
+from tests.mpi.servers import SharedServer
 from tests.mpi.sources import NAME
 from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error
-from tests.servers import ObjectServer, Request
+from tests.servers import Request
 
 pytest.importorskip("obstore")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -35,16 +36,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CUBES = (64, 64, 128)  # 2 shards of 512 chunks of 2 KiB
 
 
-class Bucket:
-    """Stores of all layouts, on a server of rank 0."""
+class Bucket(SharedServer):
+    """Stores of all layouts."""
 
     def __init__(self, comm: Any, folder: Path) -> None:
-        self.comm, self.folder = comm, folder
-        self.server: Any = None
-        self.url, self.storage = on_root(comm, self._start)
-        self.storage["user_agent"] = f"rank {comm.rank}"
+        super().__init__(comm, folder, self._write)
 
-    def _start(self) -> tuple[str, dict[str, Any]]:
+    def _write(self) -> None:
         for name, options in LAYOUTS.items():
             group = zarr.open_group(self.folder / f"bucket/{name}.zarr", mode="w", zarr_format=options.get("zarr_format", 3))
             made = {key: value for key, value in options.items() if key != "zarr_format"}
@@ -52,31 +50,6 @@ class Bucket:
         group = zarr.open_group(self.folder / "bucket/cubes.zarr", mode="w")
         cubes = {"chunks": (8, 8, 8), "shards": (64, 64, 64), "compressors": None}
         group.create_array(NAME, shape=CUBES, dtype="f4", **cubes)[...] = ramp(CUBES)
-        self.server = ObjectServer(self.folder)
-        self.server.__enter__()
-        return self.server.url, self.server.storage
-
-    def end(self) -> None:
-        self.comm.barrier()
-        if self.server is not None:
-            self.server.__exit__()
-
-    def on_server(self, do: Any) -> Any:
-        """What `do` returns of the server on rank 0, when all ranks are here, on all ranks."""
-        self.comm.barrier()
-        found = on_root(self.comm, lambda: do(self.server))
-        self.comm.barrier()
-        return found
-
-    def asked(self) -> list[Request]:
-        """What was asked for since the last call."""
-
-        def take(server: ObjectServer) -> list[Request]:
-            found = list(server.log)
-            server.clear()
-            return found
-
-        return list(self.on_server(take))
 
     def load(self, layout: str, spec: Any, readers: str = "parallel", **options: Any) -> Any:
         """The array of a layout, from the bucket."""
@@ -121,10 +94,9 @@ def is_chunk(request: Request) -> bool:
 def test_loads_are_those_of_the_local_store(bucket: Bucket, layout: str, name: str) -> None:
     """Each chunk is asked for once in the job, and metadata by rank 0 alone."""
     mesh, spec = mesh_of(), DECOMPOSITIONS[name]
-    for url, storage in ((f"s3://bucket/{layout}.zarr", bucket.storage), (f"{bucket.url}/bucket/{layout}.zarr", None)):
+    of_http = f"{bucket.url}/bucket/{layout}.zarr", bucket.of_http
+    for url, storage in ((f"s3://bucket/{layout}.zarr", bucket.storage), of_http):
         bucket.asked()
-        if storage is None:
-            storage = {"user_agent": bucket.storage["user_agent"]}
         x = shardload.load(url, mesh, spec, dataset=NAME, storage=storage, readers="parallel")
         asked = bucket.asked()
         check(x, ramp(cube()), mesh, spec, url)
@@ -134,19 +106,6 @@ def test_loads_are_those_of_the_local_store(bucket: Bucket, layout: str, name: s
         assert len(times) == files - (2 if layout in ("v2", "fortran") else 1)
         if layout != "sharded":
             assert set(times.values()) == {1}
-
-
-def test_a_shard_takes_its_index_and_few_ranges(bucket: Bucket) -> None:
-    bucket.asked()
-    bucket.load("sharded", P(), "root")
-    asked = [request for request in bucket.asked() if is_chunk(request)]
-    assert set(Counter(request.key for request in asked).values()) <= {2, 3}  # two threads share a block
-
-
-def test_a_rank_that_reads_nothing_asks_for_nothing(bucket: Bucket) -> None:
-    bucket.asked()
-    check(bucket.load("v3", P("a"), "root"), ramp(cube()), mesh_of(), P("a"))
-    assert {request.client for request in bucket.asked()} == {"rank 0"}
 
 
 def test_everything_that_takes_a_path(comm: Any, bucket: Bucket, shared_tmp_path: Path) -> None:
@@ -183,33 +142,15 @@ def test_missing_chunks(comm: Any, bucket: Bucket) -> None:
     assert Counter(request.key for request in bucket.asked() if request.status == 404) == {f"bucket/v3.zarr/{NAME}/c/0/0/0": 1}
 
 
-def set_faults(**faults: Any) -> Any:
-    return lambda server: vars(server.faults).update(faults) or None
-
-
-@pytest.mark.parametrize("layout", ["v2", "sharded"])
-def test_a_store_that_is_busy(bucket: Bucket, layout: str) -> None:
-    bucket.on_server(set_faults(busy=0.2))
-    check(bucket.load(layout, P(None, "a", "b")), ramp(cube()), mesh_of(), P(None, "a", "b"))
-    assert any(request.status == 503 for request in bucket.asked())
-
-
 def test_a_store_that_refuses(comm: Any, bucket: Bucket) -> None:
     """Of one chunk, and of metadata: the same error on all ranks, without a key."""
     key = f"bucket/v3.zarr/{NAME}/c/1/0/0"
-    bucket.on_server(set_faults(status=403, code="AccessDenied", only=lambda found: found == key) if comm.rank == 0 else None)
+    bucket.fails(status=403, code="AccessDenied", only=lambda found: found == key)
     load = partial(bucket.load, "v3", P("a"))
     error = same_error(comm, load, SourceError, "access is denied (403 AccessDenied)", "s3://bucket/v3.zarr", "(1, 0, 0)")
     assert "TOPSECRET" not in str(error) and "AKIATEST" not in str(error)
-    bucket.on_server(set_faults(only=lambda found: True) if comm.rank == 0 else None)
+    bucket.fails(only=lambda found: True)
     same_error(comm, load, SourceError, "access is denied (403 AccessDenied)", "s3://bucket/v3.zarr")
-
-
-def test_metadata_that_change_after_the_plan(comm: Any, bucket: Bucket) -> None:
-    path = bucket.folder / "bucket/v3.zarr" / NAME / "zarr.json"
-    plan = shardload.plan("s3://bucket/v3.zarr", mesh_of(), P("a"), dataset=NAME, storage=bucket.storage)
-    bucket.on_server(lambda _: path.write_text(path.read_text() + " "))
-    same_error(comm, plan.execute, SourceError, "changed while it was read", NAME)
 
 
 def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> None:
@@ -225,7 +166,7 @@ def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> Non
                     path.write_bytes(path.read_bytes()[::-1])
         return False
 
-    bucket.on_server(set_faults(only=change) if comm.rank == 0 else None)
+    bucket.fails(only=change)
     load = partial(bucket.load, "sharded", P("a"), "root")
     same_error(comm, load, SourceError, "it was replaced", "s3://bucket/sharded.zarr")
 
@@ -318,9 +259,9 @@ def test_what_is_not_saved_to_a_store(comm: Any, bucket: Bucket) -> None:
 def test_a_save_that_fails_leaves_nothing(comm: Any, bucket: Bucket) -> None:
     """A chunk that is refused; the others are removed."""
     key = "bucket/new.zarr/g/x/c/1/1/1"
-    bucket.on_server(set_faults(status=403, code="AccessDenied", only=lambda found: found == key) if comm.rank == 0 else None)
+    bucket.fails(status=403, code="AccessDenied", only=lambda found: found == key)
     same_error(comm, lambda: saved(bucket, "new"), SourceError, "access is denied (403 AccessDenied)", "(1, 1, 1)")
     assert files_of(bucket, "new") == []
-    bucket.on_server(set_faults(status=0, busy=0.2, only=lambda found: True) if comm.rank == 0 else None)
+    bucket.fails(status=0, busy=0.2, only=lambda found: True)
     saved(bucket, "new")
     np.testing.assert_array_equal(zarr.open_group(bucket.local("new"), mode="r")["g/x"][...], ramp(cube()))

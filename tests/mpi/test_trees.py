@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError, VerifyError
 from shardload.comm.group import Group
+from shardload.engine import session
 from shardload.formats.hdf5 import file as hdf5_file
 from shardload.jobs.loading import endpoints
+from shardload.transfer import buffers
 from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, ramp, refuse_reads, same_error, unit
 
 Pair = namedtuple("Pair", "left right")
@@ -330,7 +332,9 @@ def test_calls_that_differ_are_named_with_their_arrays(comm: Any, snap: tuple[st
 
 @pytest.mark.parametrize("verify", ["index", "checksum", "full"])
 def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if arrays were verified, or files opened, one by one: five arrays by two spellings of a file's name."""
+    """Wrong if arrays were verified, or files opened, one by one: five arrays by two spellings of a file's name. Or if each had
+    an exchange or a pool of threads of its own.
+    """
     n, mesh = unit(), mesh_of()
     written = [snap[0], f"{snap[0]}:/gas/mask", f"{Path(snap[0]).parent}/./snap.h5", snap[0], snap[0]]
     names = ["gas/rho", None, "gas/mask", "stars/vel", "stars/pos"]
@@ -340,6 +344,8 @@ def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkey
     for name in ("begin", "all_same", "agree", "least_ints", "gather_int", "gather_ints"):
         counted(monkeypatch, counts, Group, name)
     counted(monkeypatch, counts, hdf5_file, "open_explained")
+    counted(monkeypatch, counts, session, "exchange")
+    counted(monkeypatch, counts, buffers, "Pool")
     x = shardload.load(written, mesh, P(), **how)
     replicated = verify != "index" and len(jax.devices()) > 1
     expected = {"begin": 1, "all_same": 1, "agree": 2, "least_ints": int(replicated), "gather_ints": int(verify == "full")}
@@ -348,6 +354,7 @@ def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkey
         "rank 0 opens it for the metadata, readers, and full reads again"
     )
     counts.pop("gather_int", None)
+    assert (counts.pop("exchange"), counts.pop("Pool")) == (1, 1)
     assert +counts == +Counter(expected)
     check(x[0], values()["/gas/rho"], mesh, P())
     check(x[3], values()["/stars/vel"], mesh, P())

@@ -170,3 +170,15 @@ def read_small(path: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuni
     """The values of an array that come with its metadata; None if it is not small, or they cannot be read."""
     with Finder(access, tuning or default_tuning()) as finder:
         return finder.find(split_path(os.fspath(path))[0], info.dataset).values
+
+
+def write_tensorstore(path: str | Path, data: np.ndarray[Any, Any], driver: str = "zarr3", **metadata: Any) -> Any:
+    """Write a store of one array with TensorStore; returns it, open."""
+    import tensorstore  # here, because most tests need it not
+
+    if driver == "zarr3":
+        metadata["data_type"] = data.dtype.name
+    spec = {"driver": driver, "kvstore": f"file://{path}/", "metadata": {"shape": data.shape, **metadata}, "create": True}
+    store = tensorstore.open(spec).result()
+    store.write(data).result()
+    return store

@@ -42,13 +42,6 @@ _SUPERBLOCK_NBYTES, _HEADER_NBYTES = 48, 16  # at least
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings
 
 
-def entry_of(ndim: int) -> np.dtype[Any]:
-    """An entry of a node, as it is in the file: bytes of the stored chunk, filters left out, the first element's position
-    (with a zero behind), and the chunk's offset. Above the leaves: those of a child's first chunk, and the child's offset.
-    """
-    return np.dtype([("nbytes", "<u4"), ("mask", "<u4"), ("at", "<u8", (ndim + 1,)), ("child", "<u8")])
-
-
 class DamagedIndexError(ValueError):
     """An index of chunks contradicts itself. Its text says where."""
 
@@ -82,7 +75,10 @@ class ChunkTree:
         """The position in the grid, and the entry, of each stored chunk of a box, in C order. DamagedIndexError if the index
         contradicts itself on the way to them.
         """
-        entry = entry_of(len(box))
+        # An entry of a node, as it is in the file: bytes of the stored chunk, filters left out, the first element's position
+        # (with a zero behind), and the chunk's offset. Above the leaves: those of a child's first chunk, and the child's
+        # offset.
+        entry = np.dtype([("nbytes", "<u4"), ("mask", "<u4"), ("at", "<u8", (len(box) + 1,)), ("child", "<u8")])
         if self.root == UNDEFINED:
             return np.zeros((0, len(box)), dtype=np.int64), np.zeros(0, dtype=entry)
         first, last = (np.array([[*(end(axis) for axis in box), 0]], dtype=np.int64) for end in (min, max))

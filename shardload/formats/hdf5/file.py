@@ -79,11 +79,6 @@ class Hdf5File(OpenFile):
         self._facts, self._path, self._access, self._fence = facts, path, access, fence
         self._versions = versions
 
-    @classmethod
-    def at(cls, path: str, access: Access) -> Hdf5File:
-        """Open a file."""
-        return cls(OpenFacts(open_explained(path)), path, access, Fence.around_file(path, access.allow_external))
-
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
         """Open a dataset by its name, or by the name of a link to it. If it is virtual, parts of it that `planned` has are not
         looked at again.
@@ -498,7 +493,9 @@ class Hdf5Format(Format):
                 "returned, and the name of an array as dataset=",
                 path=path,
             )
-        return StoreFile(path, access) if "://" in path else Hdf5File.at(path, access)
+        if "://" in path:
+            return StoreFile(path, access)
+        return Hdf5File(OpenFacts(open_explained(path)), path, access, Fence.around_file(path, access.allow_external))
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `h5py.Dataset`."""

@@ -2,6 +2,6 @@
 
 Read `source` first. `store` opens folders, zip files and URLs, and checks what is read from them; `nodes` parses the metadata
 of arrays and groups, for all others, and has the decoders that withstand damaged data; `metadata` says where chunks are, how
-they are encoded, and whether they may be decoded; `chunks` reads stored chunks. `sink` writes a new store, `encodings` its
+they are encoded, and whether they may be decoded; `chunks` reads stored chunks. `sink` writes a new store, with its
 metadata; `growth` adds to one.
 """

@@ -26,7 +26,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.sink import ArraySpec, Catalog, Compression, Growing, meaning_of
-from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout
+from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_of
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
 from shardload.formats.zarr.store import WatchedStore, open_store
@@ -182,7 +182,7 @@ class GrowthEncoder(ZarrEncoder, Growing):
         self._per_file = (layout.shards or layout.chunk_shape)[axis]
         shape = self.begin(known, axis, self._per_file, n_new)
         fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
-        packed = Compression(layout.codec) if layout.chain else None
+        packed = Compression(codec_of(document)) if layout.chain else None
         spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, shards=layout.shards, compression=packed)
         super().__init__(path, name, spec, document | {"shape": list(shape)}, layout, fill)
         self.old_document = document

@@ -40,6 +40,7 @@ INDEX_CODECS: list[Json] = [{"name": "bytes", "configuration": {"endian": "littl
 
 _INDEX_CHAIN = [("bytes", {"endian": "little"}), ("crc32c", {})]
 _SHARDING = "sharding_indexed"
+_SERIALIZERS = ("bytes", "vlen-utf8", "vlen-bytes", "zfpy", "pcodec")
 _LEAST_OF_ZSTD = -(1 << 17)
 _KEYS_3 = {
     *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"),
@@ -67,6 +68,17 @@ def inner_chain(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     chain = chain_of(document)
     inside = [options for name, options in chain if name == _SHARDING]
     return list(map(_named, inside[0]["codecs"])) if inside else chain
+
+
+def codec_of(document: Mapping[str, Any]) -> str:
+    """The codecs of a chunk for people: compressors, then filters."""
+    names = [_plain(name) for name, _ in inner_chain(document)]
+    if document["zarr_format"] == 2:
+        names.reverse()
+    else:  # compressors are behind what makes bytes of values, filters before it
+        at = next((k for k, name in enumerate(names) if name in _SERIALIZERS), 0)
+        names = [*names[at + 1 :], *names[:at]]
+    return "+".join(names) or "none"
 
 
 def names_of(document: Mapping[str, Any]) -> list[str]:
@@ -222,12 +234,6 @@ class ZarrLayout:
     def shards(self) -> tuple[int, ...] | None:
         """Elements along each axis of a shard file."""
         return self.per_shard and tuple(n * c for n, c in zip(self.per_shard, self.chunk_shape, strict=True))
-
-    @property
-    def codec(self) -> str:
-        """The codecs for people, compressors first."""
-        chain = self.chain if self.version == 3 else self.chain[::-1]
-        return "+".join(_plain(name) for name, _ in chain) or "none"
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

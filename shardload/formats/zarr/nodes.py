@@ -24,7 +24,6 @@ import numcodecs.errors
 import numpy as np
 import zarr
 import zarr.errors
-from zarr.abc.codec import ArrayArrayCodec, BytesBytesCodec
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.dtype.common import HasEndianness
 from zarr.core.metadata import ArrayV2Metadata, ArrayV3Metadata
@@ -33,7 +32,7 @@ from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 from shardload.errors import printable
 from shardload.formats.codecs.algorithms import blosc_error, check_blosc
 from shardload.formats.contract.dtypes import is_added, refusal
-from shardload.formats.zarr.metadata import SURVIVED, Json, chain_of, names_of
+from shardload.formats.zarr.metadata import SURVIVED, Json, names_of
 
 
 class UnknownCodecError(ValueError):
@@ -122,18 +121,6 @@ class ArrayNode:
             kind = kind.get("name") if isinstance(kind, Mapping) else kind
             text = f"values of the type '{printable(str(kind)[:80])}', which zarr-python does not know"
             raise UnknownCodecError(text, is_type=True) from error
-
-    @property
-    def codec(self) -> str:
-        """Compressors, then filters, for people; with shards, those of the chunks inside."""
-        if self.version == 2:
-            names = [name for name, _ in reversed(chain_of(self.document))]
-        else:
-            codecs = self.metadata.codecs
-            inside = codecs[0].codecs if len(codecs) == 1 and hasattr(codecs[0], "codecs") else codecs
-            kinds = (BytesBytesCodec, ArrayArrayCodec)
-            names = [codec.to_dict()["name"] for kind in kinds for codec in inside if isinstance(codec, kind)]
-        return "+".join(name.removeprefix("numcodecs.") for name in names) or "none"
 
     @property
     def dtype(self) -> np.dtype[Any]:

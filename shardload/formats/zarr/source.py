@@ -38,7 +38,16 @@ from shardload.formats.contract.dtypes import check_request, is_added, native_dt
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
-from shardload.formats.zarr.metadata import grid_of, inner_chain, is_stacked, n_in_shard, names_of, parameters_of, refuse_codecs
+from shardload.formats.zarr.metadata import (
+    codec_of,
+    grid_of,
+    inner_chain,
+    is_stacked,
+    n_in_shard,
+    names_of,
+    parameters_of,
+    refuse_codecs,
+)
 from shardload.formats.zarr.nodes import ArrayNode, GroupNode, UnknownCodecError, quiet
 from shardload.formats.zarr.references import SUFFIXES, is_references
 from shardload.formats.zarr.store import WatchedStore, open_store, watch, watched
@@ -237,7 +246,8 @@ class ZarrFormat(Format):
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `zarr.Array`."""
-        path = _store_name(obj.store)
+        named = (getattr(obj.store, attribute, None) for attribute in ("root", "path"))
+        path = next((str(name) for name in named if isinstance(name, str | os.PathLike)), f"<{type(obj.store).__name__}>")
         if isinstance(obj, zarr.Group):
             members = sorted(name for name, member in obj.members(max_depth=None) if isinstance(member, zarr.Array))
             names = some([repr(f"{obj.name.rstrip('/')}/{name}") for name in members]) or "none"
@@ -326,14 +336,6 @@ class _ZarrStore(OpenFile):
         self._store.close()
 
 
-def _store_name(store: Any) -> str:
-    """An open store as messages name it."""
-    for attribute in ("root", "path"):
-        if isinstance(getattr(store, attribute, None), str | os.PathLike):
-            return str(getattr(store, attribute))
-    return f"<{type(store).__name__}>"
-
-
 def _described(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:
     """Describe every array of a store, by name. One that cannot be read is listed with the reason."""
     for name, node in store.nodes():
@@ -391,7 +393,7 @@ def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> 
         dtype=dtype.name if refused else native_dtype(dtype).name,
         # Zarr allows chunks of length 0 along axes of length 0, but a grid needs steps of at least 1.
         chunks=None if chunks is None else tuple(max(1, n) for n in chunks),
-        codec=node.codec,
+        codec=codec_of(node.document),
         shards=shards,
         refused=refused,
         is_coordinate=node.dims == (name.rpartition("/")[2],),
@@ -435,8 +437,8 @@ def _unbounded(node: ArrayNode, access: Access) -> str | None:
     """
     if is_stacked(node.document, access):
         return (
-            f"chunks compressed more than once ({node.codec}), which only zarr-python decodes, without a limit on the "
-            "result's size. Write it again with one compressor"
+            f"chunks compressed more than once ({codec_of(node.document)}), which only zarr-python decodes, without a limit on "
+            "the result's size. Write it again with one compressor"
         )
     if names_of(node.document).count("sharding_indexed") > 1:
         return "shards inside of shards, which only zarr-python reads: write it again with one kind of shards"

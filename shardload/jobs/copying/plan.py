@@ -130,7 +130,8 @@ def plan_copy(
         reading = max(reading, least_staging(layout))
     name, largest = max(((one.name, unit.unit_nbytes) for one, unit in zip(arrays, units, strict=True)), key=itemgetter(1))
     least = least_memory(largest, largest, reading)
-    staging = max(STAGING_NBYTES, least) if isinstance(request.staging, str) else request.staging
+    asked = request.options.staging
+    staging = max(STAGING_NBYTES, least) if isinstance(asked, str) else asked
     if staging < least:
         raise ConfigError(
             f"staging is {format_nbytes(staging)}, but this copy needs {format_nbytes(least)}: what a rank writes at once of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -16,7 +16,6 @@ import numpy as np
 
 from shardload.comm.agreement import Invocation
 from shardload.errors import ConfigError, printable
-from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.likeness import KEEP, Overrides, attrs_for, bounds_of, spec_like
@@ -25,16 +24,18 @@ from shardload.formats.saving import SUFFIXES, check_target, format_for, make_si
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
-from shardload.options import AUTO, CHECKSUM, FILE, FULL, INDEX, OPTIONS, TIMEOUT
+from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options
 from shardload.planning.blocks import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.storage.remote import StorageOptions, without_secrets
+from shardload.storage.remote import without_secrets
 from shardload.values.dates import has_dates, in_numbers
 
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
+
+_OF_CALL = ("staging", "verify", "timeout", "progress", "allow_external", "allow_filters", "untrusted", "storage")
 
 Groups = Mapping[str, Mapping[str, Any]]  # attributes of groups, by name
 
@@ -63,18 +64,15 @@ class CopyRequest:
         chunks for it.
     format, mode : str
         As for `make_sink`.
-    staging : int or ``"auto"``
-        Bytes of memory of a rank.
-    verify : str
-        As for `write_file`.
     resume : bool
         True to go on with what a job that was killed has left. For a target in Zarr without shards.
-    timeout : float or None
-        Seconds after which the copy fails if no rank makes progress.
+    options : CallOptions
+        ``staging``, ``verify``, ``timeout``, ``progress``, and what the source may do.
     """
 
     source: str
     target: str
+    options: CallOptions
     dataset: tuple[str, ...] = ()
     select: Any = None
     dtype: str | None = None
@@ -84,46 +82,38 @@ class CopyRequest:
     unlimited: tuple[str | int, ...] = ()
     format: str | None = None
     mode: str = "w-"
-    staging: int | str = AUTO
-    verify: str = "checksum"
-    allow_external: bool = False
-    allow_filters: tuple[str, ...] = ()
-    untrusted: bool = False
-    storage: StorageOptions = field(default_factory=StorageOptions)
     resume: bool = False
-    timeout: float | None = TIMEOUT
 
     @classmethod
     def check(cls, source: str | os.PathLike[str], target: str | os.PathLike[str], **given: Any) -> CopyRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
+        options = Options.check(**{"verify": CHECKSUM} | {name: given.pop(name) for name in _OF_CALL if name in given})
+        if options.verify == FILE:
+            raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
         dataset, unlimited = given.get("dataset", ()), given.get("unlimited", ())
         given["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset)
         given["unlimited"] = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
-        names = ("dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted", "storage", "mode")
-        checked = {name: OPTIONS[name].check(given[name]) for name in names if name in given}
-        if given.get("verify") == FILE:
-            raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
         for name in given["dataset"]:
             if not name.strip("/ "):
                 raise ConfigError(f"dataset is {name!r}; expected the name of an array, such as '/rho', or '*'")
-        if checked.get("dtype") is not None:
-            checked["dtype"] = checked["dtype"].name
-        return cls(os.fspath(source), os.path.expanduser(os.fspath(target)), **{**given, **checked})
+        dtype = OPTIONS["dtype"].check(given.get("dtype"))
+        given["dtype"], given["mode"] = None if dtype is None else dtype.name, OPTIONS["mode"].check(given.get("mode", "w-"))
+        return cls(os.fspath(source), os.path.expanduser(os.fspath(target)), options, **given)
 
     @property
-    def access(self) -> Access:
-        """What the caller allows."""
-        staging = STAGING_NBYTES if isinstance(self.staging, str) else self.staging
-        limits = Limits(staging, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
-        return Access(self.allow_external, frozenset(self.allow_filters), limits, storage=self.storage)
+    def timeout(self) -> float | None:
+        """See `engine.call.begin_request`."""
+        return self.options.timeout
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`."""
-        return Invocation(
-            call,
-            title,
-            {name: repr(value) for name, value in vars(self).items()} | {"source": repr(without_secrets(self.source))},
-        )
+        values = {name: repr(value) for name, value in vars(self).items() if name != "options"}
+        values |= {"source": repr(without_secrets(self.source))}
+        for name in _OF_CALL:
+            text = OPTIONS[name].text
+            if text is not None:
+                values[name] = text(getattr(self.options, name))
+        return Invocation(call, title, values)
 
 
 @dataclass(frozen=True)
@@ -177,7 +167,7 @@ def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
     specs, groups = {array.full_name: array.spec for array in sources}, groups or {}
     alignment = PAGE_NBYTES if n_nodes > 1 else 1
     how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "about": about}
-    how |= {"storage": request.storage, "attrs": groups.get("/", {}), "group_attrs": groups}
+    how |= {"storage": request.options.storage, "attrs": groups.get("/", {}), "group_attrs": groups}
     return make_sink(request.target, specs, **how)
 
 
@@ -215,8 +205,8 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Groups, list[str]]:
     names = list(request.dataset) or ([inside] if inside else ["*"])
     if inside and request.dataset:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
-    infos, empty = find_arrays(path, names, request.access)
-    with open_file(path, request.access) as file:
+    infos, empty = find_arrays(path, names, request.options.access)
+    with open_file(path, request.options.access) as file:
         for error in empty.values():
             left_out = _links_told(file.links(), "") if "*" in names else []
             raise ConfigError(f"{error} ({left_out[0]})") if left_out else error
@@ -320,7 +310,7 @@ def without_what_is_refused(
         spec = replace(array.spec, chunks=None, shards=None, compression=None, checksum=False, unlimited=())
         specs = {array.full_name: spec} | ({"/a": ArraySpec((), np.dtype("i1"))} if array.is_text else {})
         try:
-            make_sink(request.target, specs, format=request.format, mode=request.mode, storage=request.storage)
+            make_sink(request.target, specs, format=request.format, mode=request.mode, storage=request.options.storage)
         except ConfigError as why:
             if array.full_name in named:
                 raise error from None

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.sharding import layout_shards, padded_shape, read_halo, read_spec, verify_layout
+from shardload.arrays.sharding import cuts_of, layout_shards, padded_shape, read_halo, read_spec, verify_layout
 from shardload.comm.store import RATE
 from shardload.comm.topology import UNKNOWN_NBYTES
 from shardload.errors import ConfigError, SourceError
@@ -295,8 +295,7 @@ def lay_out_shards(request: Request, ranks: PlannedRanks, shape: tuple[int, ...]
     sharding, pad = request.sharding, request.options.pad
     axes = read_spec(sharding, len(shape))
     shape_global = padded_shape(shape, axes, sharding, pad=pad is not None, name=name)
-    sizes = tuple(sharding.mesh.shape.values())
-    cuts = [math.prod(sizes[m] for m in cut) for cut in axes]
+    cuts = cuts_of(sharding, axes)
     halo = read_halo(request.options.halo, request.options.edge, shape, axes, cuts, name)
     held = [n // c + 2 * h for n, c, h in zip(shape_global, cuts, halo.widths, strict=True)]
     shape_held = tuple(n * c for n, c in zip(held, cuts, strict=True))

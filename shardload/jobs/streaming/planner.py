@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardload.arrays.sharding import read_spec, spec_text
+from shardload.arrays.sharding import cuts_of, read_spec, spec_text
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.planner import (
@@ -312,8 +312,7 @@ class StreamPlanner:
         rest = (*shape[:axis], *shape[axis + 1 :])
         if len(sharding.spec) > 1 + len(rest):
             self._refuse_spec(leaf, len(rest))
-        sizes = tuple(sharding.mesh.shape.values())
-        n_parts = math.prod(sizes[m] for m in read_spec(sharding, 1 + len(rest))[0])
+        n_parts = cuts_of(sharding, read_spec(sharding, 1 + len(rest)))[0]
         if self._batch % n_parts:
             if self._sampling.batch is None:
                 raise ConfigError("batch is None, so there is no axis of samples that the spec could cut: pass batch=")

@@ -137,21 +137,6 @@ def test_a_sharding_and_a_spec_are_too_much() -> None:
 # --- what a spec cuts
 
 
-@pytest.mark.parametrize(
-    ("spec", "ndim", "expected"),
-    [
-        (P(), 0, ()),
-        (P(), 3, ((), (), ())),
-        (P("b"), 2, ((1,), ())),
-        (P(None, ("b", "a")), 2, ((), (1, 0))),
-        (P(("a", "b"), None), 3, ((0, 1), (), ())),
-        (P(("b",), ()), 2, ((1,), ())),
-    ],
-)
-def test_mesh_axes_of_each_array_axis(spec: Any, ndim: int, expected: Any) -> None:
-    assert read_spec(NamedSharding(MESH, spec), ndim) == expected
-
-
 @pytest.mark.parametrize(("spec", "ndim"), [(P("a"), 0), (P("a", "b"), 1), (P(None, None, None), 2)])
 def test_a_spec_longer_than_the_array_has_axes(spec: Any, ndim: int) -> None:
     axes = "1 axis" if ndim == 1 else f"{ndim} axes"
@@ -178,27 +163,6 @@ class Unreduced(tuple[str, ...]):
 def padded(shape: tuple[int, ...], spec: Any, *, pad: bool, name: str = "'/density' in 'a.h5'") -> tuple[int, ...]:
     sharding = NamedSharding(MESH, spec)
     return padded_shape(shape, read_spec(sharding, len(shape)), sharding, pad=pad, name=name)
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "expected"),
-    [
-        ((8, 8), P("a", "b"), (8, 8)),
-        ((7, 9), P("a", "b"), (8, 12)),
-        ((9, 9), P(("a", "b")), (16, 9)),
-        ((1, 1), P("b", "a"), (4, 2)),
-        ((0, 5), P("b", "a"), (0, 6)),
-        ((5, 5), P(), (5, 5)),
-        ((), P(), ()),
-    ],
-)
-def test_padded_up_to_the_next_multiple(shape: Any, spec: Any, expected: Any) -> None:
-    assert padded(shape, spec, pad=True) == expected
-    if shape == expected:
-        assert padded(shape, spec, pad=False) == shape
-    else:
-        with pytest.raises(ConfigError):
-            padded(shape, spec, pad=False)
 
 
 @pytest.mark.parametrize(

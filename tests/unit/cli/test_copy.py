@@ -17,7 +17,7 @@ import zarr
 
 import shardload
 from tests.unit.blocked import run_without
-from tests.unit.cli.test_main import ok, run, unwrapped
+from tests.unit.cli.test_main import dated, ok, run, unwrapped
 
 VALUES = np.arange(12 * 8 * 20, dtype="f4").reshape(12, 8, 20)
 
@@ -64,14 +64,7 @@ def test_bounds_stay_as_their_coordinate_does(tmp_path: Path) -> None:
 
 def test_what_is_between_two_dates(tmp_path: Path) -> None:
     """Wrong if dates were taken for positions, or by another array's coordinate."""
-    before = tmp_path / "a.h5"
-    with h5py.File(before, "w") as made:
-        made["t"] = np.arange(12 * 6, dtype="f4").reshape(12, 6)
-        for axis, (name, values) in enumerate((("time", np.arange(12.0) * 15), ("lat", np.linspace(60, 10, 6)))):
-            made[name] = values
-            made[name].make_scale(name)
-            made["t"].dims[axis].attach_scale(made[name])
-        made["time"].attrs["units"] = "days since 2001-01-01"
+    before = dated(tmp_path / "a.h5")
     ok("copy", str(before), str(tmp_path / "b.h5"), "--select", "time=2001-02..2001-03-20,lat=20..55")
     report = shardload.copy(
         before,

@@ -341,15 +341,20 @@ def test_plan_says_if_the_load_needs_64_bits(tmp_path: Path) -> None:
     assert json.loads(run("plan", f"{tmp_path / 'a.h5'}:/x", *how, "--json")[1])["needs_64_bits"] is True
 
 
-def test_a_spec_and_a_selection_by_names(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as h5:
-        h5["t"] = np.zeros((12, 6), "f4")
+def dated(path: Path) -> str:
+    """A file with an array "t" (time, lat), a step each half month; its name."""
+    with h5py.File(path, "w") as h5:
+        h5["t"] = np.arange(12 * 6, dtype="f4").reshape(12, 6)
         for axis, (name, values) in enumerate((("time", np.arange(12.0) * 15), ("lat", np.linspace(60, 10, 6)))):
             h5[name] = values
             h5[name].make_scale(name)
             h5["t"].dims[axis].attach_scale(h5[name])
         h5["time"].attrs["units"] = "days since 2001-01-01"
-    how = ("plan", f"{tmp_path / 'a.h5'}:/t", "--mesh", "a=2", "--json", "--pad", "0")
+    return str(path)
+
+
+def test_a_spec_and_a_selection_by_names(tmp_path: Path) -> None:
+    how = ("plan", f"{dated(tmp_path / 'a.h5')}:/t", "--mesh", "a=2", "--json", "--pad", "0")
 
     def shape(*more: str) -> list[int]:
         out = ok(*how, *more)

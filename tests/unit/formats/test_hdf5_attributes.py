@@ -12,7 +12,6 @@ import pytest
 
 import shardload
 from shardload.formats.hdf5 import opened
-from shardload.formats.hdf5 import opened as names_module
 from shardload.formats.lookup import find_array, open_source
 from shardload.jobs import contents
 from tests.jobs.launch import ROOT
@@ -162,7 +161,7 @@ def test_a_file_is_searched_for_names_once(tmp_path: Path, monkeypatch: pytest.M
             file[f"a{k}"] = np.zeros(10, "f4")
             file[f"a{k}"].dims[0].attach_scale(file["x"])
     n_searches = n_opened = 0
-    search, open_file = names_module._links_below, opened.OpenFacts.__init__
+    search, open_file = opened._links_below, opened.OpenFacts.__init__
 
     def searching(*arguments: Any) -> Any:
         nonlocal n_searches
@@ -174,7 +173,7 @@ def test_a_file_is_searched_for_names_once(tmp_path: Path, monkeypatch: pytest.M
         n_opened += 1
         open_file(*arguments)
 
-    monkeypatch.setattr(names_module, "_links_below", searching)
+    monkeypatch.setattr(opened, "_links_below", searching)
     monkeypatch.setattr(opened.OpenFacts, "__init__", opening)
     assert {info.dims for info in shardload.open(tmp_path / "a.h5").values()} == {("x",)}
     assert (n_searches, n_opened) == (2, 1)  # for the list of arrays, and for the names of their scales

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import h5py
 import hdf5plugin
-import netCDF4
 import numpy as np
 import psutil
 import pytest
@@ -82,32 +80,12 @@ def virtual(path: Path) -> str:
     return str(path)
 
 
-def netcdf(path: Path) -> str:
-    with netCDF4.Dataset(path, "w") as file:
-        for name, n in zip("ab", SHAPE, strict=True):
-            file.createDimension(name, n)
-        file.createVariable("x", "i4", ("a", "b"), zlib=True, chunksizes=CHUNKS)[...] = DATA
-    return str(path)
-
-
-def zarr_zip(path: Path) -> str:
-    write_zarr(path.with_suffix(".zarr"), {"x": DATA}, chunks=CHUNKS)
-    with zipfile.ZipFile(path, "w") as archive:
-        for file in sorted(path.with_suffix(".zarr").rglob("*")):
-            archive.write(file, file.relative_to(path.with_suffix(".zarr")))
-    return str(path)
-
-
 GOOD: dict[str, Callable[[Path], str]] = {
     "contiguous": lambda path: write_hdf5(path, {"x": DATA.astype(">i4")}),
     "gzip with a hole": gzip,
     "scale-offset, by the library": scale_offset,
     "virtual": virtual,
-    "netCDF": netcdf,
-    "Zarr 2": lambda path: write_zarr(path, {"x": DATA}, 2, chunks=CHUNKS),
-    "Zarr 3": lambda path: write_zarr(path, {"x": DATA}, chunks=CHUNKS),
     "Zarr 3 with shards": lambda path: write_zarr(path, {"x": DATA}, chunks=CHUNKS, shards=(8, 8)),
-    "Zarr in a zip file": zarr_zip,
 }
 
 

@@ -27,7 +27,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_file, open_so
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
-from tests.unit.files import check_source, flat, read_all, write_zarr
+from tests.unit.files import check_source, flat, read_all, write_tensorstore, write_zarr
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type",
@@ -35,13 +35,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Consolidated metadata",
     "ignore:Object at",
 )
-
-CODECS_V2: dict[str, dict[str, Any]] = {
-    "none": {"compressors": None},
-    "zstd": {"compressors": numcodecs.Zstd()},
-    "zlib": {"compressors": numcodecs.Zlib()},
-    "blosc": {"compressors": numcodecs.Blosc()},
-}
 
 
 def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
@@ -53,15 +46,6 @@ def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
 
 def open_files() -> set[str]:
     return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir()}
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("codec", CODECS_V2)
-def test_format_2_codecs_and_orders(tmp_path: Path, codec: str, order: str) -> None:
-    data = flat((5, 7, 3), ">i4")
-    path = write_zarr(tmp_path / "a.zarr", {"a": data}, 2, order=order, **CODECS_V2[codec])
-    assert check(path, "/a", data).codec == codec
 
 
 def test_zip_stores_and_urls(tmp_path: Path) -> None:
@@ -362,15 +346,9 @@ def test_types_of_jax_as_tensorstore_writes_them(tmp_path: Path, name: str, driv
 
 def test_bfloat16_in_the_other_byte_order(tmp_path: Path) -> None:
     values = np.arange(24).reshape(4, 6).astype(np.float32).astype(ml_dtypes.bfloat16)
-    metadata = {
-        "shape": [4, 6],
-        "data_type": "bfloat16",
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 6]}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "big"}}],
-    }
-    kvstore = {"driver": "file", "path": f"{tmp_path}/a.zarr/"}
-    store = tensorstore.open({"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}, create=True).result()
-    store.write(values).result()
+    grid = {"name": "regular", "configuration": {"chunk_shape": [2, 6]}}
+    big = [{"name": "bytes", "configuration": {"endian": "big"}}]
+    write_tensorstore(tmp_path / "a.zarr", values, chunk_grid=grid, codecs=big)
     path = shutil.make_archive(str(tmp_path / "a"), "zip", tmp_path / "a.zarr")  # which zarr-python reads
     for where in (str(tmp_path / "a.zarr"), path):
         source = open_source(where, "/")
@@ -400,11 +378,9 @@ def test_types_that_are_not_loaded(tmp_path: Path, name: str, said: str) -> None
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_blosc_with_snappy(tmp_path: Path, is_whole: bool) -> None:
     """Wrong if chunks that numcodecs's build cannot decode were called damaged; read here, and by zarr-python."""
-    kvstore = {"driver": "file", "path": f"{tmp_path}/a.zarr/"}
     compressor = {"id": "blosc", "cname": "snappy", "clevel": 5, "shuffle": 1}
-    metadata = {"shape": [5000], "chunks": [1000], "dtype": "<i4", "compressor": compressor}
-    store = tensorstore.open({"driver": "zarr", "kvstore": kvstore, "metadata": metadata}, create=True).result()
-    store.write(np.arange(5000, dtype="i4")).result()
+    values = np.arange(5000, dtype="i4")
+    write_tensorstore(tmp_path / "a.zarr", values, "zarr", chunks=[1000], dtype="<i4", compressor=compressor)
     source = open_source(str(tmp_path / "a.zarr"), "/")
     with pytest.raises(UndecodedError, match=r"Blosc with snappy, which numcodecs \S+ here cannot decode: it has blosclz, lz4"):
         read_all(source) if is_whole else source.plain(Region.whole((5000,)))

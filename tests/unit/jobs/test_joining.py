@@ -555,7 +555,7 @@ def test_what_is_joined_does_not_grow(tmp_path: Path) -> None:
 def test_a_copy_does_not_go_on_with_other_parts(snapshot: list[str], tmp_path: Path) -> None:
     whole = str(tmp_path / "whole.h5")
     shardload.join(whole, snapshot)
-    request = CopyRequest(whole, str(tmp_path / "out.h5"))
+    request = CopyRequest.check(whole, tmp_path / "out.h5")
 
     def about() -> dict[str, str]:
         found, groups, _ = find(request)
