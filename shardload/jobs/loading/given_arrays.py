@@ -88,7 +88,7 @@ class ScatterCall(LoadCall):
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
             told.append([source.info, view is not None and sendable(view), str(source.dtype)])
-        return [pickle.dumps((structure, told))]
+        return pickle.dumps((structure, told))
 
     def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
         """What the root has, as NumPy makes an array of it."""
