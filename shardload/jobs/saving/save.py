@@ -181,7 +181,7 @@ def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveRepor
             finally:
                 own.free()
 
-        return BackgroundSave(plan.path, write)
+        return BackgroundSave(plan.path, own.rank, write)
 
 
 def _logged(report: SaveReport) -> SaveReport:
