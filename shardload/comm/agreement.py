@@ -89,8 +89,7 @@ class Agreement:
     def begin(self, asked: Invocation, find: Callable[[], Any]) -> Any:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
-        Returns that text, or those bytes if `find` returns bytes, or a list of bytes-like parts (which saves joining them). If
-        `find` raises on rank 0, every rank raises that error.
+        Returns that text, or those bytes if `find` returns bytes. If `find` raises on rank 0, every rank raises that error.
         Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
         return self._tell(find, 0, f"{asked.digest:016x}".encode())
@@ -135,24 +134,24 @@ class Agreement:
 
     def send_text(self, text: str | None, root: int) -> str:
         """Send a text of `root` to every rank. Collective."""
-        return _to_text(self._send_bytes([_to_bytes(text or "")], root))
+        return _to_text(self._send_bytes(_to_bytes(text or ""), root))
 
-    def _send_bytes(self, parts: Sequence[Any], root: int) -> memoryview:
-        """Send bytes of `root`, given in parts, to every rank. Collective."""
+    def _send_bytes(self, data: bytes, root: int) -> memoryview:
+        """Send bytes of `root` to every rank. Collective."""
         # The first message says how many there are; if they fit, it has all: most texts take one broadcast.
         head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
         length, body = head[:_LENGTH_NBYTES].view("<i8"), head[_LENGTH_NBYTES:]
         if self.rank == root:
-            length[0] = sum(map(len, parts))
-            if length[0] <= len(body):
-                _lay(parts, body)
+            length[0] = len(data)
+            if len(data) <= len(body):
+                body[: len(data)] = np.frombuffer(data, dtype=np.uint8)
         self._collectives.broadcast(head, root)
         n = int(length[0])
         if n <= len(body):
             return body[:n].data
         whole = np.empty(n, dtype=np.uint8)
         if self.rank == root:
-            _lay(parts, whole)
+            whole[:] = np.frombuffer(data, dtype=np.uint8)
         self._collectives.broadcast(whole, root)
         return whole.data
 
@@ -181,10 +180,10 @@ class Agreement:
                 if self.size == 1:
                     raise _alone(error)
                 made = to_json(as_shardload(error, root))
-            body = made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]
             if self.size == 1:
-                return b"".join(body) if isinstance(made, list) else made
-            message, n = self._send_bytes([mark, kind, *body], root), len(mark)
+                return made
+            body = _to_bytes(made) if isinstance(made, str) else made
+            message, n = self._send_bytes(b"".join([mark, kind, body]), root), len(mark)
             if message[:n] != mark:
                 return None
             kind, rest = bytes(message[n : n + 1]), message[n + 1 :]
@@ -302,11 +301,3 @@ def _to_text(data: memoryview) -> str:
 def digest_of(text: str) -> int:
     """64-bit digest of a text."""
     return int.from_bytes(blake2b(_to_bytes(text), digest_size=8).digest(), "little")
-
-
-def _lay(parts: Sequence[Any], into: Bytes) -> None:
-    """Put bytes-like parts one after the other."""
-    offset = 0
-    for part in parts:
-        into[offset : offset + len(part)] = np.frombuffer(part, dtype=np.uint8)
-        offset += len(part)

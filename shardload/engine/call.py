@@ -55,8 +55,7 @@ class Call:
         Parameters
         ----------
         find : callable
-            Returns what only one rank knows, as text, bytes, or bytes in parts (`Agreement.begin`). Not called if the arguments
-            are wrong.
+            Returns what only one rank knows, as text or bytes (`Agreement.begin`). Not called if the arguments are wrong.
         make : callable
             Makes the plan of it.
         describe : callable

@@ -32,7 +32,7 @@ ROOMS = {
     "shardload.options": (),
     "shardload.transfer": ("numpy", "deflate"),
     "shardload.comm": ("numpy", "jax", "ml_dtypes"),  # JAX is what `launch` starts; MPI waits until somebody needs it
-    "shardload.jobs": ("numpy", "deflate", "jax", "ml_dtypes"),  # no format, no MPI
+    "shardload.jobs": ("numpy", "deflate", "google_crc32c", "jax", "ml_dtypes"),  # no format, no MPI
     "shardload.cli.main": ("typer", "rich"),
 }
 

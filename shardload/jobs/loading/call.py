@@ -210,7 +210,7 @@ class LoadCall:
         """
         with collections_wait(not self.tree.is_single):
             if self._begun is None:
-                return self.make(b"".join(self.find()))
+                return self.make(self.find())
             return self._begun.plan(self.find, self._make_checked, _describe_loads, root=root)
 
     def _make_checked(self, told: Any) -> list[ArrayLoad]:
@@ -259,7 +259,7 @@ class LoadCall:
 
     # --- what one rank finds
 
-    def find(self) -> list[bytes | memoryview]:
+    def find(self) -> bytes:
         """The metadata of all arrays, and the values of small ones if `readers` is "auto", as parts of one message.
 
         With names of axes and coordinates if a selection may name them.
@@ -507,12 +507,12 @@ def _sent(found: FoundArray, state: State) -> tuple[Any, ...]:
     return info, np.ndarray(shape, info.dtype, values), state, region
 
 
-def packed(found: Any) -> list[bytes | memoryview]:
-    """What one rank has found as a message in parts: the values of arrays lie behind the rest, and are not copied."""
+def packed(found: Any) -> bytes:
+    """What one rank has found as a message: the values of arrays lie behind the rest."""
     buffers = list[pickle.PickleBuffer]()
     text = pickle.dumps(found, protocol=5, buffer_callback=buffers.append)
     parts = [memoryview(text), *(buffer.raw() for buffer in buffers)]
-    return [np.array([len(parts), *map(len, parts)], dtype=np.int64).tobytes(), *parts]
+    return b"".join([np.array([len(parts), *map(len, parts)], dtype=np.int64).tobytes(), *parts])
 
 
 def unpacked(told: Any) -> Any:

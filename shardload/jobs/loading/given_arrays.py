@@ -75,7 +75,7 @@ class ScatterCall(LoadCall):
             raise ConfigError(f"root is {root!r}; expected a rank from 0 to {size - 1}")
         return self.load(int(root))
 
-    def find(self) -> list[bytes | memoryview]:
+    def find(self) -> bytes:
         """Make the arrays, and describe them as text. Runs on the root."""
         array = self._array() if callable(self._array) else self._array
         leaves, structure = _flatten(array, self._has_tree)
@@ -88,7 +88,7 @@ class ScatterCall(LoadCall):
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
             told.append([source.info, view is not None and sendable(view), str(source.dtype)])
-        return [pickle.dumps((structure, told))]
+        return pickle.dumps((structure, told))
 
     def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
         """What the root has, as NumPy makes an array of it."""

@@ -232,9 +232,9 @@ class Plan:
 
     def __repr__(self) -> str:
         """One line."""
-        taken = f"{self.readers}, {self.n_readers} of {self.n_ranks} ranks read"
+        readers = f"{self.readers}, {self.n_readers} of {self.n_ranks} ranks read"
         what = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
-        return f"<Plan of {printable(str(self.info))}: {what} on mesh {mesh_text(self.sharding)}; {taken}>"
+        return f"<Plan of {printable(str(self.info))}: {what} on mesh {mesh_text(self.sharding)}; {readers}>"
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: the text."""
@@ -365,8 +365,8 @@ class TreePlan:
         n_chunks = sum(plan.costs[plan.readers].chunks_decoded for plan in self.leaves)
         totals = [
             f"total: {format_nbytes(self.nbytes)}, {counted(n_chunks, 'chunk')} decoded in the job",
-            f"peak host memory of a rank: {format_nbytes(self.peak_nbytes)}, at most; staging cap for all arrays together "
-            f"{format_nbytes(self.staging_nbytes)}",
+            f"peak host memory of a rank: {format_nbytes(self.peak_nbytes)}, at most, with up to "
+            f"{format_nbytes(self.staging_nbytes)} of staging memory for all arrays together",
         ]
         if self.left_out:
             names = [f"'{printable(info.dataset)}' ({info.refused})" for info in self.left_out[:_MOST_LEFT_OUT]]
@@ -411,7 +411,7 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
     lines = wrap(f"load '{printable(plan.info.dataset)}', {plan.info.format}", width, "", "  ")
     for name, text in _facts(plan).items():
         first = f"  {name:<10}" if width >= _WIDE else f"  {name}  "
-        parts = [text] if name in ("file", "taken") else text.split("; ")
+        parts = [text] if name in ("file", "chosen") else text.split("; ")
         lines += wrap_parts(parts, width, first, None if width >= _WIDE else "    ")
     return "\n".join([*lines, "", *_table(plan, width)])
 
@@ -446,9 +446,9 @@ def _facts(plan: Plan) -> dict[str, str]:
         "sharding": f"{plan.decomposition}: {spec_text(plan.sharding.spec)} on mesh {mesh_text(plan.sharding)}{replicas}; "
         f"shard {shape_text(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
         "ranks": f"{plan.n_ranks}{f' on {plan.n_nodes:,} nodes' if plan.n_nodes > 1 else ''}, {plan.n_readers} of them read; "
-        f"staging cap {format_nbytes(plan.staging_nbytes)} per rank"
+        f"up to {format_nbytes(plan.staging_nbytes)} of staging memory each"
         + (f", because of chunks of {format_nbytes(nbytes_chunk)}" if plan.staging_is_raised else ""),
-        "taken": f"{plan.readers}: {plan.why}",
+        "chosen": f"{plan.readers}: {plan.why}",
     }
 
 
@@ -485,7 +485,7 @@ def _table(plan: Plan, width: int) -> list[str]:
     rows = [
         ["readers", *(f"{c.n_readers:,}" for c in costs)],
         ["decoded", *(_decoded(plan, c) for c in costs)],
-        ["amplification", *(f"{c.amplification:.2f}x" for c in costs)],
+        ["times decoded", *(f"{c.amplification:.2f}x" for c in costs)],
         ["per reader", *(format_nbytes(c.reader_nbytes) for c in costs)],
         ["messages", *(f"{'<= ' if c.messages else ''}{c.messages:,}" for c in costs)],
         ["between ranks", *(f"{'<= ' if c.messages else ''}{format_nbytes(c.moved_nbytes)}" for c in costs)],

@@ -59,8 +59,8 @@ def test_large_chunks_get_what_they_need_and_small_ones_what_they_got(path: str,
     with_memory(monkeypatch, 1 << 40)
     found = {name: plan(path, name) for name in ("large", "middle", "small")}
     assert {name: one.staging_nbytes // MIB for name, one in found.items()} == {"large": 704, "middle": 256, "small": 256}
-    assert "staging cap 704.0 MiB per rank, because of chunks of 64.0 MiB" in " ".join(str(found["large"]).split())
-    assert "because" not in str(found["middle"]).partition("ranks")[2].partition("taken")[0]
+    assert "up to 704.0 MiB of staging memory each, because of chunks of 64.0 MiB" in " ".join(str(found["large"]).split())
+    assert "because" not in str(found["middle"]).partition("ranks")[2].partition("chosen")[0]
     assert plan(path, "large", staging="320MiB").staging_nbytes == 320 * MIB
 
 
