@@ -160,9 +160,7 @@ class RoundReader:
         self._session = self._opened.enter_context(session)
         self._source = StreamSource(plan, group.rank)
         self._opened.push(lambda kind, *_: self._source.close(kind))
-        # The last to be registered is the first to be called: this must come before what closes files and shared memory.
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)
+        _register_end()
 
     def first_batch_of_next_round(self) -> int | None:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
@@ -210,6 +208,7 @@ class RoundReader:
             self._session.agree()
             self._session.share_memory(shared_nbytes(self.plan.staging))
             self._shares_memory = True
+            _register_end()
         try:
             self._session.move(staged, self._source, self._target)
             with self._session.errors:
@@ -504,6 +503,12 @@ class ReadAhead:
 
 
 _open: weakref.WeakSet[Inline | ReadAhead] = weakref.WeakSet()
+
+
+def _register_end() -> None:
+    """The last to be registered is the first to be called: `_end_all` must come before what closes files and shared memory."""
+    atexit.unregister(_end_all)
+    atexit.register(_end_all)
 
 
 def _end_all() -> None:
