@@ -227,6 +227,7 @@ class Saving:
                 if self._on_copied is not None:
                     for shards in self._shards:
                         shards.copy_to_host()
+                    self._asked.arrays[:] = [one.without_values() for one in self._asked.arrays]
                     self._on_copied()
                 nbytes = sum(layout.nbytes_of(group.rank) for layout in self._layouts)
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
