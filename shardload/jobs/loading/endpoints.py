@@ -296,6 +296,8 @@ class ShardedArray:
         The shapes of this rank's pieces, and their dtype.
     nbytes : int
         Bytes of this rank's pieces.
+    pieces : ShardPieces
+        The pieces, when there is memory for them.
     array : jax.Array or None
         The array.
     device_seconds : float
@@ -312,28 +314,18 @@ class ShardedArray:
         self.array: jax.Array | None = None
         self.device_seconds, self.counters = 0.0, Counters()
         self._early: EarlyPieces
-        self._pieces: ShardPieces
-
-    @property
-    def shards(self) -> dict[int, Piece]:
-        """This rank's pieces, by shard number, in the coordinates of the jax.Array."""
-        return self._pieces.shards
-
-    @property
-    def pieces(self) -> dict[int, Piece]:
-        """What is filled, by the number of the section (`Shards.sections_of`), in coordinates of the file's array."""
-        return self._pieces.sections
+        self.pieces: ShardPieces
 
     def make_room(self, room: list[Array]) -> None:
         """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
         plan, shards = self.load.plan, self.load.layout.schedule.shards
-        self._pieces = ShardPieces(shards, plan.shape, room, self._rank)
-        self._pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
+        self.pieces = ShardPieces(shards, plan.shape, room, self._rank)
+        self.pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
         self._early = EarlyPieces(plan.shape_global, plan.sharding)
 
     def start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
-        shard = self._pieces.completed(piece)
+        shard = self.pieces.completed(piece)
         if shard is not None:
             self._early.start(shard.region, shard.data)
 
@@ -341,7 +333,7 @@ class ShardedArray:
         """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""
         layout, source, counters = self.load.layout, self.load.handle, self.counters
         started = time.perf_counter()
-        for section, piece in self.pieces.items():
+        for section, piece in self.pieces.sections.items():
             region = layout.schedule.target(section)
             if region is not None and region.size:
                 target, values = piece.view(region), source.plain(layout.source.selection.to_file(region))
@@ -355,8 +347,8 @@ class ShardedArray:
     def assemble(self) -> None:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
-        self._pieces.finish()
-        held = ((p.region, p.data) for p in self.shards.values())
+        self.pieces.finish()
+        held = ((p.region, p.data) for p in self.pieces.shards.values())
         plan, layout = self.load.plan, self.load.layout
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
         is_decoded = layout.decoding is not None or (False if plan.info.packing else None)
@@ -397,7 +389,7 @@ class DeviceTarget:
         _each(self.arrays, lambda array: array.make_room(next(rooms)))
         for move in moves:
             array = self.arrays[move.array]
-            move.targets, move.on_complete = array.pieces, array.start_early
+            move.targets, move.on_complete = array.pieces.sections, array.start_early
 
     def fill(self, session: Session) -> None:
         """Make the arrays of values that every process has already: nothing moves."""

@@ -137,8 +137,8 @@ class Loader:
             if not session.errors:
                 group.watch.enter("verify")
                 with session.errors:
-                    pieces = [{piece.region: piece.data for piece in sharded.shards.values()} for sharded in target.arrays]
-                    checked = self._check([sharded.array for sharded in target.arrays], pieces)
+                    pieces = ({one.region: one.data for one in made.pieces.shards.values()} for made in target.arrays)
+                    checked = self._check([made.array for made in target.arrays], pieces)
             group.watch.enter("agree")
             checked = checked or [ShardFindings() for _ in loads]
             totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, requests_before))
@@ -190,7 +190,7 @@ class Loader:
     # --- what this rank does
 
     def _check(
-        self, arrays: Sequence[Any], pieces: Sequence[Mapping[Region, np.ndarray[Any, Any]]], seed: int = 0
+        self, arrays: Sequence[Any], pieces: Iterable[Mapping[Region, np.ndarray[Any, Any]]], seed: int = 0
     ) -> list[ShardFindings]:
         """Verify what the devices of this process hold, at the level that the caller asked for. `pieces`: see `Verifier`."""
         if self._options.verify == INDEX:  # who made an array has compared each of its shards with JAX's index map
