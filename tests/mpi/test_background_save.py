@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,10 @@ def test_the_values_of_the_call_are_saved(comm: Any, shared_tmp_path: Path, suff
     save = shardload.save(path, {"x": x, "small": small}, chunks={"x": (1, 10, 6), "small": (3,)}, background=True)
     small[:] = 0
     y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None
     loaded = shardload.load(shared_tmp_path / "in.h5", mesh, P(None, "a"))
     report = save.wait()
     assert (report.n_arrays, report.n_chunks, report.nbytes) == (2, 25, VALUES.nbytes + 24)

@@ -236,8 +236,14 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """The state of a file, or of the zip file that it is in, whatever has its path now; None if it is not known."""
         if self.folder is not None:
             return self.folder.version(key)
-        path = getattr(_unwrapped(self._store), "path", None)  # of a zip file, unless it is a file object's
-        return None if path is None else state_of(os.fspath(path))
+        archive = _unwrapped(self._store)
+        path: Any = getattr(archive, "path", None)  # of a zip file, unless it is a file object's
+        if path is None or not getattr(archive, "_is_open", False):
+            return None if path is None else state_of(os.fspath(path))
+        try:
+            return (state_of(archive._zf.fp.fileno()) or ())[:2] or None  # as by its path, before it is opened
+        except (AttributeError, OSError, ValueError):  # it was closed
+            return None
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
         """The state that a metadata file, or the zip file that it is in, had before it was read; None if it is not known."""

@@ -85,6 +85,11 @@ class SavedArray:
         """True if each process has an array of its own, which must be the same."""
         return not isinstance(getattr(self.x, "sharding", None), jax.sharding.NamedSharding)
 
+    def without_values(self) -> SavedArray:
+        """The same, which does not hold the array any more."""
+        x = jax.ShapeDtypeStruct(self.x.shape, self.x.dtype, sharding=getattr(self.x, "sharding", None))
+        return replace(self, x=x)
+
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, as text."""
         told = {name: repr(getattr(self, name)) for name in _DESCRIBED}

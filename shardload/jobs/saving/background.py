@@ -26,12 +26,14 @@ class BackgroundSave:
     ----------
     path : str
         The new file.
+    rank : int
+        This rank. Rank 0 logs an error at once, for the case that nobody waits.
     write : callable
         Saves, and returns the report. It calls the function that it gets when it needs the arrays no longer.
     """
 
-    def __init__(self, path: str, write: Callable[[Callable[[], None]], SaveReport]) -> None:
-        self.path = path
+    def __init__(self, path: str, rank: int, write: Callable[[Callable[[], None]], SaveReport]) -> None:
+        self.path, self._rank = path, rank
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._are_copied = threading.Event()
@@ -47,7 +49,12 @@ class BackgroundSave:
         except BaseException as error:
             let_go(error)
             self._error = error
-            _log.error("the save of '%s' in the background failed: %s", self.path, error)
+            _log.log(
+                logging.DEBUG if self._rank else logging.ERROR,
+                "the save of '%s' in the background failed: %s",
+                self.path,
+                error,
+            )
         finally:
             self._are_copied.set()
 

@@ -181,7 +181,7 @@ def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveRepor
             finally:
                 own.free()
 
-        return BackgroundSave(plan.path, write)
+        return BackgroundSave(plan.path, own.rank, write)
 
 
 def _logged(report: SaveReport) -> SaveReport:
@@ -227,6 +227,7 @@ class Saving:
                 if self._on_copied is not None:
                     for shards in self._shards:
                         shards.copy_to_host()
+                    self._asked.arrays[:] = [one.without_values() for one in self._asked.arrays]
                     self._on_copied()
                 nbytes = sum(layout.nbytes_of(group.rank) for layout in self._layouts)
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
