@@ -286,8 +286,8 @@ def test_peak_of_a_save(
 
 FAULTS = {
     "arguments": "shardload.jobs.saving.arguments.Options.check",
-    "what is there": "shardload.jobs.saving.save.read_like",
-    "plan": "shardload.jobs.saving.save.plan_file",
+    "what is there": "shardload.jobs.saving.like.find_array",
+    "plan": "shardload.jobs.saving.plan.shards_of",
     "buffers": "shardload.jobs.saving.save.LocalShards",
     "create": "shardload.formats.hdf5.sink.Hdf5Sink.create",
     "open": "shardload.formats.hdf5.sink.Hdf5Sink.writer",
