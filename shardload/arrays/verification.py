@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,7 @@ class Verifier:
     open_again: Callable[[], Source]
 
     def check(self, array: Any, rank: int, pieces: Mapping[Region, Array] | None = None) -> ShardFindings:
-        """Check the shards on the devices of this process. Not collective.
+        """Check the shards on the devices of this process, beyond what ``"index"`` promises. Not collective.
 
         Parameters
         ----------
@@ -176,11 +176,10 @@ class Verifier:
         """
         started, level = time.perf_counter(), self.options.verify
         found = ShardFindings(Counter(n_shards=len(array.addressable_shards)))
-        if level != INDEX:
-            local = LocalShards(array, self.schedule.shards, rank)
-            self._check_devices(local, rank, pieces or {}, found)
-            if level in (FILE, FULL) and local.numbers:
-                self._check_file(local, rank, pieces or {}, found)
+        local = LocalShards(array, self.schedule.shards, rank)
+        self._check_devices(local, rank, pieces or {}, found)
+        if level in (FILE, FULL) and local.numbers:
+            self._check_file(local, rank, pieces or {}, found)
         found.seconds = time.perf_counter() - started
         return found
 
@@ -312,7 +311,7 @@ class Verifier:
 def agree_all(
     group: Group,
     level: str,
-    arrays: Sequence[tuple[str, Shards, int]],
+    arrays: Iterable[tuple[str, Shards, int]],
     found: Sequence[ShardFindings],
     sums: Sequence[list[int]],
 ) -> list[VerifyReport]:
@@ -326,7 +325,7 @@ def agree_all(
         The ranks.
     level : str
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``, for all of them.
-    arrays : sequence of (str, Shards, int)
+    arrays : iterable of (str, Shards, int)
         For each array its name, which rank holds which shard, and its bytes without padding.
     found : sequence of ShardFindings
         The results of this rank.
@@ -339,19 +338,23 @@ def agree_all(
         If replicas on different processes differ: on every rank, with the ranks that hold each version.
     """
     started = time.perf_counter()
-    reports = [VerifyReport(level, **dict(zip(_COUNTED, counts, strict=True))) for counts in sums]
-    if level != INDEX:
-        pairs = zip(arrays, found, strict=True)
-        replicas = [(name, shards, own.digests.items()) for (name, shards, _), own in pairs if shards.n_replicas > 1]
-        if replicas:
-            check_replicas(
-                group,
-                replicas,
-                "Suspect memory, network and device there; load again, and leave that node out if it happens again",
-            )
-        if level == FULL:
-            shares = group.gather_ints([mine.share for mine in found])
-            digests = [join_sums(shares[:, k].tolist(), nbytes) for k, (_, _, nbytes) in enumerate(arrays)]
-            reports = [replace(report, digest=digest) for report, digest in zip(reports, digests, strict=True)]
+    counts = [dict(zip(_COUNTED, of_array, strict=True)) for of_array in sums]
+    if level == INDEX:
+        return [VerifyReport(level, **of_array) for of_array in counts]
+    arrays, digests = list(arrays), list[int | None]([None] * len(counts))
+    pairs = zip(arrays, found, strict=True)
+    replicas = [(name, shards, own.digests.items()) for (name, shards, _), own in pairs if shards.n_replicas > 1]
+    if replicas:
+        check_replicas(
+            group,
+            replicas,
+            "Suspect memory, network and device there; load again, and leave that node out if it happens again",
+        )
+    if level == FULL:
+        shares = group.gather_ints([mine.share for mine in found])
+        digests = [join_sums(shares[:, k].tolist(), nbytes) for k, (_, _, nbytes) in enumerate(arrays)]
     seconds = time.perf_counter() - started
-    return [replace(report, seconds=mine.seconds + seconds) for report, mine in zip(reports, found, strict=True)]
+    return [
+        VerifyReport(level, **of_array, digest=digest, seconds=mine.seconds + seconds)
+        for of_array, digest, mine in zip(counts, digests, found, strict=True)
+    ]

@@ -246,6 +246,7 @@ class _CheckedFile(OpenFile):
 
     def __init__(self, path: str, access: Access, planned: ArrayInfo | None = None) -> None:
         self._path = without_secrets(path)
+        self.opened_in: State = None  # of a `Finder` that keeps it
         file_format = format_of(path, access, planned)
         with as_source_error(path):
             self._file = file_format.open_file(path, access)
@@ -313,11 +314,15 @@ def _checked(source: Source) -> Source:
 
 
 class FoundArray(NamedTuple):
-    """An array that was found, and values of it if these are small: all, or those of `region`, in C order."""
+    """An array that was found, and values of it if these are small: all, or those of `region`, in C order.
+
+    `read_in` is the state in which they were read: of the file, if a `Finder` keeps these, else of the source.
+    """
 
     info: ArrayInfo
     values: bytes | memoryview | None = None
     region: Region | None = None
+    read_in: State = None
 
 
 # What is to be loaded of an array that was found, given its open source if there is one: its metadata, perhaps with labels, and
@@ -343,7 +348,7 @@ class Finder:
     most_nbytes : int, optional
         Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
     keeps_states : bool
-        True if the state of each file is kept from when it was opened, to see if it changed (`state_of`, `states`).
+        True if the state of each file is kept from when it was opened, to see if it changed (`states`).
     tells : bool
         True if ranks will read what is found: they are told what they need not look up then (`Source.tell`).
     """
@@ -361,7 +366,7 @@ class Finder:
         self._states: dict[str, State] = {}
         cap = 0 if tuning is None else tuning.small_total_nbytes
         self._left_nbytes = cap if most_nbytes is None else min(cap, most_nbytes)
-        self._files: dict[str, OpenFile] = {}
+        self._files: dict[str, _CheckedFile] = {}
 
     def __enter__(self) -> Finder:
         return self
@@ -369,11 +374,6 @@ class Finder:
     def __exit__(self, *_: object) -> None:
         while self._files:
             self._files.popitem()[1].close()
-
-    def state_of(self, path_or_object: Any) -> State:
-        """The state of a file when it was opened; None if it was not kept."""
-        path = as_path(path_or_object) if self._keeps_states else None
-        return None if path is None else self._states.get(_place_of(split_path(path)[0]))
 
     def states(self) -> Iterator[tuple[str, State, State]]:
         """Of each file that was opened: its place, and its state then and now."""
@@ -393,8 +393,7 @@ class Finder:
             return FoundArray(look(check_loadable(info), None)[0])
         if dataset is None:
             path, dataset = split_path(path)
-        refuse_leftover(path)
-        file = self.file(path)
+        file = self.file(path, is_loaded=True)
         if dataset is None:
             return self._looked_at(path, file, _only_one(path, file), look)
         name = _full_name(dataset)
@@ -404,7 +403,7 @@ class Finder:
             infos = file.sketch(_MOST_LISTED, name)
             raise no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
         with closing(source):
-            return self._found(check_loadable(source.info), source, look)
+            return self._found(file, check_loadable(source.info), source, look)
 
     def find_below(
         self, path_or_object: Any, group: str, with_dimensions: bool = False
@@ -427,8 +426,7 @@ class Finder:
                 f"'*' stands for the arrays of a file, but the {type(path_or_object).__name__} that was handed in is one "
                 "array. Pass the path of the file"
             )
-        refuse_leftover(path)
-        file = self.file(path)
+        file = self.file(path, is_loaded=True)
         infos = file.sketch()
         below = [info for info in infos if info.dataset.startswith(f"{group}/")]
         if group and not below:
@@ -446,19 +444,20 @@ class Finder:
             raise no_arrays_below(path, group, infos)
         return [self._looked_at(path, file, info, _look_at_all) for info in found], left_out
 
-    def _looked_at(self, path: str, file: OpenFile, info: ArrayInfo, look: Look) -> FoundArray:
+    def _looked_at(self, path: str, file: _CheckedFile, info: ArrayInfo, look: Look) -> FoundArray:
         """An array that was found without being opened here. If values of it may be small, it is opened."""
         is_large = look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning)
         if (self._tuning is None or is_large) and not (self._tells and is_remote(path)):
             return FoundArray(look(info, None)[0])
         try:
             with closing(file.open(info.dataset, info)) as source:
-                return self._found(source.info, source, look)
+                return self._found(file, source.info, source, look)
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
         return FoundArray(look(info, None)[0])
 
-    def _found(self, info: ArrayInfo, source: Source, look: Look) -> FoundArray:
+    def _found(self, file: _CheckedFile, info: ArrayInfo, source: Source, look: Look) -> FoundArray:
+        read_in = file.opened_in if self._keeps_states else source.opened_in()
         info, region = look(info, source)
         if region is None:
             return FoundArray(info)
@@ -467,7 +466,7 @@ class Finder:
         if values is None and self._tells:
             source.expect(region)
             info = replace(info, parts=source.tell(region))
-        return FoundArray(info, values, part)
+        return FoundArray(info, values, part, read_in)
 
     def _values(self, source: Source, region: Region | None) -> memoryview | None:
         """All values, or those of a region, if they are small and fit beside those that others have."""
@@ -483,16 +482,18 @@ class Finder:
             let_interruption_pass(error)
             return None
 
-    def file(self, path: str) -> OpenFile:
-        """A file that is opened here once."""
-        key = _place_of(path)
-        file = self._files.get(key)
+    def file(self, path: str, is_loaded: bool = False) -> _CheckedFile:
+        """A file that is opened here once. SourceError for a temporary of a save, if something is to be loaded from it."""
+        place = _place_of(path)
+        file = self._files.get(place)
         if file is None:
+            if is_loaded:
+                refuse_leftover(path)
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            file = self._files[key] = _CheckedFile(path, self.access)
-            if self._keeps_states and key not in self._states:
-                self._states[key] = file.state()
+            file = self._files[place] = _CheckedFile(path, self.access)
+            if self._keeps_states:
+                file.opened_in = self._states.setdefault(place, file.state())
         return file
 
 

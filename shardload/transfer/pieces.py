@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,27 +100,32 @@ class ShardPieces:
         Which rank holds which shard, and what is in it.
     shape : tuple of int
         Shape of the array in the file.
-    pieces : mapping of int to Piece
-        This rank's shards, by number.
+    room : sequence of ndarray
+        Memory for this rank's shards, ascending.
     rank : int
         This rank.
 
     Attributes
     ----------
+    shards : dict of int to Piece
+        This rank's shards, by number, in the coordinates of the jax.Array.
     sections : dict of int to Piece
         What the exchange fills, by section.
     """
 
-    def __init__(self, shards: Shards, shape: tuple[int, ...], pieces: Mapping[int, Piece], rank: int) -> None:
-        self._shards, self._held, self._pieces = shards, shards.held_by(rank, shape), pieces
+    def __init__(self, shards: Shards, shape: tuple[int, ...], room: Sequence[Array], rank: int) -> None:
+        self._halo, self._cuts, self._held = shards.halo, shards.cuts, shards.held_by(rank, shape)
+        self.shards: dict[int, Piece] = {}
         self.sections: dict[int, Piece] = {}
-        self._shard_of: dict[int, int] = {}
-        for shard in self._held:
+        self._shard_of: dict[int, int] = {}  # by the id of a section
+        self._n_left: dict[int, int] = {}  # sections that have not arrived
+        for shard, data in zip(self._held, room, strict=True):
+            piece = self.shards[shard.number] = Piece(shard.region, data)
+            self._n_left[shard.number] = len(shard.sections)
             for number, region, place in shard.sections:
-                section = self.sections[number] = Piece(region, pieces[shard.number].view(place))
+                section = self.sections[number] = Piece(region, piece.view(place))
                 self._shard_of[id(section)] = shard.number
-        self._n_left = Counter(self._shard_of.values())
-        self._unfinished = set(pieces)
+        self._unfinished = set(self.shards)
 
     def fill(self, value_of: Callable[[Any], Any]) -> None:
         """Fill what is not in the file with values. `value_of` takes `Content.fill`.
@@ -132,7 +136,7 @@ class ShardPieces:
             If an element is neither in the file nor filled. Verification looks at the same regions, so it could not find that.
         """
         for shard in self._held:
-            piece = self._pieces[shard.number]
+            piece = self.shards[shard.number]
             n_left = piece.region.size
             for content in shard.contents:
                 n_left -= content.place.size
@@ -148,7 +152,7 @@ class ShardPieces:
         if self._n_left[shard]:
             return None
         self._repeat(shard)
-        return self._pieces[shard]
+        return self.shards[shard]
 
     def finish(self) -> None:
         """Finish all shards, also those of which a section is empty."""
@@ -158,9 +162,11 @@ class ShardPieces:
     def _repeat(self, shard: int) -> None:
         """Repeat the last rows of the array beyond its ends, axis by axis: a corner then has the corner's element."""
         self._unfinished.discard(shard)
-        data, halo = self._pieces[shard].data, self._shards.halo
-        for axis, (i, n, h) in enumerate(zip(unravel(shard, self._shards.cuts), self._shards.cuts, halo.widths, strict=True)):
-            if not halo.repeats(axis):
+        if self._halo.is_none:
+            return
+        data = self.shards[shard].data
+        for axis, (i, n, h) in enumerate(zip(unravel(shard, self._cuts), self._cuts, self._halo.widths, strict=True)):
+            if not self._halo.repeats(axis):
                 continue
             rows = data.swapaxes(0, axis)
             if i == 0:

@@ -180,7 +180,7 @@ def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[OpenFac
 def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -> tuple[Any, int]:
     """The object, and the address in the last link to it."""
     left = deque(part for part in name.split(b"/") if part not in (b"", b"."))
-    at, here, address = _root(file), b"", 0
+    at, here, address = file.file.id, b"", 0
     link, n_of_link, n_links = "", 0, 0  # the last link, and how many of the remaining parts come from it
     while left:
         part, is_of_link = left.popleft(), n_of_link > 0
@@ -193,7 +193,6 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
             raise (
                 LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else KeyError(decoded(name))
             )
-        told = f"'{_shown(here)}' in '{file.file.filename}' is a link to"
         kind, target = found
         if kind == h5py.h5l.TYPE_HARD:
             try:
@@ -201,9 +200,10 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
             except (KeyError, RuntimeError, ValueError) as error:
                 raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
             continue
+        told = f"'{_shown(here)}' in '{file.file.filename}' is a link to"
         if kind == h5py.h5l.TYPE_SOFT:
             link, inside = f"{told} '{_shown(target)}'", target
-            at, here = (_root(file), b"") if target.startswith(b"/") else (at, here[: -len(part) - 1])
+            at, here = (file.file.id, b"") if target.startswith(b"/") else (at, here[: -len(part) - 1])
         elif kind == h5py.h5l.TYPE_EXTERNAL:
             other, inside = target
             if file.is_in_store:
@@ -211,7 +211,7 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
             link = f"{told} '{_shown(inside)}' in '{_shown(other)}'"
             file = open_other(SearchPath("HDF5_EXT_PREFIX", file).of(os.fsdecode(other)), link, fence)
             opened.append(file)
-            at, here = _root(file), b""
+            at, here = file.file.id, b""
         else:
             raise OutsideError(f"{told} what a program defined for itself, which is not followed")
         n_links += 1
@@ -225,10 +225,6 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
 
 def _shown(name: bytes) -> str:
     return printable(decoded(name))
-
-
-def _root(file: OpenFacts) -> Any:
-    return h5py.h5g.open(file.file.id, b"/")
 
 
 def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int, Any] | None:
@@ -309,8 +305,8 @@ _MOST_LOOKS = 16
 
 def _key_of(dataset: OpenDataset, fence: Fence, access: Access) -> Any:
     """What a look depends on, besides the files that it finds; None if the dataset is not virtual, or may be written to."""
-    state = dataset.facts.state()
-    if dataset.creation.get_layout() != h5py.h5d.VIRTUAL or state is None:
+    state = dataset.facts.state() if dataset.creation.get_layout() == h5py.h5d.VIRTUAL else None
+    if state is None:
         return None
     place = os.getcwd(), dataset.facts.name, os.environ.get("HDF5_VDS_PREFIX")
     return place, state, dataset.name, fence.folders, access

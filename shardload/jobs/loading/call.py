@@ -38,7 +38,7 @@ from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
-from shardload.jobs.consistency import State, check_names, check_unchanged
+from shardload.jobs.consistency import check_names, check_unchanged
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, LoadResult, execute
 from shardload.jobs.loading.plan import Plan, TreePlan, describe_job
@@ -47,7 +47,7 @@ from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
-from shardload.planning.schedule import DIRECT
+from shardload.planning.schedule import DIRECT, MODES
 from shardload.planning.selection import (
     Selection,
     is_by_name,
@@ -287,25 +287,23 @@ class LoadCall:
         """
         found = list[Any]()
         labeller = self._labeller(finder)
-        states: list[State] = []  # of the only array, before its values are read
 
-        def complete(path: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
-            if source is not None and self.tree.is_single:
-                states.append(source.opened_in())
-            return info if labeller is None else labeller.label(path, info, source)
+        def find_one(place: Place, request: Request) -> Any:
+            if not place.is_pattern:
+                return _sent(
+                    finder.find(place.path, place.dataset, partial(_look, labeller, place.path, request.options.select))
+                )
+            below, left_out = finder.find_below(place.path, place.group)
+            if labeller is not None:
+                below = [array._replace(info=labeller.label(place.path, array.info)) for array in below]
+            return {"all": list(map(_sent, below)), "left_out": left_out}
 
         for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
-            with naming_errors(where_text(keys)):
-                if not place.is_pattern:
-                    look = partial(_look, partial(complete, place.path), request.options.select)
-                    array = finder.find(place.path, place.dataset, look)
-                    state = states[-1] if states else finder.state_of(place.path)
-                    found.append(_sent(array, state))
-                    continue
-                below, left_out = finder.find_below(place.path, place.group)
-            state = finder.state_of(place.path)
-            arrays = [_sent(array._replace(info=complete(place.path, array.info)), state) for array in below]
-            found.append({"all": arrays, "left_out": left_out})
+            try:
+                found.append(find_one(place, request))
+            except Exception:  # a context around each array would take longer
+                with naming_errors(where_text(keys)):
+                    raise
         for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
             check_unchanged(f"'{path}'", before, now, path, "")
         return found
@@ -320,7 +318,8 @@ class LoadCall:
         if self.tree.is_single:
             return [self._plan_found(self.requests[0], self.tree.places[0], "", found[0])]
         self._tuning = self._tuning.for_many(len(found))
-        self._check_names([info.dims for info, *_ in found])
+        if any(request.by_name for request in self.requests):
+            self._check_names([info.dims for info, *_ in found])
         loads: list[ArrayLoad] = []
         for k, (request, place, keys) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
             where = where_text(keys)
@@ -340,7 +339,8 @@ class LoadCall:
         ranks = self.ranks_for(request)
         if self._ranks is not None and ranks.n > 1:  # each of many small arrays is read by one rank
             plans = read_in_turn(ranks, [load.plan for load in loads])
-            loads = [replace(load, plan=plan) for load, plan in zip(loads, plans, strict=True)]
+            pairs = zip(loads, plans, strict=True)
+            loads = [load if load.plan is plan else replace(load, plan=plan) for load, plan in pairs]
         return share_staging(request, ranks, loads)
 
     def _plan_found(self, request: Request, place: Place, where: str, found: Any) -> ArrayLoad:
@@ -364,19 +364,21 @@ class LoadCall:
             As in `ArrayLoad`.
         """
         options, is_sent = request.options, origin is not None
-        selection = selection_of(options.select, info)
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
-        key = (id(request), is_sent, selection, None if request.by_name is None else info.dims, *kind)
+        if is_by_name(options.select):
+            kind = (*kind, selection_of(options.select, info))
+        key = (id(request), is_sent, None if request.by_name is None else info.dims, *kind)
         if key not in self._planned:
+            selection = selection_of(options.select, info)
             mine = self._for_axes(request, info, selection)
-            if is_sent and self._ranks is not None:
-                mine = replace(mine, options=replace(options, readers=DIRECT))  # no rank needs to send any
-            plan = plan_array(mine, self.ranks_for(request), info, selection)
+            modes = (DIRECT,) if is_sent and self._ranks is not None else MODES  # else no rank needs to send any
+            plan = plan_array(mine, self.ranks_for(request), info, selection, modes)
             if options.staging_nbytes != plan.staging_nbytes:
                 options = replace(options, staging=plan.staging_nbytes)
             self._planned[key] = plan, options
+            return ArrayLoad(plan, options, handle, origin, where)
         plan, options = self._planned[key]
         return ArrayLoad(replace(plan, info=info), options, handle, origin, where)
 
@@ -488,19 +490,21 @@ def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | No
 
 
 def _look(
-    complete: Callable[[ArrayInfo, Source | None], ArrayInfo], select: Any, info: ArrayInfo, source: Source | None
+    labeller: Labeller | None, path: Any, select: Any, info: ArrayInfo, source: Source | None
 ) -> tuple[ArrayInfo, Region | None]:
     """What `find` wants of an array: its metadata, and the region of a selection; None if it means nothing (`make` says so)."""
-    info = complete(info, source)
+    info = info if labeller is None else labeller.label(path, info, source)
+    if select is None:
+        return info, Region.whole(info.shape)
     try:
         return info, selection_of(select, info).region
     except ConfigError:
         return info, None
 
 
-def _sent(found: FoundArray, state: State) -> tuple[Any, ...]:
+def _sent(found: FoundArray) -> tuple[Any, ...]:
     """What the other ranks are told of an array."""
-    info, values, region = found
+    info, values, region, state = found
     if values is None:
         return info, None, None, None
     shape = info.shape if region is None else region.shape

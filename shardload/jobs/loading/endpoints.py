@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -90,7 +90,7 @@ class ArrayLoad:
         """The array as messages name it."""
         return f"{self.where}, {self.info}" if self.where else str(self.info)
 
-    @property
+    @cached_property
     def layout(self) -> LoadLayout:
         """How it lies in its file and over the ranks."""
         return self.plan._layout
@@ -292,8 +292,12 @@ class ShardedArray:
 
     Attributes
     ----------
-    shards : dict of int to Piece
-        This rank's pieces, by shard number, in the coordinates of the jax.Array.
+    wanted : tuple
+        The shapes of this rank's pieces, and their dtype.
+    nbytes : int
+        Bytes of this rank's pieces.
+    pieces : ShardPieces
+        The pieces, when there is memory for them.
     array : jax.Array or None
         The array.
     device_seconds : float
@@ -304,41 +308,24 @@ class ShardedArray:
 
     def __init__(self, load: ArrayLoad, rank: int) -> None:
         self.load, self._rank = load, rank
-        self.shards: dict[int, Piece] = {}
+        shards, dtype = load.layout.schedule.shards, load.layout.source.dtype
+        self.wanted = [shards.shard_shape] * len(shards.shards_of(rank)), dtype
+        self.nbytes = len(self.wanted[0]) * math.prod(shards.shard_shape) * dtype.itemsize
         self.array: jax.Array | None = None
         self.device_seconds, self.counters = 0.0, Counters()
         self._early: EarlyPieces
-        self._pieces: ShardPieces
-
-    @property
-    def pieces(self) -> dict[int, Piece]:
-        """What is filled, by the number of the section (`Shards.sections_of`), in coordinates of the file's array."""
-        return self._pieces.sections
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's pieces."""
-        shapes, dtype = self.wanted
-        return sum(map(math.prod, shapes)) * dtype.itemsize
-
-    @property
-    def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
-        """The shapes of the pieces, and their dtype."""
-        shards = self.load.layout.schedule.shards
-        return [shards.shard_shape] * len(shards.shards_of(self._rank)), self.load.plan.dtype
+        self.pieces: ShardPieces
 
     def make_room(self, room: list[Array]) -> None:
         """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
         plan, shards = self.load.plan, self.load.layout.schedule.shards
-        for shard, data in zip(shards.held_by(self._rank, plan.shape), room, strict=True):
-            self.shards[shard.number] = Piece(shard.region, data)
-        self._pieces = ShardPieces(shards, plan.shape, self.shards, self._rank)
-        self._pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
+        self.pieces = ShardPieces(shards, plan.shape, room, self._rank)
+        self.pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
         self._early = EarlyPieces(plan.shape_global, plan.sharding)
 
     def start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
-        shard = self._pieces.completed(piece)
+        shard = self.pieces.completed(piece)
         if shard is not None:
             self._early.start(shard.region, shard.data)
 
@@ -346,12 +333,10 @@ class ShardedArray:
         """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""
         layout, source, counters = self.load.layout, self.load.handle, self.counters
         started = time.perf_counter()
-        for section, piece in self.pieces.items():
+        for section, piece in self.pieces.sections.items():
             region = layout.schedule.target(section)
             if region is not None and region.size:
-                place, target = layout.source.selection.to_file(region), piece.view(region)
-                view = source.view(place)
-                values = source.plain(place) if view is None else view
+                target, values = piece.view(region), source.plain(layout.source.selection.to_file(region))
                 np.copyto(target, values.reshape(region.shape), casting="no")
                 settle_bools(target)
                 counters.nbytes_read += target.nbytes
@@ -362,12 +347,12 @@ class ShardedArray:
     def assemble(self) -> None:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
-        self._pieces.finish()
-        held = ((p.region, p.data) for p in self.shards.values())
-        plan = self.load.plan
+        self.pieces.finish()
+        held = ((p.region, p.data) for p in self.pieces.shards.values())
+        plan, layout = self.load.plan, self.load.layout
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
-        is_decoded = self.load.layout.decoding is not None or (False if self.load.info.packing else None)
-        remember(self.array, self.load.layout.extent, is_decoded)
+        is_decoded = layout.decoding is not None or (False if plan.info.packing else None)
+        remember(self.array, layout.extent, is_decoded)
         self.device_seconds = time.perf_counter() - started
 
 
@@ -404,7 +389,7 @@ class DeviceTarget:
         _each(self.arrays, lambda array: array.make_room(next(rooms)))
         for move in moves:
             array = self.arrays[move.array]
-            move.targets, move.on_complete = array.pieces, array.start_early
+            move.targets, move.on_complete = array.pieces.sections, array.start_early
 
     def fill(self, session: Session) -> None:
         """Make the arrays of values that every process has already: nothing moves."""

@@ -36,7 +36,7 @@ from shardload.jobs.loading.plan import staging_of
 from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, phases_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
-from shardload.options import Options
+from shardload.options import INDEX, Options
 from shardload.planning.region import Region
 from shardload.planning.staging import Staging
 from shardload.planning.tuning import Tuning
@@ -117,7 +117,7 @@ class Loader:
         nbytes = None
         if not self._is_here and max(shares, default=-1) >= self._tuning.worth_sharing_nbytes:
             nbytes = shared_nbytes(self._staging) if any(made.is_owner(group.rank) for made in schedules) else 0
-        checked, requests_before = [ShardFindings() for _ in loads], counts()
+        requests_before, checked = counts(), list[ShardFindings]()
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
             source = LoadSource(loads, group.rank, self._tuning)
@@ -137,9 +137,10 @@ class Loader:
             if not session.errors:
                 group.watch.enter("verify")
                 with session.errors:
-                    pieces = [{piece.region: piece.data for piece in sharded.shards.values()} for sharded in target.arrays]
-                    checked = self._check([sharded.array for sharded in target.arrays], pieces)
+                    pieces = ({one.region: one.data for one in made.pieces.shards.values()} for made in target.arrays)
+                    checked = self._check([made.array for made in target.arrays], pieces)
             group.watch.enter("agree")
+            checked = checked or [ShardFindings() for _ in loads]
             totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, requests_before))
             loaded = self._finish(totals, session, target, checked, started)
         group.watch.close()
@@ -170,7 +171,7 @@ class Loader:
 
     # --- facts about the arrays together
 
-    @property
+    @cached_property
     def _is_here(self) -> bool:
         """True if every rank has all values already."""
         return all(load.is_here for load in self._loads)
@@ -189,9 +190,11 @@ class Loader:
     # --- what this rank does
 
     def _check(
-        self, arrays: Sequence[Any], pieces: Sequence[Mapping[Region, np.ndarray[Any, Any]]], seed: int = 0
+        self, arrays: Sequence[Any], pieces: Iterable[Mapping[Region, np.ndarray[Any, Any]]], seed: int = 0
     ) -> list[ShardFindings]:
         """Verify what the devices of this process hold, at the level that the caller asked for. `pieces`: see `Verifier`."""
+        if self._options.verify == INDEX:  # who made an array has compared each of its shards with JAX's index map
+            return [ShardFindings(Counter(n_shards=len(array.sharding.addressable_devices))) for array in arrays]
         checked = []
         with ExitStack() as opened:
             sources = OpenSources(self._loads, opened)
@@ -246,7 +249,8 @@ class Loader:
         for part in (session.counters, *(sharded.counters for sharded in target.arrays)):
             counters.add(part)
         self._settle_missing([n_missing for n_missing, *_ in costs], [sharded.counters for sharded in target.arrays])
-        warn_of_packed([(load.name, load.info, load.options) for load in self._loads], self._group.rank)
+        packed = ((load.name, load.info, load.options) for load in self._loads if load.info.packing)
+        warn_of_packed(packed, self._group.rank)
         device = Phase(sum(sharded.device_seconds for sharded in target.arrays), target.nbytes)
         n_missing, n_decoded, nbytes_read, n_checksums = map(sum, zip(*costs, strict=True))
         reports = [
@@ -271,8 +275,8 @@ class Loader:
 
     def _agree(self, checked: list[ShardFindings], sums: list[list[int]]) -> list[VerifyReport]:
         """What was proven of each array. `sums`: the counts of all ranks."""
-        names = [(load.name, load.layout.schedule.shards, load.layout.nbytes) for load in self._loads]
-        return agree_all(self._group, self._options.verify, names, checked, sums)
+        arrays = ((load.name, load.layout.schedule.shards, load.layout.nbytes) for load in self._loads)
+        return agree_all(self._group, self._options.verify, arrays, checked, sums)
 
     def _settle_missing(self, n_missing: list[int], counters: list[Counters]) -> None:
         """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""

@@ -119,8 +119,10 @@ def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
     return name_axes(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
 
 
-def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection: Selection) -> Plan:
-    """Plan the load of an array in a file from its metadata."""
+def plan_array(
+    request: Request, ranks: PlannedRanks, info: ArrayInfo, selection: Selection, modes: Sequence[str] = MODES
+) -> Plan:
+    """Plan the load of an array in a file from its metadata, in one of these ways of reading."""
     decoding = decoding_for(request.options, info)
     source = source_layout_of(request.options, info, selection, decoding)
     name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
@@ -136,11 +138,11 @@ def plan_array(request: Request, ranks: PlannedRanks, info: ArrayInfo, selection
         caps["per_shard"] = [info.shards[k] // info.chunks[k] for k in source.selection.kept]
     schedules = {DIRECT: plan_direct(source, shards, ranks.n, **caps)}
     caps["per_owner"] = ranks.tuning.blocks_per_owner
-    owners = {ROOT: Owners(), PARALLEL: Owners(n_readers)}
+    owners = {mode: Owners(n_readers) if mode == PARALLEL else Owners() for mode in modes if mode != DIRECT}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
     ahead_nbytes = MOST_AHEAD_NBYTES if is_remote(info.path) else 0
-    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding, ahead_nbytes) for mode in MODES}
-    mode, why = _choose(layouts, readers, ranks, info)
+    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding, ahead_nbytes) for mode in modes}
+    mode, why = _choose(layouts, readers if len(modes) > 1 else modes[0], ranks, info)
     return Plan(
         info,
         request.sharding,

@@ -96,12 +96,12 @@ def test_a_file_that_changes_between_small_arrays(kind: str, tmp_path: Path) -> 
     mark = Path(path, "zarr.json") if Path(path).is_dir() else Path(path)
     for is_changed in (False, True):
         with Finder(Access(), Tuning(), keeps_states=True) as finder:
-            values = [finder.find(path, name)[1] for name in ARRAYS]
-            assert [one is not None for one in values] == [True] * 3
+            found = [finder.find(path, name) for name in ARRAYS]
+            assert [array.values is not None for array in found] == [True] * 3
             if is_changed:
                 os.utime(mark, ns=(1, 1))
             ((_, before, now),) = finder.states()
-            assert finder.state_of(path) == before
+            assert [array.read_in for array in found] == [before] * 3
             assert (before != now) == is_changed
 
 
@@ -110,7 +110,7 @@ def test_a_name_in_the_path_of_an_untrusted_file(tuning: Tuning | None, tmp_path
     """Wrong if the name were taken for a part of the file's name."""
     path = write_hdf5(tmp_path / "a.h5", ARRAYS)
     with Finder(Access(untrusted=Limits(1 << 26)), tuning) as finder:
-        info, values, _ = finder.find(f"{path}:/group/b", None)
+        info, values, *_ = finder.find(f"{path}:/group/b", None)
     assert info.dataset == "/group/b"
     assert values is None if tuning is None else bytes(values or b"") == ARRAYS["group/b"].tobytes()
 
@@ -202,7 +202,7 @@ def test_small_arrays_of_many_chunks_are_read_in_batches(
     if name not in ("large", "plain"):
         monkeypatch.setattr(hdf5.Hdf5Source, "_read_into", lambda *_: pytest.fail("read by the library"))
     with Finder(STRICT, Tuning()) as finder:
-        _, found, _ = finder.find(path, "x")
+        found = finder.find(path, "x").values
     assert batches == ([] if name == "large" else [True])
     assert found is not None and bytes(found) == values.astype(values.dtype.newbyteorder("=")).tobytes()
 

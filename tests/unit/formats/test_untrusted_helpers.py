@@ -119,7 +119,7 @@ def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     others = set(psutil.Process().children(recursive=True))
     with Finder(Access(untrusted=LIMITS), default_tuning()) as finder:
         for name in "ab":
-            info, values, _ = finder.find(path, name)
+            info, values, *_ = finder.find(path, name)
             assert info == find_array(path, name) and bytes(values) == DATA.tobytes()
         assert len(set(psutil.Process().children(recursive=True)) - others) == 1, "one helper for all arrays"
     with pytest.raises(ConfigError) as mine:

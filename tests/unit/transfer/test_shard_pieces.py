@@ -17,8 +17,12 @@ SHAPE = (6, 4)
 
 def pieces(halo: Halo, rank: int) -> tuple[ShardPieces, dict[int, Piece]]:
     shards = plan_shards(SHAPE, [(0,), ()], np.arange(3)).with_halo(halo)
-    buffers = {s: Piece(shards.region(s), np.full(shards.shard_shape, -1)) for s in shards.shards_of(rank)}
-    return ShardPieces(shards, SHAPE, buffers, rank), buffers
+    return in_shards(shards, SHAPE, rank)
+
+
+def in_shards(shards: Shards, shape: tuple[int, ...], rank: int) -> tuple[ShardPieces, dict[int, Piece]]:
+    made = ShardPieces(shards, shape, [np.full(shards.shard_shape, -1) for _ in shards.shards_of(rank)], rank)
+    return made, made.shards
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
@@ -51,8 +55,7 @@ def test_rows_are_repeated_when_the_shard_is_complete(rank: int, early: bool) ->
 def padded(rank: int) -> tuple[ShardPieces, dict[int, Piece]]:
     """Five rows over three shards of two."""
     shards = plan_shards(SHAPE, [(0,), ()], np.arange(3))
-    buffers = {s: Piece(shards.region(s), np.full(shards.shard_shape, -1)) for s in shards.shards_of(rank)}
-    return ShardPieces(shards, (5, 3), buffers, rank), buffers
+    return in_shards(shards, (5, 3), rank)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
