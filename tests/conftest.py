@@ -259,8 +259,9 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
 
 
 def _is_its_turn(item: pytest.Item, stage: str) -> bool:
-    """Whether this stage of ``make test`` has the test: of the others one, and 4 ranks unless those are 4 as well; if 2 ranks are
-    as good as 4, the oldest versions in place of 4 ranks.
+    """Whether this stage of ``make test`` has the test: of the others one, and 4 ranks unless those are 4 as well.
+
+    If 2 ranks are as good as 4, the oldest versions have it in place of those.
 
     Which one, the test's name says. (`make test-all` has each test in all.)
     """

@@ -10,7 +10,7 @@ Imports nothing but what Python has loaded anyway: it runs once for each rank.
 
 from __future__ import annotations
 
-import _signal as signal
+import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import os
 import sys

@@ -18,7 +18,7 @@ from shardload.planning.copying import CopiedArray, count_rounds, plan_array, pl
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.staging import least_memory, plan_memory
-from tests.tiers import examples
+from tests.tiers import examples, quick_ones
 
 
 @st.composite
@@ -156,14 +156,14 @@ def test_many_arrays_are_shared_out_evenly(sizes: list[int], alone: list[int], n
         assert max(loads) - min(loads) <= largest
 
 
-@pytest.mark.parametrize(
-    ("shape", "unit", "chunk"),
-    [
-        ((25_000_000, 1000, 1000), (1, 500, 500), (1, 1000, 1000)),
-        ((25_000_000, 1000, 1000), (64, 64, 64), (1, 1000, 1000)),
-        ((25 * 10**12,), (1 << 20,), (999_999,)),
-    ],
+HUGE = (
+    ((25_000_000, 1000, 1000), (1, 500, 500), (1, 1000, 1000)),
+    ((25_000_000, 1000, 1000), (64, 64, 64), (1, 1000, 1000)),
+    ((25 * 10**12,), (1 << 20,), (999_999,)),
 )
+
+
+@pytest.mark.parametrize(("shape", "unit", "chunk"), quick_ones(HUGE, HUGE[1]))
 def test_a_rank_plans_its_own_rounds_of_100_terabytes(shape: Any, unit: Any, chunk: Any) -> None:
     """Wrong if a rank made those of others, or anything for each chunk of the file: both are 10 to 100 GB of lists."""
     tracemalloc.start()
