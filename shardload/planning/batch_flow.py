@@ -248,6 +248,20 @@ class CutFlow:
                 for holder in schedule.shards.holders(part * schedule.n_tiles + tile):
                     yield Part(region, run * schedule.n_tiles + tile, holder)
 
+    @cached_property
+    def stays(self) -> bool:
+        """Whether each part is needed by the rank alone that reads it: then nothing is sent."""
+        schedule, runs = self.schedule, self.runs
+        cells, tiles = (
+            np.array([(cell, tile) for cell, met in enumerate(schedule.met) for tile, _ in met], dtype=np.int64)
+            .reshape(-1, 2)
+            .T
+        )
+        owners = self.owners[runs.column[:, None] * schedule.rest.n_cells + cells]
+        shards = runs.part[:, None] * schedule.n_tiles + tiles
+        holders = schedule.shards.holder_of(shards, np.zeros_like(shards))
+        return schedule.shards.most_holders == 1 and np.array_equal(owners, holders)
+
     def awaited(self, rank: int) -> Iterator[tuple[int, int, Part]]:
         """What comes from other ranks, in any order: the block, the target, and the part, whose rank is the sender."""
         schedule, n_cells = self.schedule, self.schedule.rest.n_cells

@@ -8,7 +8,7 @@ The processes of a job are told by an environment variable that all of them inhe
 
 As a program it does the same for the Makefile, with the output live::
 
-    python tests/jobs/launch.py -n 4 --timeout 300 --mpi openmpi -- -m pytest --with-mpi tests
+    python -m tests.jobs.launch -n 4 --timeout 300 --mpi openmpi -- -m pytest --with-mpi tests
 """
 
 from __future__ import annotations
@@ -203,8 +203,10 @@ def job_command(
     python: str | Path | None = None,
     rank_shell: bool = False,
     env: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
 ) -> list[str]:
-    """The command line: mpiexec, then the interpreter and its arguments; with `env`, a copy of one that waits (`preloaded`)."""
+    """The command line: mpiexec, then the interpreter and its arguments; with `env`, a copy of one that waits (`preloaded`) and
+    has these modules too."""
     interpreter = str(python or sys.executable)
     arguments = [str(program)] if isinstance(program, (str, Path)) else [str(part) for part in program]
     command = [str(mpiexec_of(mpi, interpreter)), "-n", str(n)]
@@ -215,7 +217,7 @@ def job_command(
     if env is not None:
         from tests.jobs import preloaded  # which needs this module
 
-        return [*command, *preloaded.command_for(interpreter, arguments, env)]
+        return [*command, *preloaded.command_for(interpreter, arguments, env, modules)]
     return [*command, interpreter, *arguments]
 
 
@@ -404,13 +406,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, required=True, help="seconds")
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich")
     parser.add_argument("--devices", type=int, default=1, help="CPU devices that each process shows to JAX")
+    parser.add_argument("--copies", metavar="MODULES", help="ranks are copies of a process that has these too (`preloaded`)")
     parser.add_argument("program", nargs="+", help="arguments for the interpreter, after --")
     options = parser.parse_args(arguments)
     env = job_environment(options.n, mpi=options.mpi, devices_per_process=options.devices)
     if not sys.stdout.isatty():
         env.setdefault("NO_COLOR", "1")  # Open MPI gives its ranks a terminal, whatever its own output is
-    command = job_command(options.program, options.n, mpi=options.mpi)
+    modules = options.copies.split(",") if options.copies else ()
+    command = job_command(options.program, options.n, mpi=options.mpi, env=env if modules else None, modules=modules)
     code, _, killed = _run(command, env, options.timeout, None, None, None)
+    if modules:
+        from tests.jobs import preloaded
+
+        preloaded.close()
     if code is None:
         print(
             f"HUNG: {' '.join(command)}\nnot done after {options.timeout} s; its {killed} processes were killed",

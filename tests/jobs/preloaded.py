@@ -70,24 +70,24 @@ _lock = threading.Lock()  # some tests start jobs in threads
 # --- the side of the tests ----------------------------------------------------------------------------------------------
 
 
-def command_for(interpreter: str, arguments: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """How to start ``interpreter ARGUMENTS`` as a copy; as it is, if it is another interpreter."""
-    return [*prefix(env), *arguments] if interpreter == sys.executable else [interpreter, *arguments]
+def command_for(interpreter: str, arguments: Sequence[str], env: Mapping[str, str], modules: Sequence[str] = ()) -> list[str]:
+    """How to start ``interpreter ARGUMENTS`` as a copy, which has these modules too; as it is, if it is another interpreter."""
+    return [*prefix(env, modules), *arguments] if interpreter == sys.executable else [interpreter, *arguments]
 
 
-def prefix(env: Mapping[str, str]) -> list[str]:
+def prefix(env: Mapping[str, str], modules: Sequence[str] = ()) -> list[str]:
     """What to write in place of the interpreter, in programs that will have these variables."""
-    return [sys.executable, "-I", "-S", str(RANK), server_for(env).address]
+    return [sys.executable, "-I", "-S", str(RANK), server_for(env, modules).address]
 
 
-def server_for(env: Mapping[str, str]) -> Server:
+def server_for(env: Mapping[str, str], modules: Sequence[str] = ()) -> Server:
     """The process that waits to be a program with these variables."""
     loaded = read_when_loaded(env)
-    key = tuple(sorted(loaded.items()))
+    key = (*sorted(loaded.items()), *((name, "") for name in modules))
     with _lock:
         server = _servers.get(key)
         if server is None or server.process.poll() is not None:
-            server = _servers[key] = _start(loaded, env)
+            server = _servers[key] = _start(loaded, env, modules)
     return server
 
 
@@ -99,7 +99,7 @@ def close() -> None:
         server.folder.cleanup()
 
 
-def _start(loaded: Mapping[str, str], env: Mapping[str, str]) -> Server:
+def _start(loaded: Mapping[str, str], env: Mapping[str, str], modules: Sequence[str]) -> Server:
     folder = tempfile.TemporaryDirectory(prefix="shardload-ranks-")
     address = str(Path(folder.name, "socket"))
     Path(f"{address}.loaded").write_bytes(b"\0".join(sorted(os.fsencode(f"{k}={v}") for k, v in loaded.items())))
@@ -107,7 +107,7 @@ def _start(loaded: Mapping[str, str], env: Mapping[str, str]) -> Server:
     own |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": SITE, ROOM: "x" * ROOM_BYTES}
     with Path(folder.name, "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, address],
+            [sys.executable, __file__, address, *modules],
             env=own,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -330,7 +330,7 @@ def run_as_interpreter(arguments: list[str], paths: list[str]) -> int:
     return 0
 
 
-def main(address: str) -> int:
+def main(address: str, *modules: str) -> int:
     """Import, wait, and in a copy: run."""
     gc.disable()  # until all is imported: a sixth of the time
     libraries: dict[str, types.ModuleType] = {}
@@ -343,7 +343,7 @@ def main(address: str) -> int:
     import zarr
 
     # JAX imports them as it starts, and as it first compiles; typer, as it first parses a command line: a fifth of a second.
-    for late in ("encodings.idna", "jaxlib.mlir.dialects.mhlo", "typer._adapters"):
+    for late in ("encodings.idna", "jaxlib.mlir.dialects.mhlo", "typer._adapters", *modules):
         with suppress(ImportError):
             importlib.import_module(late)
     paths = [path for path in sys.path if path not in (str(Path(__file__).parent), SITE)]
@@ -370,4 +370,4 @@ def main(address: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -636,6 +636,17 @@ def test_shuffled_chunks_are_decoded_as_often_as_planned(comm: Any, long_file: s
     assert f"{planned / 100:.2f} times" in str(ds.plan)
 
 
+def test_the_first_round_has_what_the_first_batch_needs(comm: Any, long_file: str) -> None:
+    """Wrong if the first batch waited for chunks of later ones, wherever a run begins; or if later epochs began like that."""
+    ds = stream(long_file, mesh_of(), P("a"), dataset="x", batch=40)
+    for first in (0, 80):
+        epoch = EpochRounds(ds.plan, 0, first)
+        assert list(epoch.rounds[0].readings) == [(0, 0)]
+        assert [pair for each in epoch.rounds for pair in each.readings] == [(0, k) for k in range(len(epoch.readings[0]))]
+    later = EpochRounds(ds.plan, 1, 0, first_batch=100)
+    assert len(later.rounds[0].readings) == ds.plan.arrays[0].schedule.owners.n
+
+
 @pytest.mark.parametrize(("window", "batch"), [(0, 240), ((-1, 0, 1), 48)])
 def test_shuffled_chunks_are_decoded_once_if_no_window_crosses_a_block(
     comm: Any, long_file: str, window: Any, batch: int

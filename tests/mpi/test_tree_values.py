@@ -28,7 +28,7 @@ from tests.mpi.test_values import X64
 from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
 from tests.tiers import thorough
 
-pytestmark = pytest.mark.any_library
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 Array = np.ndarray[Any, Any]
 

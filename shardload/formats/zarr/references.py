@@ -1,7 +1,8 @@
-"""How is a set of references read (kerchunk's JSON): a Zarr store whose chunks are ranges of other files?
+"""How is a set of references read (kerchunk's JSON or Parquet): a Zarr store whose chunks are ranges of other files?
 
 `ReferenceFolder` has its keys. A value is in the set itself, or a range of an object: a file here, or at a URL. Chunks are then
-read from that object as those of a shard are: nearby ranges together, and as one version of it.
+read from that object as those of a shard are: nearby ranges together, and as one version of it. In JSON all references are in
+one file; in Parquet (`_Tables`) metadata are in one, and references in tables, of which those are read that are needed.
 
 Who wrote the set says which objects are read. So those outside of its own folder need ``allow_external=True``.
 """
@@ -9,6 +10,7 @@ Who wrote the set says which objects are read. So those outside of its own folde
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import posixpath
@@ -22,15 +24,16 @@ from urllib.parse import unquote
 import numpy as np
 import zstandard
 
-from shardload.errors import SourceError
+from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.storage.containment import TARGET_HINT, OutsideError
-from shardload.storage.leftovers import ROOTS
-from shardload.storage.local import LocalFile, state_of
-from shardload.storage.objects import Content, MemoryObject, StoredObject
+from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
+from shardload.storage.leftovers import METADATA, ROOTS
+from shardload.storage.local import LocalFile, LocalFolder, state_of
+from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 
-SUFFIXES = (".json", ".json.zst")
+_JSON_SUFFIXES, _PARQUET_SUFFIXES = (".json", ".json.zst"), (".parq", ".parquet")  # of files; of folders
+SUFFIXES = (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES)
 
 _MOST_NBYTES = 1 << 30  # of the set, unpacked
 _MOST_OPEN = 64  # objects
@@ -38,11 +41,15 @@ _HEAD_NBYTES, _FIRST_NBYTES = 1 << 14, 1 << 22
 _MARKS = (b'"refs"', b'.zgroup"', b'.zarray"', b'zarr.json"')
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
+_OF_PARQUET, _COLUMNS = ".zmetadata", ("path", "offset", "size", "raw")
+_MOST_ROWS, _MOST_TABLES = 1 << 24, 8  # of a table; tables that are kept
 
 
 def is_references(path: str) -> bool:
-    """Whether a file is a set of references, by its beginning."""
-    if not path.lower().endswith(SUFFIXES) or not os.path.isfile(path):
+    """Whether a file is a set of references, by its beginning; or a folder one in Parquet."""
+    if os.path.isdir(path):
+        return _is_parquet(path)
+    if not path.lower().endswith(_JSON_SUFFIXES) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
         head = file.read(_HEAD_NBYTES)
@@ -53,19 +60,13 @@ def is_references(path: str) -> bool:
     return head.lstrip().startswith(b"{") and any(mark in head for mark in _MARKS)
 
 
-def refuse_parquet(folder: str) -> None:
-    """SourceError for references in Parquet."""
-    path = os.path.join(folder, ".zmetadata")
+def _is_parquet(folder: str) -> bool:
+    """Whether a folder is a set of references in Parquet, and no Zarr store."""
+    path = os.path.join(folder, _OF_PARQUET)
     if any(os.path.exists(os.path.join(folder, name)) for name in ROOTS) or not os.path.isfile(path):
-        return
+        return False
     with open(path, "rb") as file:
-        is_parquet = b'"record_size"' in file.read(_MOST_NBYTES)
-    if is_parquet:
-        raise SourceError(
-            f"'{folder}' has references in Parquet, which are not read. Write them as JSON: "
-            f"fsspec.filesystem('reference', fo={folder!r}).save_as_json('refs.json')",
-            path=folder,
-        )
+        return b'"record_size"' in file.read(_MOST_NBYTES)
 
 
 class ReferenceFolder:
@@ -74,7 +75,7 @@ class ReferenceFolder:
     Parameters
     ----------
     path : str
-        A file, or the URL of one.
+        A file of JSON or a folder of Parquet, or the URL of one: which of them, its name says.
     access : Access
         What the caller allows.
 
@@ -82,33 +83,49 @@ class ReferenceFolder:
     ------
     ValueError
         If it is no such set.
+    ConfigError
+        If it is in Parquet, and pyarrow is not installed.
     """
 
     def __init__(self, path: str, access: Access) -> None:
-        self.name, self._path, self._access = without_secrets(path), path, access
-        stored: Any = open_remote(path, access.storage).object() if is_remote(path) else LocalFile(access.open_file(path), path)
+        self.name, self._path, self._access = without_secrets(path).rstrip("/"), path.rstrip("/"), access
+        is_folder = self.name.lower().endswith(_PARQUET_SUFFIXES) if is_remote(path) else os.path.isdir(path)
+        stored: Any
+        if is_folder:
+            fence = Fence.around_store(path, access.allow_external)
+            folder = open_remote(path, access.storage) if is_remote(path) else LocalFolder(path, fence)
+            stored = folder.open(_OF_PARQUET, _FIRST_NBYTES)
+            if stored is None:
+                raise FileNotFoundError(f"there is no {_OF_PARQUET}, which a set of references in Parquet has")
+        else:
+            stored = open_remote(path, access.storage).object() if is_remote(path) else LocalFile(access.open_file(path), path)
         content = stored.read_at_most(0, _FIRST_NBYTES)  # as the first read of an object at a URL: one request
         content += stored.read_at_most(len(content), stored.nbytes - len(content))
         self._version = stored.version if is_remote(path) else None
         stored.close()
-        self._places = _references_in(_unpacked(content, _MOST_NBYTES))
+        self._tables = _Tables(folder, self.name, content) if is_folder else None
+        self._places = _references_in(_unpacked(content, _MOST_NBYTES)) if self._tables is None else self._tables.metadata
         self._below: Mapping[str, list[str]] = _folders_of(self._places)
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
 
     def version(self, key: str) -> tuple[int, ...] | None:
         """See `ObjectFolder`: that of the set."""
-        return (self._version or state_of(self._path)) if key in self._places else None
+        file = self._path if self._tables is None else os.path.join(self._path, _OF_PARQUET)
+        return (self._version or state_of(file)) if key in self._places else None
 
     def place(self, key: str) -> tuple[StoredObject, int, int] | None:
         """In which object a value is, where it begins, and its bytes; None if there is none."""
         found = self._places.get(key)
+        if found is None and self._tables is not None:
+            found = self._tables.reference(key)
         if found is None:
             return None
-        if isinstance(found, str):
-            content = found.removeprefix("base64:")
-            data = base64.b64decode(content) if content != found else found.encode()
+        if isinstance(found, str | bytes):
+            content = found.encode() if isinstance(found, str) else found
+            data = base64.b64decode(content[7:]) if content.startswith(b"base64:") else content
             return MemoryObject(data), 0, len(data)
-        if not isinstance(found, list) or len(found) not in (1, 3) or not isinstance(found[0], str):
+        is_place = isinstance(found, list) and len(found) in (1, 3) and isinstance(found[0], str)
+        if not is_place or not all(isinstance(number, int | np.integer) for number in found[1:]):
             raise ValueError(f"the reference '{key}' is {str(found)[:80]}, expected a text, [URL], or [URL, offset, bytes]")
         target = self._object(found[0])
         return (target, 0, target.nbytes) if len(found) == 1 else (target, int(found[1]), int(found[2]))
@@ -164,7 +181,105 @@ class ReferenceFolder:
         if is_remote(self._path) and not self._access.allow_external:
             raise OutsideError(f"'{self.name}' refers to '{path}', a file of this machine; {TARGET_HINT}")
         path = os.path.join(os.path.dirname(self._path), path)
-        return LocalFile(self._access.open_file(path, None if is_remote(self._path) else self._path), path)
+        if is_remote(self._path):
+            return LocalFile(self._access.open_file(path), path)
+        fence = Fence.around_file(self._path, self._access.allow_external)  # beside the set, also if that is a folder
+        return LocalFile(self._access.open_file(path, self._path, fence), path)
+
+
+_Table = tuple[int, list[Any]]  # how many rows it has, and its columns; None for those that it lacks
+
+
+class _Tables:
+    """The references of a set in Parquet, in the layout of fsspec's `LazyReferenceMapper`: as many chunks of an array as
+    ``record_size`` says are in one table, in C order.
+
+    Parameters
+    ----------
+    folder : ObjectFolder
+        The set.
+    name : str
+        Its name for people.
+    content : bytes
+        Its ``.zmetadata``.
+
+    Attributes
+    ----------
+    metadata : dict
+        Metadata of Zarr as text, by their keys.
+    """
+
+    def __init__(self, folder: ObjectFolder, name: str, content: bytes) -> None:
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            what = f"'{name}' has references in Parquet, which are read with pyarrow, which is not installed"
+            raise ConfigError(f"{what}: pip install pyarrow") from None
+        document = json.loads(content)
+        metadata, n_rows = (document.get(key) for key in ("metadata", "record_size")) if isinstance(document, dict) else (0, 0)
+        if not isinstance(metadata, dict) or not isinstance(n_rows, int) or not 0 < n_rows <= _MOST_ROWS:
+            raise ValueError(f"it is no set of references in Parquet: its {_OF_PARQUET} has no 'metadata', or no 'record_size'")
+        self.metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+        self._parquet, self._folder, self._n_rows = pyarrow.parquet, folder, n_rows
+        self._lock, self._tables, self._counts = threading.Lock(), OrderedDict[str, _Table | None](), dict[str, list[int]]()
+
+    def reference(self, key: str) -> Any:
+        """What the set has of a chunk, as JSON would have it; None if it has nothing."""
+        array, _, index = key.rpartition("/")
+        if index in METADATA:
+            return None
+        number = 0
+        for k, n in zip(map(int, index.split(".")), self._counts_of(array), strict=True):
+            number = number * n + k
+        name = f"{array}/refs.{number // self._n_rows}.parq".lstrip("/")
+        table, row = self._table(name), number % self._n_rows
+        if table is None:  # no chunk of it is stored
+            return None
+        n_rows, columns = table
+        if row >= n_rows:
+            raise ValueError(f"'{name}' has {n_rows} rows, and none for '{key}', which is in row {row}: it is cut")
+        path, offset, nbytes, raw = (None if column is None else column[row] for column in columns)
+        if isinstance(raw, str | bytes):
+            return raw
+        if path is None or path != path:  # NaN, from a column without any
+            return None
+        return [path] if (offset, nbytes) == (0, 0) else [path, offset, nbytes]
+
+    def _counts_of(self, array: str) -> list[int]:
+        """How many chunks an array has along each axis; a number has one."""
+        if array not in self._counts:
+            document = json.loads(self.metadata.get(f"{array}/.zarray".lstrip("/"), "{}"))
+            if not document:
+                raise ValueError(f"'{array}' has no .zarray: only arrays of Zarr format 2 have references in Parquet")
+            counts = [-(-n // c) for n, c in zip(document["shape"], document["chunks"], strict=True)]
+            self._counts[array] = counts or [1]
+        return self._counts[array]
+
+    def _table(self, name: str) -> _Table | None:
+        """A table; None if there is none. The last few are kept."""
+        with self._lock:
+            if name not in self._tables:
+                (content,) = self._folder.read_many([name], _MOST_NBYTES)
+                self._tables[name] = None if content is None else self._table_in(name, content)
+                if len(self._tables) > _MOST_TABLES:
+                    self._tables.popitem(last=False)
+            self._tables.move_to_end(name)
+            return self._tables[name]
+
+    def _table_in(self, name: str, content: Content) -> _Table:
+        """The table that a file has. ValueError if it would be larger than it may be."""
+        file = self._parquet.ParquetFile(io.BytesIO(bytes(content)))
+        nbytes = sum(file.metadata.row_group(k).total_byte_size for k in range(file.num_row_groups))
+        if file.metadata.num_rows > self._n_rows or nbytes > _MOST_NBYTES:
+            raise ValueError(f"'{name}' has {file.metadata.num_rows} rows of {nbytes} bytes, expected {self._n_rows} at most")
+        table = file.read()
+        columns = list[Any]()
+        for column in _COLUMNS:
+            values = table[column] if column in table.column_names else None
+            if values is not None and hasattr(values.type, "index_type"):  # of a dictionary NumPy would get a name for a null
+                values = values.cast(values.type.value_type)
+            columns.append(None if values is None else values.to_numpy())
+        return table.num_rows, columns
 
 
 def _unpacked(content: bytes, most_nbytes: int) -> bytes:

@@ -32,7 +32,7 @@ from zarr.core.sync import sync
 from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, parse_node
-from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references, refuse_parquet
+from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
 from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
 from shardload.storage.local import LocalFolder, state_of
 from shardload.storage.objects import NoListingError, ObjectFolder
@@ -325,11 +325,10 @@ def open_store(path: str, access: Access = STRICT) -> WatchedStore:
     is_url = is_remote(path)
     if is_url or is_references(path):
         nothing = zarr.storage.MemoryStore(read_only=True)
-        if is_url and not without_secrets(path).lower().endswith(SUFFIXES):
+        if is_url and not without_secrets(path).rstrip("/").lower().endswith(SUFFIXES):
             return WatchedStore(nothing, folder=open_remote(path, access.storage))
         return WatchedStore(nothing, folder=ReferenceFolder(path, access))
     if os.path.isdir(path):
-        refuse_parquet(path)
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, access.allow_external))
     opened_in = state_of(path)
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow, CutFlow
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block
+from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters
@@ -36,6 +37,7 @@ from shardload.transfer.missing import describe_missing, settle_missing
 from shardload.transfer.moves import ArrayMove
 
 Array = np.ndarray[Any, Any]
+_INLINE_NBYTES = 1 << 20  # of a block: decoded while other ranks wait for an answer, a millisecond or two
 _Key = tuple[EpochRounds, int, int, int, int]  # epoch, and the numbers of array, reading, cut and shard
 
 
@@ -70,7 +72,10 @@ class StreamSource(FileSource):
     """
 
     def __init__(self, plan: StreamPlan, rank: int) -> None:
-        super().__init__(rank, plan.arrays[0].options.checksums)
+        tuning = default_tuning()
+        if plan.staging.n_threads == 1:  # a thread more would only take the core away from this one
+            tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, _INLINE_NBYTES))
+        super().__init__(rank, plan.arrays[0].options.checksums, tuning)
         self._sources: dict[int, tuple[Source, State]] = {}
         self._plan = plan
         self.n_decoded = self.nbytes_read = 0

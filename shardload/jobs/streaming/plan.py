@@ -1,7 +1,8 @@
 """What will a stream read, in which order, and in which rounds? Frozen facts, the same on every rank.
 
 An epoch is planned when it begins, because all of its samples are known then (`Readings`). Readings that follow each other are
-put into one round until the round is worth its two agreements and every reader has a block.
+put into one round until the round is worth its two agreements and every reader has a block. The first one has no more than the
+first batch needs.
 """
 
 from __future__ import annotations
@@ -399,13 +400,17 @@ class EpochRounds:
         begin = 0
         while begin < len(array):
             done_nbytes, done_blocks = (nbytes[begin - 1], n_blocks[begin - 1]) if begin else (0, 0)
-            end = 1 + max(  # the reading with which the round is worth it
-                int(np.searchsorted(n_blocks, done_blocks + least)),
-                min(
-                    int(np.searchsorted(nbytes, done_nbytes + plan.round_nbytes)),
-                    int(np.searchsorted(n_blocks, done_blocks + _ROUND_BLOCKS * plan.n_ranks)),
-                ),
+            worth_sharing = 1 + int(np.searchsorted(n_blocks, done_blocks + least))
+            full = 1 + min(
+                int(np.searchsorted(nbytes, done_nbytes + plan.round_nbytes)),
+                int(np.searchsorted(n_blocks, done_blocks + _ROUND_BLOCKS * plan.n_ranks)),
             )
+            end = max(worth_sharing, full)
+            if not begin and not self.first_batch:  # the program waits for it
+                end = min(end, int(np.searchsorted(batch, batch[0], side="right")))
+            elif end < len(array):  # whole batches if that is worth it: then ranks read what they need, and equally many
+                whole = int(np.searchsorted(batch, batch[end]))
+                end = whole if whole >= worth_sharing else end
             pairs = zip(array[begin:end].tolist(), number[begin:end].tolist(), strict=True)
             rounds.append(RoundReadings(int(batch[begin]), tuple(pairs)))
             begin = end

@@ -142,6 +142,7 @@ class RoundReader:
         self._pending: deque[RoundReadings] = deque()
         self._near: list[tuple[RoundReadings, list[StreamMove]]] = []  # rounds that were told to what fetches, with this one
         self._opened = ExitStack()
+        self._shares_memory = False  # from the first round on in which something is sent
         self.n_ready = self.n_made = 0
         self.report = StreamReport()
         others = len(plan.arrays) - 1
@@ -155,14 +156,11 @@ class RoundReader:
         self._opened.callback(group.free)
         with watched(group, f"the beginning of {self._title}", self._timeout):
             _ = group.machine
-            nbytes = shared_nbytes(plan.staging) if group.size > 1 else None
-            session = Session(group, self._digest, shared_nbytes=nbytes, checksums=plan.arrays[0].options.checksums)
+            session = Session(group, self._digest, shared_nbytes=None, checksums=plan.arrays[0].options.checksums)
         self._session = self._opened.enter_context(session)
         self._source = StreamSource(plan, group.rank)
         self._opened.push(lambda kind, *_: self._source.close(kind))
-        # The last to be registered is the first to be called: this must come before what closes files and shared memory.
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)
+        _register_end()
 
     def first_batch_of_next_round(self) -> int | None:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
@@ -203,7 +201,14 @@ class RoundReader:
         moves: list[StreamMove] = []
         with self._session.errors:
             moves = self._moves(epoch, round_)
-        staged = Round(moves, self.plan.staging, self._group.size > 1)
+        # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
+        is_shared = self._group.size > 1 and not all(flow.stays for move in moves for flow in move.flows)
+        staged = Round(moves, self.plan.staging, is_shared)
+        if is_shared and not self._shares_memory:
+            self._session.agree()
+            self._session.share_memory(shared_nbytes(self.plan.staging))
+            self._shares_memory = True
+            _register_end()
         try:
             self._session.move(staged, self._source, self._target)
             with self._session.errors:
@@ -256,7 +261,7 @@ class RoundReader:
         """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective."""
         if self._group.size > 1:
             with watched(self._group, f"the end of {self._title}", self._timeout):
-                self._group.agree(error)
+                self._group.agree(error, [0, 0])  # as many counts as a session's
 
     def close(self, error: BaseException | None = None) -> None:
         """End threads, close files, and free the communicator. Not collective."""
@@ -498,6 +503,12 @@ class ReadAhead:
 
 
 _open: weakref.WeakSet[Inline | ReadAhead] = weakref.WeakSet()
+
+
+def _register_end() -> None:
+    """The last to be registered is the first to be called: `_end_all` must come before what closes files and shared memory."""
+    atexit.unregister(_end_all)
+    atexit.register(_end_all)
 
 
 def _end_all() -> None:

@@ -31,7 +31,7 @@ from shardload.system.thread_pool import Pool
 _MOST_TRIES, _FIRST_TRIES = 8, 3  # of a request; of one to a store that has never answered
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
 _BUSY = {429, 503}
-_SMALL_NBYTES, _SMALL_IN_ONE = 1 << 16, 4  # an answer that takes as long however many bytes it has
+_SMALL_NBYTES, _SMALL_IN_ONE = 1 << 16, 8  # an answer that takes as long however many bytes it has
 _PASSING = {408, 500, 502, 504, *_BUSY}
 
 
@@ -80,7 +80,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.pid, self.lock, self.counts = os.getpid(), threading.Lock(), Counts()
-        self.pool = Pool(64, "shardload_fetch")  # each client has fewer under way
+        self.pool = Pool(128, "shardload_fetch")  # each client has fewer under way
         self.ahead = Ahead(self.pool.submit)
 
 
@@ -113,7 +113,7 @@ def counts() -> Counts:
 
 
 class _Throttle:
-    """At most `most` requests at a time, or four small ones in the place of one; half of it after an answer that says so, one
+    """At most `most` requests at a time, or eight small ones in the place of one; half of it after an answer that says so, one
     more after as many good ones.
     """
 

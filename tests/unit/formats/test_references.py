@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
+import zlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import zstandard
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.formats.zarr.references import ReferenceFolder
+from shardload.planning.region import Region
 from shardload.storage.containment import OutsideError
 from shardload.storage.remote import StorageOptions
 from tests.servers import ObjectServer
@@ -88,10 +93,121 @@ def test_what_is_wrong_with_references(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"a": 1}')
     with pytest.raises(SourceError, match="unknown format"):
         list_arrays(str(tmp_path / "other.json"))
-    (tmp_path / "parquet").mkdir()
-    (tmp_path / "parquet/.zmetadata").write_text('{"metadata": {}, "record_size": 10}')
-    with pytest.raises(SourceError, match=r"references in Parquet, which are not read\. Write them as JSON"):
-        list_arrays(str(tmp_path / "parquet"))
+
+
+def in_parquet(path: Path, n_rows: int = 5, as_text: bool = True) -> str:
+    """The references of a set in JSON, written again in Parquet: a folder beside it."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    document = json.loads(path.read_text())
+    refs, folder = document["refs"], path.with_suffix(".parq")
+    metadata = {
+        key: json.loads(value) if isinstance(value, str) else value for key, value in refs.items() if "/.z" in f"/{key}"
+    }
+    (folder / "x").mkdir(parents=True, exist_ok=True)
+    (folder / ".zmetadata").write_text(json.dumps({"metadata": metadata, "record_size": n_rows}))
+    rows = [refs.get(f"x/{i}.{j}") for i in range(3) for j in range(2)]
+    for number in range(-(-len(rows) // n_rows)):
+        part = rows[number * n_rows :][:n_rows]
+        part += [None] * (n_rows - len(part))
+        places = [row if isinstance(row, list) else [None, 0, 0] for row in part]
+        paths = pyarrow.array(
+            [url and url.replace("{{u}}", document["templates"]["u"]) for url, *_ in places], pyarrow.string()
+        )
+        columns = {
+            "path": paths if as_text else paths.dictionary_encode(),
+            "offset": [row[1] if len(row) > 1 else 0 for row in places],
+            "size": [row[2] if len(row) > 1 else 0 for row in places],
+            "raw": pyarrow.array([row.encode() if isinstance(row, str) else None for row in part], pyarrow.binary()),
+        }
+        parquet.write_table(pyarrow.table(columns), folder / f"x/refs.{number}.parq", compression="zstd")
+    return str(folder)
+
+
+@pytest.mark.parametrize(("n_rows", "as_text"), [(1, True), (5, False), (100, True)])
+def test_parquet(tmp_path: Path, n_rows: int, as_text: bool) -> None:
+    """Ranges, a whole file, content in the table and missing chunks, as fsspec reads them. Wrong if a row were taken for that
+    of another chunk, or a table that is not there for anything but missing chunks.
+    """
+    parts = [DATA[2:4, 5:].tobytes(), np.arange(10, dtype="<f4").tobytes()]
+    (tmp_path / "whole.bin").write_bytes(zlib.compress(parts[0]))
+    inside = "base64:" + base64.b64encode(zlib.compress(parts[1])).decode()
+    write(tmp_path / "refs.json", "x.h5", {"x/1.1": ["whole.bin"], "x/0.0": inside, "x/2.0": None, "x/2.1": None})
+    folder = in_parquet(tmp_path / "refs.json", n_rows, as_text)
+    if n_rows == 1:
+        (Path(folder) / "x/refs.5.parq").unlink()
+    expected = load_all(tmp_path / "refs.json", "x")
+    assert (expected[4:] == 7).all() and (expected[:2, :5] == np.arange(10).reshape(2, 5)).all()
+    assert [(info.dataset, info.shape) for info in list_arrays(folder)] == [("/x", (6, 10))]
+    source = open_source(folder, "x")
+    check_source(source, expected)
+    assert source.labels().dims == ("a", "b") and source.opened_in() == source.state() is not None
+    theirs = pytest.importorskip("fsspec.implementations.reference").LazyReferenceMapper(folder, engine="pyarrow")
+    ours = ReferenceFolder(folder, Access())
+    for at in ("0.0", "0.1", "1.0", "1.1"):
+        stored, offset, nbytes = ours.place(f"x/{at}") or (None, 0, 0)
+        found = theirs[f"x/{at}"]
+        assert stored is not None
+        if isinstance(found, bytes):
+            assert base64.b64decode(found.removeprefix(b"base64:")) == stored.read_at_most(offset, nbytes)
+        else:
+            assert (tmp_path / found[0]).read_bytes()[offset:][:nbytes] == stored.read_at_most(offset, nbytes)
+            assert found[1:] in ([], [offset, nbytes])
+
+
+def test_parquet_at_a_url(tmp_path: Path) -> None:
+    """Only the tables of what is read are fetched, once; and nothing outside of the set's folder, unless it is allowed."""
+    pytest.importorskip("obstore")
+    for folder in ("b/in", "b/out"):
+        (tmp_path / folder).mkdir(parents=True)
+        write(tmp_path / folder / "refs.json", "")
+    with ObjectServer(tmp_path) as server:
+        storage = StorageOptions(server.storage)
+        for target, urls in (("x.h5", ["s3://b/in/refs.parq", f"{server.url}/b/in/refs.parq"]), ("s3://b/out/x.h5", [])):
+            write(tmp_path / "b/in/refs.json", target)
+            in_parquet(tmp_path / "b/in/refs.json", 2)
+            for url in urls:
+                server.clear()
+                of_url = Access(storage=storage if url.startswith("s3") else StorageOptions({}))
+                with closing(open_source(url, "x", of_url)) as source:
+                    np.testing.assert_array_equal(source.plain(Region((2, 0), (4, 10))), DATA[2:4])
+                asked = [request.key.removeprefix("b/in/") for request in server.log]
+                assert asked.count("refs.parq/x/refs.1.parq") == 1 and asked.count("refs.parq/.zmetadata") == 1
+                assert set(asked) == {"refs.parq/.zmetadata", "refs.parq/x/refs.1.parq", "x.h5"}
+        server.clear()
+        with pytest.raises(OutsideError, match="pass allow_external=True"):
+            load_all("s3://b/in/refs.parq", "x", Access(storage=storage))
+        assert not server.gets("b/out")
+        np.testing.assert_array_equal(load_all("s3://b/in/refs.parq", "x", Access(True, storage=storage)), DATA)
+        with pytest.raises(SourceError, match=r"no \.zmetadata"):
+            list_arrays("s3://b/in/none.parq", Access(storage=storage))
+
+
+def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    write(tmp_path / "refs.json", "x.h5")
+    folder = in_parquet(tmp_path / "refs.json", 3)
+    table, marks = Path(folder) / "x/refs.1.parq", Path(folder) / ".zmetadata"
+    whole, metadata = parquet.read_table(table), marks.read_text()
+    for changed, said in (
+        (whole.slice(0, 2), "has 2 rows, and none for 'x/2.1', which is in row 2: it is cut"),
+        (pyarrow.concat_tables([whole, whole]), "has 6 rows of .* expected 3 at most"),
+        (whole.set_column(1, "offset", pyarrow.nulls(3)), r"expected a text, \[URL\], or \[URL, offset, bytes\]"),
+        (whole.set_column(0, "path", pyarrow.array([1, 2, 3])), r"expected a text, \[URL\], or \[URL, offset, bytes\]"),
+    ):
+        parquet.write_table(changed, table)
+        with pytest.raises(ValueError, match=said):
+            load_all(folder, "x")
+    table.write_bytes(b"PAR1, but no more")
+    with pytest.raises((OSError, ValueError), match=r"[Pp]arquet"):
+        load_all(folder, "x")
+    marks.write_text('{"record_size": 0}')
+    with pytest.raises(SourceError, match="it is no set of references in Parquet"):
+        list_arrays(folder)
+    marks.write_text(metadata)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match="which is not installed: pip install pyarrow"):
+        list_arrays(folder)
 
 
 def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def slices_of(region: Any, origin: Sequence[int]) -> tuple[slice, ...]:
 @given(cases(), st.data())
 def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObject) -> None:
     """Wrong if a part were sent twice, to another shard or cut or with other steps, a block were read twice, or the two ends of
-    a message disagreed on it.
+    a message disagreed on it; or if a round in which something is sent were taken for one in which nothing is.
     """
     schedule, cuts = case.schedule, [case.cut()]
     if data.draw(st.booleans()):
@@ -118,6 +118,7 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObj
     for rank in ranks:
         promised = {peer: [(part.region, part.target) for part in parts] for peer, parts in flow.incoming(rank).items()}
         assert promised == sent[rank]
+    assert not (any(sent) and all(cut.stays for cut in cuts))
     for key, piece in pieces.items():
         np.testing.assert_array_equal(piece, array[targets[key].slices()])  # type: ignore[union-attr]
     # What has come is what samples in the shards of a rank need, step by step.
@@ -164,6 +165,7 @@ def test_a_block_that_one_rank_needs_is_read_by_it(n_ranks: int) -> None:
         n_read_by_holder = sum(int(owner) in holder for owner, holder in zip(flow.cuts[0].owners, holders, strict=True))
         if n_replicas == 1:
             assert n_read_by_holder == len(uses) and not any(flow.incoming(rank) for rank in range(n_ranks))
+            assert flow.cuts[0].stays
         assert n_read_by_holder >= len(uses) / 2
 
 
