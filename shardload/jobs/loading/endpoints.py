@@ -44,6 +44,7 @@ from shardload.jobs.consistency import (
 from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import Options, fill_value
+from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
 from shardload.system.first_error import FirstError
 from shardload.transfer.allocator import empty_pieces
@@ -333,9 +334,10 @@ class ShardedArray:
         """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""
         layout, source, counters = self.load.layout, self.load.handle, self.counters
         started = time.perf_counter()
-        for section, piece in self.pieces.sections.items():
-            region = layout.schedule.target(section)
-            if region is not None and region.size:
+        whole = Region.whole(self.load.plan.shape)
+        for piece in self.pieces.sections.values():
+            region = piece.region.intersect(whole)  # without padding
+            if region is not None:
                 target, values = piece.view(region), source.plain(layout.source.selection.to_file(region))
                 np.copyto(target, values.reshape(region.shape), casting="no")
                 settle_bools(target)
