@@ -10,6 +10,7 @@ import pytest
 import zarr
 
 from tests.jobs.launch import run_job
+from tests.tiers import quick_ones
 
 PROGRAM = """
 import sys
@@ -24,7 +25,7 @@ shardload.save(sys.argv[1], {"x": x}, chunks=(1, 1000), compression="gzip", back
 """
 
 
-@pytest.mark.parametrize("name", ("out.h5", "out.zarr"))
+@pytest.mark.parametrize("name", quick_ones(["out.h5", "out.zarr"], "out.zarr"))
 def test_the_end_of_the_program_waits(tmp_path: Path, name: str) -> None:
     """Also for Zarr, whose library takes threads of a kind that Python closes before it waits for any other."""
     (tmp_path / "end.py").write_text(PROGRAM)
