@@ -1,8 +1,8 @@
 """How do several files become one, without a copy of their values? By a small HDF5 file that says where they are.
 
 That file has the arrays that go on from part to part as virtual datasets of HDF5, which every program reads. What they are
-together is said by `Parts`. `join` writes it: each part is looked up in it, and it gets its name (`JoinedFile`). For `concat`
-rank 0 makes it in memory, and all ranks get its bytes.
+together is said by `JoinedParts`. `join` writes it: each part is looked up in it, and it gets its name (`JoinedFile`). For
+`concat` rank 0 makes it in memory, and all ranks get its bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardload.formats.access import Access
 from shardload.formats.concatenation import SCHEME, Concatenation
 from shardload.formats.lookup import absolute, list_arrays
 from shardload.formats.saving import SUFFIXES, format_for
-from shardload.jobs.joining.parts import Parts
+from shardload.jobs.joining.parts import JoinedParts
 from shardload.jobs.joining.request import JoinReport, PartsRequest
 from shardload.options import OPTIONS, TIMEOUT, Progress
 from shardload.storage.containment import Fence
@@ -102,7 +102,7 @@ def join(
             f"'{whole}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "
             f"{', '.join(_SUFFIXES)}"
         )
-    joined, advance = Parts(request), OPTIONS["progress"].check(progress)
+    joined, advance = JoinedParts(request), OPTIONS["progress"].check(progress)
     if os.path.realpath(whole) in map(os.path.realpath, joined.paths):
         raise ConfigError(f"'{whole}' is the new file, and one of the parts. Choose another name")
     joined.look(advance, whole)
@@ -214,7 +214,7 @@ def concat(
 
 def _find(request: PartsRequest, progress: Progress) -> Concatenation:
     """What the files are together. Runs on rank 0."""
-    joined = Parts(request)
+    joined = JoinedParts(request)
     joined.look(progress, request.told)
     joined.check()
     joined.describe()
@@ -234,7 +234,7 @@ def _find(request: PartsRequest, progress: Progress) -> Concatenation:
     return Concatenation(name, image, versions, fence, told, str(report))
 
 
-def _ends(joined: Parts) -> str:
+def _ends(joined: JoinedParts) -> str:
     """The names of the first and the last file."""
     first, last = (os.path.basename(joined.paths[k]) for k in (0, -1))
     return first if len(joined.paths) == 1 else f"{first} to {last}"

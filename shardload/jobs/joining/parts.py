@@ -1,7 +1,7 @@
 """How do several files become one, without a copy of their values? By a description of the file that they would be.
 
-A simulation writes a snapshot in several files, a climate model a file for each year. `Parts` says what they are together:
-which of their arrays go on from part to part, in which order, and what is the same in all.
+A simulation writes a snapshot in several files, a climate model a file for each year. `JoinedParts` says what they are
+together: which of their arrays go on from part to part, in which order, and what is the same in all.
 
 1. Each part is opened once: the shapes, types and attributes of its arrays, as a copy finds them (`_Member`).
 2. An array that has the axis goes on from part to part: there must be no doubt that its parts belong together. Types, the other
@@ -10,8 +10,8 @@ which of their arrays go on from part to part, in which order, and what is the s
    What belongs to an array that is named (coordinates, bounds, CF's grid mapping) is joined with it.
 4. The values of the coordinate of the axis are kept. It goes on in one direction: else parts are twice there, or in another
    order. If parts count time from different days, it is counted from the first one's.
-5. `Parts.describe` and `Parts.file` say all of that as an HDF5 file with virtual datasets: what it has itself, and what lies
-   in which part.
+5. `JoinedParts.describe` and `JoinedParts.file` say all of that as an HDF5 file with virtual datasets: what it has itself,
+   and what lies in which part.
 
 `join` writes that file; a load of what `concat` returns reads it from memory.
 """
@@ -105,7 +105,7 @@ class _Member:
         return found
 
 
-class Parts:
+class JoinedParts:
     """Some files: `look` at them, `check` that they belong together, `describe` the file that they are together.
 
     Attributes

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -46,8 +45,6 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
 from shardload.values.dates import as_dates, counted, has_dates, in_numbers, is_dates
 from shardload.values.order import direction_of, first_break
-
-_log = logging.getLogger("shardload")
 
 Array = np.ndarray[Any, Any]
 _NOWHERE = np.iinfo(np.int64).max  # the bits of a value that another process has
@@ -112,9 +109,7 @@ def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendR
     started = time.perf_counter()
     with planned("append", path, tree, given, comm, _read, _make) as (group, asked, plan, digest):
         _check_orders(asked, group)
-        report: AppendReport = _Appending(group, asked, plan, digest).run(started)
-        _log.info("%s", report)
-        return report
+        return cast(AppendReport, _Appending(group, asked, plan, digest).run(started))
 
 
 # --- does it fit?

@@ -171,22 +171,17 @@ def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveRepor
         if without:
             raise ConfigError(f"'{without[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
         if not request.options.background:
-            return _logged(Saving(group, request, plan, digest).run(started))
+            return Saving(group, request, plan, digest).run(started)
         own, timeout = group.duplicate(request.timeout), request.timeout
 
         def write(on_copied: Callable[[], None]) -> SaveReport:
             try:
                 with watched(own, f"save as {path!r} in the background", timeout):
-                    return _logged(Saving(own, request, plan, digest, on_copied).run(started))
+                    return Saving(own, request, plan, digest, on_copied).run(started)
             finally:
                 own.free()
 
         return BackgroundSave(plan.path, own.rank, write)
-
-
-def _logged(report: SaveReport) -> SaveReport:
-    _log.info("%s", report)
-    return report
 
 
 class Saving:
@@ -210,7 +205,7 @@ class Saving:
         n_packs = count_packs(plan._memory.moving_nbytes, part)
         self._staging = Staging(n_threads=1, n_slots=0, n_pack=n_packs, slot_nbytes=part)
 
-    def run(self, started: float) -> Any:
+    def run(self, started: float) -> SaveReport:
         """Save the arrays, and return the report."""
         group, plan, options = self._group, self._plan, self._options
         group.watch.enter("compare replicas")
@@ -245,7 +240,9 @@ class Saving:
             with target:
                 target.begin()
                 self._run(session, source, target)
-                return self._report(target.end(), session.counters, started)
+                report = self._report(target.end(), session.counters, started)
+        _log.info("%s", report)
+        return report
 
     def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
         session.run(map(self._round, self._plan._rounds), source, target)
