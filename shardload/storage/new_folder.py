@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
-from weakref import WeakValueDictionary
 
 from shardload.errors import ConfigError
 from shardload.storage.changes import AppendLock, take_lock
@@ -78,9 +77,10 @@ class NewFolder(LocalFolder):
         self._target = Target(path, mode, is_folder=True, known=ROOTS)
         self._mark: IO[bytes] | None = None  # locked
         self._lock = threading.Lock()
-        # By key. A file is closed with its last reference, so that no thread loses it while it writes.
-        self._opened: WeakValueDictionary[str, WritableFile] = WeakValueDictionary()  # those of `write_at`: they share an fsync
-        self._unsynced: dict[str, WritableFile] = {}
+        # A file is closed with its last reference, so that no thread loses it while it writes. None of these references is weak:
+        # while a file closes, a weak one would still give it to another thread.
+        self._opened: dict[str, WritableFile] = {}  # those of `write_at` until the next sync, by key: they share an fsync
+        self._unsynced: dict[WritableFile, str] = {}
         self._n_behind = self._nbytes_behind = 0
         self._made = set[str]()  # folders that are there
         self._new_names = set[str]()  # folders with new names that are not synced
@@ -236,7 +236,7 @@ class NewFolder(LocalFolder):
     def _write(self, key: str, file: WritableFile, data: Any, offset: int) -> None:
         file.write_at(data, offset)
         with self._lock:
-            self._unsynced[key] = file  # not before, so that a sync of another thread does not end it
+            self._unsynced[file] = key  # not before, so that a sync of another thread does not end it
             self._n_behind += 1
             self._nbytes_behind += memoryview(data).nbytes
             is_long = self._about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
@@ -244,15 +244,15 @@ class NewFolder(LocalFolder):
             files = self._take() if is_late else {}
         self._sync_files(files)
 
-    def _take(self) -> dict[str, WritableFile]:
+    def _take(self) -> dict[WritableFile, str]:
         """The files that were written to, for the caller to sync. With the lock."""
-        files, self._unsynced = self._unsynced, {}
+        files, self._unsynced, self._opened = self._unsynced, {}, {}
         self._n_behind = self._nbytes_behind = 0
         return files
 
-    def _sync_files(self, files: Mapping[str, WritableFile]) -> None:
+    def _sync_files(self, files: Mapping[WritableFile, str]) -> None:
         """Wait until files are on disk, which then get their names."""
-        for key, file in files.items():
+        for file, key in files.items():
             path = os.path.join(self.path, key)
             try:
                 file.sync()

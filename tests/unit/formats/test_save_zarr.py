@@ -26,6 +26,7 @@ from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.storage import new_folder, target
+from shardload.storage.local import LocalFile
 from tests.tiers import quick_ones, some_of
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
@@ -345,6 +346,26 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
         catalog.finish()
         catalog.commit()
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
+
+
+def test_a_file_that_another_thread_closes_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a weak reference gave a file to a thread while it is being closed: a save failed with "the file was closed"."""
+    folder, n_closed = new_folder.NewFolder(str(tmp_path / "x"), "w"), 0
+    folder.create()
+
+    def closed(file: LocalFile) -> None:
+        nonlocal n_closed
+        file.close()
+        if file._path.endswith("/c") and (n_closed := n_closed + 1) == 1:
+            folder.write_at("c", b"second", 5)  # what another thread may do now
+
+    monkeypatch.setattr(LocalFile, "__del__", closed)
+    folder.write_at("c", b"first", 0)
+    folder.sync()
+    assert n_closed == 1  # else this test shows nothing
+    folder.sync()
+    assert Path(folder.path, "c").read_bytes() == b"firstsecond"
+    folder.discard()
 
 
 @pytest.mark.parametrize("sharded", [False, True])
