@@ -77,8 +77,8 @@ class NewFolder(LocalFolder):
         self._target = Target(path, mode, is_folder=True, known=ROOTS)
         self._mark: IO[bytes] | None = None  # locked
         self._lock = threading.Lock()
-        # A file is closed with its last reference, so that no thread loses it while it writes. None of these references is weak:
-        # while a file closes, a weak one would still give it to another thread.
+        # A file is closed with its last reference, so that no thread loses it while it writes. No weak references here: while a
+        # file closes, they would still give it to another thread.
         self._opened: dict[str, WritableFile] = {}  # those of `write_at` until the next sync, by key: they share an fsync
         self._unsynced: dict[WritableFile, str] = {}
         self._n_behind = self._nbytes_behind = 0

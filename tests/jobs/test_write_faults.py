@@ -61,19 +61,35 @@ def test_an_append_that_is_killed(tmp_path: Path, phase: str, expected: tuple[in
     assert [one.what for one in leftovers(path)] in (["appended", "appending"], ["appending", "unfinished"])
 
 
-def test_an_append_to_a_file_that_is_killed(tmp_path: Path) -> None:
-    """In the middle of the last writes. Wrong if the next one that opens the file did not find all rows, or h5py found some.
+@pytest.mark.parametrize("what", thorough(["append", "replace"], ["append"]))
+def test_an_append_to_a_file_that_is_killed(tmp_path: Path, what: str) -> None:
+    """In the middle of the last writes. Wrong if the next one that opens the file did not find all rows, or h5py found some;
+    or, where rows are replaced (`at`), old values among the new ones.
 
     tests/unit/formats/test_hdf5_growth.py looks at every state of the file; here a real process ends.
     """
-    path = tmp_path / "run.h5"
+    path, expected = tmp_path / "run.h5", VALUES.copy()
+    if what == "replace":
+        expected[3:] += 1000
     make_file(path)
-    killed(tmp_path, "append", "changes")
+    killed(tmp_path, what, "changes")
     assert not h5py.is_hdf5(path)
     assert [one.what for one in leftovers(path)] == ["appending", "changes"]
     told = run_job(["-m", "shardload", "info", path], 1, timeout=240, env={"PYTHONPATH": str(ROOT)})
     assert told.returncode == 0 and "9 x 8 x 5" in told.stdout, told.tail()
     assert sorted(os.listdir(tmp_path)) == ["run.h5", "run.h5.appending"]
     with h5py.File(path) as file:
-        np.testing.assert_array_equal(file["rho"][...], VALUES)
+        np.testing.assert_array_equal(file["rho"][...], expected)
         np.testing.assert_array_equal(file["time"][...], np.arange(9.0))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("phase", ["put", "read back"])
+def test_rows_that_a_killed_append_would_have_replaced(tmp_path: Path, phase: str) -> None:
+    """Wrong if values of the new rows were written over old ones before all of them are there."""
+    path = tmp_path / "run.h5"
+    make_file(path)
+    killed(tmp_path, "replace", phase)
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["rho"][...], VALUES[:5])
+        np.testing.assert_array_equal(file["time"][...], np.arange(5.0))

@@ -57,6 +57,7 @@ def make_file(path: Path) -> None:
     with h5py.File(path, "w") as file:
         file.create_dataset("rho", data=VALUES[:5], chunks=(2, 3, 5), maxshape=(None, 8, 5), compression="gzip")
         file.create_dataset("time", data=np.arange(5.0), chunks=(3,), maxshape=(None,)).make_scale("time")
+        file["rho"].dims[0].attach_scale(file["time"])
         for name in ("rho", "time"):
             file[name].dims[0].label = "time"
 

@@ -50,7 +50,8 @@ def load_dataset(
 ) -> Any:
     """Load the variables of a file, or of many, as an `xarray.Dataset` over sharded arrays; values and dates decoded.
 
-    The coordinates, dates and attributes are those of `xarray.open_mfdataset`. Along an axis with padding, coordinates go on
+    The coordinates, dates and attributes are those of `xarray.open_mfdataset`; attributes that differ from file to file (often
+    ``history``) are left out. Along an axis with padding, coordinates go on
     with NaN (dates with NaT), and the index knows the file's rows alone: ``.sel`` never gives padding, also with
     ``method="nearest"``; and `unpad` takes the Dataset, and what was computed from it.
 

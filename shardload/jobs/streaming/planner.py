@@ -351,9 +351,11 @@ class StreamPlanner:
     def _check_lengths(self, arrays: Sequence[StreamArray]) -> None:
         if len({array.n_steps for array in arrays}) > 1:
             lengths = ", ".join(f"{array.info} has {array.n_steps:,}" for array in arrays)
+            are_parts = len({array.info.path for array in arrays}) > 1 == len({array.info.dataset for array in arrays})
+            fix = " Or, if the files are parts of one array, pass shardload.concat(PATHS, along=AXIS) in the place of the path"
             raise ConfigError(
                 f"the arrays of a stream must have the same number of steps, but {lengths}. Pass select= to take the same of "
-                "each"
+                f"each.{fix if are_parts else ''}"
             )
 
     # --- the order

@@ -80,11 +80,13 @@ def main(folder: Path, what: str, phase: str) -> None:
     def put(values: Any, spec: P) -> jax.Array:
         return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
 
-    if what == "append":
+    if what in ("append", "replace"):
         values = np.arange(9 * 4 * n * 5, dtype="float32").reshape(9, 4 * n, 5)
         file = next(name for name in ("run.zarr", "run.h5") if (folder / name).exists())
-        end_at(PHASES[what][phase], kill)
-        shardload.append(folder / file, {"rho": put(values[5:], P(None, "a")), "time": np.arange(5.0, 9.0)})
+        end_at(PHASES["append"][phase], kill)
+        first, at = (5, None) if what == "append" else (3, 3.0)  # rows 3 and 4 become other ones
+        rho = values[first:] + 1000 * (what == "replace")
+        shardload.append(folder / file, {"rho": put(rho, P(None, "a")), "time": np.arange(float(first), 9.0)}, at=at)
         return
     x = put(np.arange(8 * n * 6 * 5, dtype="float32").reshape(8 * n, 6, 5), P("a"))
     how: dict[str, Any] = {"compression": "gzip", "chunks": (2, 6, 5)}

@@ -102,7 +102,10 @@ def test_an_option_that_is_wrong_by_itself(path: str, options: dict[str, Any], t
         ({"dataset": "unnamed", "along": "time"}, "along is 'time', but '/unnamed' in .* has no names of axes"),
         ({"dataset": "number", "spec": P()}, r"along is 0, but '/number' in .* has shape \(\)"),
         ({"select": 5}, "select takes one index of axis 0 of '/t' in .*, along which the stream goes: pass a slice"),
-        ({"dataset": ["t", "u"]}, "same number of steps, but '/t' in .* has 24, '/u' in .* has 20. Pass select="),
+        (
+            {"dataset": ["t", "u"]},
+            "steps, but '/t' in .* has 24, '/u' in .* has 20. Pass select= to take the same of each.$",
+        ),
         ({"batch": 25}, "24 steps have 24 samples, which make no batch of 25. Pass a smaller batch, or remainder='pad'"),
         (
             {"window": 24, "remainder": "pad", "gaps": "ignore"},
@@ -147,6 +150,14 @@ def test_an_option_that_is_wrong_by_itself(path: str, options: dict[str, Any], t
 def test_options_that_do_not_fit_the_file_or_each_other(path: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         stream(path, **options)
+
+
+def test_parts_of_one_array_that_are_passed_as_two(path: str, tmp_path: Path) -> None:
+    """Wrong if it did not say how the parts become one array."""
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["t"] = np.zeros((20, N_LEVELS, N_LAT), "f4")
+    with pytest.raises(ConfigError, match=r"are parts of one array, pass shardload.concat\(PATHS, along=AXIS\)"):
+        stream([path, str(tmp_path / "b.h5")])  # type: ignore[arg-type]
 
 
 def test_a_mesh_without_devices(path: str) -> None:
