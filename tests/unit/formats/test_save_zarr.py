@@ -339,10 +339,11 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
         puts = list(zip(numbers, offsets, stored.values(), strict=True))
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda put: writer.put("/x", *put), puts))
-        assert 1 <= len(synced) <= 8 and len(puts) == 256  # twice in between, those of four files that no thread writes to then
+        # Twice in between: four files, and those that the four threads still had from before.
+        assert 1 <= len(synced) <= 16 and len(puts) == 256
         assert len(opened) <= 4 * 12  # four threads may open a file at the same time
         writer.sync()
-        assert not writer._storage._unsynced and 4 <= len(synced) <= 16
+        assert not writer._storage._unsynced and 4 <= len(synced) <= 24
         catalog.finish()
         catalog.commit()
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
