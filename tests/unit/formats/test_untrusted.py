@@ -30,8 +30,9 @@ DATA = flat(SHAPE)
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> tuple[Path, Path]:
-    """A folder for the file, and one outside of it that has a file of its own."""
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A folder for the file, and one outside that has a file of its own. HDF5 looks in the working folder too."""
+    monkeypatch.chdir(tmp_path)
     for name in ("home", "home/deeper", "else"):
         (tmp_path / name).mkdir()
     for name in ("home/deeper/in.h5", "else/out.h5"):
