@@ -1,4 +1,4 @@
-"""What do all ranks see when something breaks? The tables of `docs/trust.md`, made anew: ``python -m tests.jobs.faults``.
+"""What do all ranks see when something breaks? `docs/design/faults.md`, made anew: ``python -m tests.jobs.faults``.
 
 Each row of the first one is a job, or a case of one, of 4 ranks (`scripts/faults.py`).
 """

@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_one_array_in_several_files(tmp_path: Path) -> None:
-    """docs/many-arrays.md: the parts in their order, and dates that go across the new year."""
+    """docs/many-files.md: the parts in their order, and dates that go across the new year."""
     ids, rows = [np.arange(n, dtype="i8") + 2**40 for n in (5, 3)], np.arange(6, dtype="i2").reshape(2, 1, 3)
     for k in range(3):
         with h5py.File(tmp_path / f"snap_000.{k}.hdf5", "w") as file:
@@ -99,7 +99,7 @@ def test_one_array_in_several_files(tmp_path: Path) -> None:
             file["time"].attrs["units"] = f"days since {year}-01-01"
             file["time"].make_scale("time")
             packed.dims[0].attach_scale(file["time"])
-    code = block("join", ROOT / "docs" / "many-arrays.md")
+    code = block("join", ROOT / "docs" / "many-files.md")
     with contextlib.chdir(tmp_path):
         exec(code, {})
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
@@ -111,7 +111,7 @@ def test_one_array_in_several_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(whole, rows[1:] / np.float32(2))
     names: dict[str, Any] = {"shardload": shardload, "mesh": mesh, "P": P}
     with contextlib.chdir(tmp_path):
-        exec(block("concat", ROOT / "docs" / "many-arrays.md"), names)
+        exec(block("concat", ROOT / "docs" / "many-files.md"), names)
     np.testing.assert_array_equal(names["t2m"], rows / np.float32(2))
 
 

@@ -1,4 +1,4 @@
-"""What is on disk after a rank was killed in a save or an append? The second table of `docs/trust.md`, made anew by
+"""What is on disk after a rank was killed in a save or an append? The second table of `docs/design/faults.md`, made anew by
 ``python -m tests.jobs.faults``: each row is a job of 2 ranks (`scripts/writes.py`).
 """
 

@@ -382,7 +382,7 @@ class JoinedParts:
             values = {k: as_text(attrs.get(key)) for k, attrs in member.attrs.items()}
             k0 = next(iter(values))
             k = next(k for k, value in values.items() if not same_value(value, values[k0]))
-            fix = "Joined, the numbers of one of them would mean something else. Load each file for itself: docs/many-arrays.md"
+            fix = "Joined, the numbers of one of them would mean something else. Load each file for itself: docs/many-files.md"
             raise self._differs(f"attribute {key!r}", member, k, (repr(values[k0]), repr(values[k])), k0, fix)
 
     # --- 3: what is the same in all parts
