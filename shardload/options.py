@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 READERS = (AUTO, "root", "parallel", "direct")
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each level includes those before it
-MISSING = ("warn", "error", "fill")
 EDGES = ("wrap", "edge")
-REMAINDERS, BORDERS, GAPS = ("drop", "pad", "error"), ("reread", "drop"), ("error", "skip", "ignore")  # of a stream
 DECODE = (None, True, False, "valid")
 _OF_DECODE = (
     "True applies scale_factor, add_offset and fill values, 'valid' the valid range too; None warns if numbers are packed"
@@ -43,10 +41,6 @@ _OF_DECODE = (
 TIMEOUT = 900.0  # longer than a busy file system pauses (about a minute), much shorter than a night of a stalled job
 STAGING_NBYTES = 256 << 20  # what staging="auto" is if the file's chunks need no more
 Progress = bool | Callable[[int, int], None] | None
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _is_integer(value: Any) -> bool:
@@ -117,7 +111,7 @@ def _is_one_selection(select: Any) -> bool:
     return select is None or select is ... or isinstance(select, slice) or _is_integer(select)
 
 
-def _choice(name: str, words: tuple[Any, ...], meaning: str, value: Any) -> Any:
+def _choice(name: str, words: tuple[Any, ...], value: Any, meaning: str = "") -> Any:
     """One of some words. `meaning` says what they are, in messages."""
     if not any(isinstance(value, type(word)) and value == word for word in words):
         expected = f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
@@ -128,7 +122,7 @@ def _choice(name: str, words: tuple[Any, ...], meaning: str, value: Any) -> Any:
 def _sizes(name: str, words: tuple[Any, ...], sizes: Any) -> Any:
     """A size for each axis, or one of some words."""
     if sizes is None or isinstance(sizes, str):
-        return _choice(name, words, "or a size for each axis, such as (64, 64, 64)", sizes)
+        return _choice(name, words, sizes, "or a size for each axis, such as (64, 64, 64)")
     numbers = (sizes,) if _is_integer(sizes) else sizes
     if not isinstance(numbers, (tuple, list)) or not all(map(_is_integer, numbers)):
         raise ConfigError(f"{name} is {sizes!r}; expected a size for each axis, such as (64, 64, 64)")
@@ -332,8 +326,9 @@ class Option:
         One line for ``--help`` and docs/options.md.
     calls : tuple of str
         The functions that take it.
-    check : callable
-        Turns the caller's value into the value that `Options` stores; raises ConfigError.
+    rule : callable, optional
+        See `check`. By default an option with `choices` takes one of them, one whose default is a bool takes a bool, and any
+        other one takes whatever it is.
     text : callable or None
         Turns the stored value into the text that ranks compare. None: ranks may pass different values.
     is_kept : bool
@@ -359,7 +354,7 @@ class Option:
     default: Any
     help: str
     calls: tuple[str, ...]
-    check: Callable[[Any], Any] = _as_it_is
+    rule: Callable[[Any], Any] | None = None
     text: Callable[[Any], str] | None = repr
     is_kept: bool = True
     is_per_array: bool = False
@@ -368,6 +363,13 @@ class Option:
     choices: tuple[str, ...] = ()
     flag: str = ""
     other_defaults: Mapping[str, Any] | None = None
+
+    def check(self, value: Any) -> Any:
+        """Turn the caller's value into the value that `Options` stores. ConfigError says what is expected."""
+        if self.rule is not None:
+            return self.rule(value)
+        words = (True, False) if isinstance(self.default, bool) else self.choices
+        return _choice(self.name, words, value) if words else value
 
     def default_in(self, call: str) -> Any:
         """The value in this function if the caller passes none."""
@@ -386,7 +388,6 @@ def _number_or_date(at: Any) -> Any:
     return at.item() if getattr(at, "ndim", None) == 0 and at.dtype.kind in "iuf" else at
 
 
-_MODES = ("w-", "w")
 _STREAM = ("stream",)
 # An option of each array that is saved: the request of the array has it, and no `Options`.
 _OF_EACH: Mapping[str, Any] = {"is_per_array": True, "is_kept": False, "is_one": _is_no_dict}
@@ -409,7 +410,7 @@ _DECLARED = (
     Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_per_array=True, flag="--dtype"),
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values.", _READ,
-        partial(_choice, "decode", DECODE, _OF_DECODE), str, is_per_array=True, flag="--decode",
+        partial(_choice, "decode", DECODE, meaning=_OF_DECODE), str, is_per_array=True, flag="--decode",
     ),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_per_array=True, flag="--pad"),
     Option(
@@ -431,12 +432,11 @@ _DECLARED = (
     ),
     Option(
         "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_WRITES, *_STREAM),
-        partial(_choice, "verify", VERIFY, ""), str, choices=VERIFY, flag="--verify", other_defaults=_in_writes(CHECKSUM),
+        text=str, choices=VERIFY, flag="--verify", other_defaults=_in_writes(CHECKSUM),
     ),
     Option(
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),
-        partial(_choice, "how of verify", VERIFY, ""), None,
-        is_kept=False, choices=VERIFY,
+        partial(_choice, "how of verify", VERIFY), None, is_kept=False, choices=VERIFY,
     ),
     Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), is_kept=False),
     Option("root", 0, "The rank that has the array.", ("scatter",), is_kept=False),
@@ -453,20 +453,14 @@ _DECLARED = (
         (*_ARRAYS, *_WRITES, *_STREAM), _seconds,
     ),
     Option(
-        "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS,
-        partial(_choice, "missing", MISSING, "what is done about missing chunks"), str,
-        choices=MISSING, flag="--missing",
+        "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS, text=str,
+        choices=("warn", "error", "fill"), flag="--missing",
     ),
     Option(
-        "allow_external", False, "Follow links and references out of the file's folder.", _READ,
-        partial(_choice, "allow_external", (True, False), "may the file lead outside of its folder?"), str,
+        "allow_external", False, "Follow links and references out of the file's folder.", _READ, text=str,
         flag="--allow-external",
     ),
-    Option(
-        "untrusted", False, "Open the file in helper processes, with limits.", _READ,
-        partial(_choice, "untrusted", (True, False), ""), str,
-        flag="--untrusted",
-    ),
+    Option("untrusted", False, "Open the file in helper processes, with limits.", _READ, text=str, flag="--untrusted"),
     Option(
         "allow_filters", (), "Use these filters too, though damaged data may crash them.", _READ, filter_names, ",".join,
         flag="--allow-filters",
@@ -484,13 +478,9 @@ _DECLARED = (
         partial(_count_or_none, "ranks_per_node", 1, "how many processes a node has, 1 or more"), text=None, is_kept=False,
         flag="--ranks-per-node",
     ),
+    Option("background", False, "Return when the arrays are copied, and write in a thread.", ("save",), text=str),
     Option(
-        "background", False, "Return when the arrays are copied, and write in a thread.", ("save",),
-        partial(_choice, "background", (True, False), ""), str,
-    ),
-    Option(
-        "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, partial(_choice, "mode", _MODES, ""),
-        is_kept=False, choices=_MODES,
+        "mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, is_kept=False, choices=("w-", "w"),
     ),
     Option(
         "format", None, "Format of the new file; None: its suffix tells.", _SAVES, is_kept=False,
@@ -548,18 +538,16 @@ _DECLARED = (
         is_kept=False,
     ),
     Option(
-        "remainder", "drop", "Samples that do not fill a batch: drop, pad or error.", _STREAM,
-        partial(_choice, "remainder", REMAINDERS, "what becomes of the samples that do not fill a batch"), is_kept=False,
-        choices=REMAINDERS,
+        "remainder", "drop", "Samples that do not fill a batch: drop, pad or error.", _STREAM, is_kept=False,
+        choices=("drop", "pad", "error"),
     ),
     Option(
         "border", "reread", "Shuffled windows over the border of two blocks: reread chunks for them, or drop them.", _STREAM,
-        partial(_choice, "border", BORDERS, "what becomes of shuffled windows that reach over the border of two blocks"),
-        is_kept=False, choices=BORDERS,
+        is_kept=False, choices=("reread", "drop"),
     ),
     Option(
         "gaps", "error", "Gaps in the coordinate of the steps: error, skip (windows that reach over one), ignore.", _STREAM,
-        partial(_choice, "gaps", GAPS, "what is done about gaps in the coordinate of the steps"), is_kept=False, choices=GAPS,
+        is_kept=False, choices=("error", "skip", "ignore"),
     ),
     Option(
         "pool", AUTO, "Memory of the job for steps of a shuffled stream: 8GiB; auto: a tenth of the selection.", _STREAM,

@@ -44,7 +44,7 @@ class LocalShards:
     """
 
     def __init__(self, x: Any, shards: Shards, rank: int) -> None:
-        self.shape, self.dtype, self.numbers = x.shape, np.dtype(x.dtype), shards.shards_of(rank)
+        self.shape, self.dtype, self.rank, self.numbers = x.shape, np.dtype(x.dtype), rank, shards.shards_of(rank)
         copies: dict[Region, list[tuple[Any, Any]]] = {}
         if isinstance(x, jax.Array):
             for shard in x.addressable_shards:
@@ -172,8 +172,8 @@ class ShardSender:
 
     n_at_once = 4
 
-    def __init__(self, shards: LocalShards, rank: int, targets: Mapping[int, Piece], checksums: bool) -> None:
-        self._shards, self._rank, self._targets, self._checksums = shards, rank, targets, checksums
+    def __init__(self, shards: LocalShards, targets: Mapping[int, Piece], checksums: bool) -> None:
+        self._shards, self._targets, self._checksums = shards, targets, checksums
         self._n = 0
 
     def has_room(self, block: Block) -> bool:
@@ -188,17 +188,17 @@ class ShardSender:
         """See `Producer`."""
         tiles = []
         for part in block.parts:
-            values = self._shards.view(self._shards.shard_with(part.region), part.region)
-            if part.rank != self._rank:
+            values, rank = self._shards.view(self._shards.shard_with(part.region), part.region), self._shards.rank
+            if part.rank != rank:
                 tiles.append(Piece(part.region, values))
                 continue
             into = self._targets[part.target].view(part.region)
             np.copyto(into, values, casting="no")
             if self._checksums and checksum(into) != checksum(values):
                 raise PeerError(
-                    f"the part {part.region} that stays on rank {self._rank} is not what the device holds: a checksum after "
+                    f"the part {part.region} that stays on rank {rank} is not what the device holds: a checksum after "
                     "the copy differs from the one before it. If it happens again, suspect the memory of this node",
-                    rank=self._rank,
+                    rank=rank,
                 )
         self._n += 1
         return StagedBlock(block, tiles)
@@ -211,16 +211,14 @@ class DeviceSource:
     ----------
     shards : sequence of LocalShards
         What this process holds of each array, by `ArrayMove.array`.
-    rank : int
-        This rank.
     checksums : bool
         Whether what stays on this rank is checksummed, too.
     """
 
-    def __init__(self, shards: Sequence[LocalShards], rank: int, checksums: bool) -> None:
-        self._shards, self._rank, self._checksums = shards, rank, checksums
+    def __init__(self, shards: Sequence[LocalShards], checksums: bool) -> None:
+        self._shards, self._checksums = shards, checksums
 
     def stage(self, moves: Sequence[ArrayMove], *_: object) -> None:
         """Give each move its producer."""
         for move in moves:
-            move.producer = ShardSender(self._shards[move.array], self._rank, move.targets, self._checksums)
+            move.producer = ShardSender(self._shards[move.array], move.targets, self._checksums)

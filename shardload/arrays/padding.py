@@ -52,8 +52,8 @@ class Extent:
     Seven elements, padded to eight, over two shards with a halo of one:
 
     >>> e = Extent((7,), (12,), (2,), (1,))
-    >>> e.own(0).astype(int).tolist()
-    [0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0]
+    >>> e.places(0).tolist()
+    [-1, 0, 1, 2, 3, -1, -1, 4, 5, 6, -1, -1]
     """
 
     shape: tuple[int, ...]
@@ -85,11 +85,6 @@ class Extent:
         index: Index = shard * (extent - 2 * halo) + at
         index[(at < 0) | (at >= extent - 2 * halo) | (index >= self.shape[axis])] = -1
         return index
-
-    def own(self, axis: int, start: int = 0, stop: int | None = None) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """For each position of the jax.Array along an axis: whether it is the file's."""
-        found: np.ndarray[Any, np.dtype[np.bool_]] = self.places(axis, start, stop) >= 0
-        return found
 
 
 # --- which extent has an array?
@@ -239,7 +234,7 @@ def make_mask(extent: Extent, sharding: Any) -> jax.Array:
         if region not in made:
             values: Any = np.True_
             for axis, bounds in enumerate(zip(region.start, region.stop, strict=True)):
-                values = np.logical_and.outer(values, extent.own(axis, *bounds))
+                values = np.logical_and.outer(values, extent.places(axis, *bounds) >= 0)
             made[region] = np.asarray(values)
         return made[region]
 

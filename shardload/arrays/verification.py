@@ -46,6 +46,7 @@ from shardload.values.decoding import Decoding
 _MOST_REGIONS = 8  # per process, for "file"
 _MOST_CHUNKS = 1 << 14  # chunks to read at once, however small they are
 _COPIES = 8  # copies of a region: as stored, as read by the library, cast, from the device, compared; and those of the load
+_WRONG_PADDING = "Likelier wrong is this rank: nobody sends padding"
 _COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
 
 Array = np.ndarray[Any, Any]
@@ -177,9 +178,9 @@ class Verifier:
         started, level = time.perf_counter(), self.options.verify
         found = ShardFindings(Counter(n_shards=len(array.addressable_shards)))
         local = LocalShards(array, self.schedule.shards, rank)
-        self._check_devices(local, rank, pieces or {}, found)
+        self._check_devices(local, pieces or {}, found)
         if level in (FILE, FULL) and local.numbers:
-            self._check_file(local, rank, pieces or {}, found)
+            self._check_file(local, pieces or {}, found)
         found.seconds = time.perf_counter() - started
         return found
 
@@ -188,7 +189,7 @@ class Verifier:
         """Bytes of a region that is compared at a time."""
         return max(1, self.options.staging_nbytes // _COPIES)
 
-    def _check_devices(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
+    def _check_devices(self, local: LocalShards, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
         """Compare checksums, if there are two copies of the same values."""
         for number in local.numbers:
             region, devices = local.region(number), local.devices(number)
@@ -204,18 +205,14 @@ class Verifier:
                     digest, source = on_device, str(devices[k])
                 elif on_device != digest:
                     raise VerifyError(
-                        f"{devices[k]} on rank {rank} does not hold what {source} holds of {region} of {self.name}: its CRC-32 "
-                        f"is {on_device:08x}, expected {digest:08x}. Likelier wrong is this device, or the way to it",
-                        rank=rank,
+                        f"{devices[k]} on rank {local.rank} does not hold what {source} holds of {region} of {self.name}: its "
+                        f"CRC-32 is {on_device:08x}, expected {digest:08x}. Likelier wrong is this device, or the way to it",
+                        rank=local.rank,
                     )
             found.digests[number] = digest or 0
 
-    def _check_file(self, local: LocalShards, rank: int, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
+    def _check_file(self, local: LocalShards, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
         shards, layout = self.schedule.shards, self.layout
-
-        def blame(_: Array) -> str:
-            return "Likelier wrong is this rank: nobody sends padding"
-
         with closing(self.open_again()) as source:
             truth = Truth(source, layout.selection, layout.dtype, self.decoding)
             for number in local.numbers:
@@ -227,15 +224,7 @@ class Verifier:
                         value = fill_value(self.options.pad, layout.dtype, content.fill)
                         for region in self._padding_regions(content.place):
                             padding = np.full(region.shape, value, layout.dtype)
-                            self._compare(
-                                local,
-                                number,
-                                region,
-                                rank,
-                                padding,
-                                "the padding",
-                                lambda _: "Likelier wrong is this rank: nobody sends padding",
-                            )
+                            self._compare(local, number, region, padding, "the padding", lambda _: _WRONG_PADDING)
                             found.counted["n_padding"] += region.size
                         continue
                     for region in self._regions(content.source, n_sources * len(local.numbers)):
@@ -243,11 +232,11 @@ class Verifier:
                         for place in places:
                             held = None if piece is None else view_of(piece, place, local.region(number))
                             explain = partial(truth.explain, region, expected, held)
-                            self._compare(local, number, place, rank, expected, truth.name, explain)
+                            self._compare(local, number, place, expected, truth.name, explain)
                         found.counted["n_boxes"] += 1
                         found.counted["n_elements"] += region.size * len(places)
                         found.counted["nbytes_reread"] += region.size * source.dtype.itemsize
-                if self.options.verify == FULL and shards.holders(number)[0] == rank:
+                if self.options.verify == FULL and shards.holders(number)[0] == local.rank:
                     found.share ^= self._share(local, number)
 
     def _compare(
@@ -255,7 +244,6 @@ class Verifier:
         local: LocalShards,
         number: int,
         place: Region,
-        rank: int,
         expected: Array,
         whence: str,
         explain: Callable[[Array], str],
@@ -269,10 +257,10 @@ class Verifier:
             at = tuple(a + i for a, i in zip(place.start, index, strict=True))
             n = int((words_of(expected) != words_of(values)).any(axis=-1).sum())
             raise VerifyError(
-                f"{device} on rank {rank}, shard {local.region(number)} of {self.name}: element {at} is "
+                f"{device} on rank {local.rank}, shard {local.region(number)} of {self.name}: element {at} is "
                 f"{value_text(values[index])}, but {whence} has {value_text(expected[index])} there; {n:,} of the "
                 f"{place.size:,} elements of {place} differ, this is the first. {explain(values)}",
-                rank=rank,
+                rank=local.rank,
                 index=at,
             )
 

@@ -16,7 +16,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from shardload.comm.environment import task
+from shardload.comm.mpi import task
 from shardload.errors import ShardloadError
 from shardload.options import OPTIONS
 from shardload.system.terminal import own_stdout, say_error, tell

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_spec, parse_word, takes
-from shardload.comm.environment import launched, task
+from shardload.comm.mpi import launched, task
 from shardload.options import OPTIONS
 from shardload.system.terminal import OutputError, cannot_print, say_error, tell
 

@@ -2,7 +2,7 @@
 
 Open `group` first: it is the ranks of one call. `agreement` lets them agree on small values and errors, `collectives` are the
 messages for that, and `shared_errors` turns an error into text, and decides which rank shows it. `transport` carries the values
-of an exchange. `store` does all of this without MPI. `topology` and `shared_memory` serve the ranks of one machine. `mpi` loads
-mpi4py. `watchdog` detects which rank holds up the others, and `heartbeat` sends what it says. `launch` and `environment` start
-JAX on all ranks.
+of an exchange. `store` does all of this without MPI. `shared_memory` serves the ranks of one machine. `mpi` says which
+launcher started this process, and loads mpi4py. `watchdog` detects which rank holds up the others, and `heartbeat` sends what
+it says. `launch` starts JAX on all ranks.
 """

@@ -1,4 +1,4 @@
-"""Do MPI and JAX see the same job, and where does JAX's coordinator listen?
+"""How is JAX started on all ranks: do MPI and JAX see the same job, and where does JAX's coordinator listen?
 
 MPI ranks and JAX processes are started in different ways and do not know of each other. `initialize` starts JAX from MPI.
 `rank_of_process` maps processes to ranks; if the two do not match, its error says which is wrong and what to type.
@@ -10,15 +10,19 @@ whose address the other processes find under the name of its machine.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
+import random
+import re
 import socket
 import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -26,13 +30,14 @@ import jax
 import numpy as np
 
 from shardload.comm.collectives import Backoff
-from shardload.comm.environment import free_port, gpu_files, is_free, mpi_is_off, slurm_step
 from shardload.comm.group import Group, group_of
-from shardload.comm.mpi import WITHOUT, end_job, mpi_problem, refuse_singletons, unnoticed, world
+from shardload.comm.mpi import WITHOUT, end_job, gpu_files, mpi_is_off, mpi_problem, refuse_singletons, unnoticed, world
 from shardload.comm.shared_errors import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.units import counted
 
+# Ports for JAX's coordinator, the same range as in JAX: above the ports that the system gives to outgoing connections.
+_PORTS = range(61440, 65536)
 LOOPBACK = "127.0.0.1"
 _BACKOFF = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=0.1, n_before_doubling=1)
 _LISTENER_SECONDS = 2.0  # after that JAX itself waits, and reports a coordinator that does not answer
@@ -91,17 +96,8 @@ def listening_host(host: str) -> str:
     A machine often finds a loopback address under its own name, while others find the address that they can reach.
     """
     found = addresses_of(host)
-    if host != "localhost" and not _is_number(host) and all(ipaddress.ip_address(one).is_loopback for one in found):
-        return ""
-    return first_here(found)
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    is_name = host != "localhost" and host not in found
+    return "" if is_name and all(ipaddress.ip_address(address).is_loopback for address in found) else first_here(found)
 
 
 def await_listener(address: str) -> None:
@@ -113,6 +109,83 @@ def await_listener(address: str) -> None:
             return
         n_tries += 1
         time.sleep(_BACKOFF.seconds(n_tries))
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """The task of an srun step that this process is."""
+
+    task: int
+    n_tasks: int
+    local_id: int
+    n_local: int
+    coordinator: str
+
+
+def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
+    """The srun step that this process is a task of; None in a batch script, an ssh session, or without Slurm.
+
+    Batch scripts and ssh sessions have some of Slurm's variables too, but only a step has a step number and a task number.
+
+    >>> slurm_step({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
+    True
+    >>> of_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "3"}
+    >>> slurm_step({**of_step, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "1",
+    ...             "SLURM_STEP_NODELIST": "n[3-4,7]"})
+    SlurmStep(task=3, n_tasks=6, local_id=1, n_local=2, coordinator='n3:61554')
+    """
+    try:
+        job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
+        n_tasks, task = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
+        local, node = int(environ.get("SLURM_LOCALID", "0")), int(environ.get("SLURM_NODEID", "0"))
+    except (KeyError, ValueError):
+        return None
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        counts += [int(found[1])] * int(found[2] or 1) if found else []
+    n_local = counts[node] if node < len(counts) else 1
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
+    host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
+    # The port is the same for all tasks of a step, and different for two steps of a job.
+    return SlurmStep(task, n_tasks, local, n_local, f"{host}:{_PORTS[(16 * job + step) % len(_PORTS)]}")
+
+
+def free_port() -> int:
+    """A port of this machine that is free now.
+
+    The port is not chosen by the system: it could give that port to an outgoing connection before it is used.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 64):
+        if is_free(port):
+            return port
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """True if a process could listen at this port now, on all addresses of this machine."""
+    both = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        if both:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+        except OSError as found:
+            return found.errno != errno.EADDRINUSE
+    return True
+
+
+def _first_node(nodes: str) -> str:
+    """The first host of a list in Slurm's notation.
+
+    >>> [_first_node(text) for text in ("n1", "n[1-4]", "gpu-[007,9-12],cpu1", "a,b")]
+    ['n1', 'n1', 'gpu-007', 'a']
+    """
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    return (found[1] + (found[2] or "")) if found else nodes
 
 
 _log = logging.getLogger("shardload")

@@ -1,4 +1,4 @@
-"""Is there MPI, which library is it, and does it see all tasks of the job? The only module that imports mpi4py.
+"""Which launcher started this process, is there MPI, and does it see all tasks of the job? The only module that imports mpi4py.
 
 Importing mpi4py starts MPI, so it is imported only when it is needed. If no MPI library can be loaded, or the user has turned
 MPI off, the functions here return that, and do not fail.
@@ -10,17 +10,63 @@ everything, and all would write one file (`refuse_singletons`). No JAX.
 from __future__ import annotations
 
 import atexit
+import glob
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NoReturn
 
-from shardload.comm.environment import launched, mpi_is_off
 from shardload.errors import ConfigError
 from shardload.system.thread_pool import flush
+
+# How many tasks a launcher started. For Slurm that of the step: a batch script has SLURM_NTASKS too, but is one process.
+_LAUNCHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
+# The number of a task, as the same launchers count.
+_TASKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+def launched(environ: Mapping[str, str]) -> tuple[str, int]:
+    """The launcher that started several tasks, and how many; the innermost if one launcher started another.
+
+    >>> launched({"SLURM_STEP_NUM_TASKS": "4"}), launched({"SLURM_NTASKS": "4"}), launched({"PMI_SIZE": "1"})
+    (('srun', 4), ('', 1), ('', 1))
+    >>> launched({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "8"}), launched({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4"})
+    (('mpiexec', 8), ('srun', 4))
+    """
+    told = {launcher: environ.get(variable, "") for launcher, variable in _LAUNCHERS.items()}
+    if told["mpiexec"] == told["srun"]:  # srun --mpi=pmi2 sets what an MPICH-like mpiexec sets
+        del told["mpiexec"]
+    for launcher, n in told.items():
+        if n.isdecimal() and int(n) > 1:
+            return launcher, int(n)
+    return "", 1
+
+
+def task(environ: Mapping[str, str]) -> int:
+    """The number of this task, as its launcher counts; 0 without a launcher.
+
+    >>> task({"SLURM_PROCID": "3"}), task({"SLURM_PROCID": "0", "PMI_RANK": "2"}), task({})
+    (3, 2, 0)
+    """
+    found = (environ.get(name, "") for name in _TASKS)
+    return next((int(text) for text in found if text.isdecimal()), 0)
+
+
+def mpi_is_off(environ: Mapping[str, str]) -> bool:
+    """True if the user has turned MPI off.
+
+    >>> mpi_is_off({"SHARDLOAD_MPI": "0"}), mpi_is_off({})
+    (True, False)
+    """
+    return environ.get("SHARDLOAD_MPI") == "0"
+
+
+def gpu_files() -> list[str]:
+    """The device files of all NVIDIA GPUs of this node, including those that this process may not use."""
+    return [path for path in glob.glob("/dev/nvidia[0-9]*") if path[len("/dev/nvidia") :].isdigit()]
 
 
 @cache

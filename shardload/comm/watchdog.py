@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from shardload.comm.shared_errors import share
@@ -64,59 +64,48 @@ class RankState:
     doing: str = ""
 
 
-@dataclass(frozen=True)
-class RankStates:
-    """The ranks of a call in which nothing moves.
+def text_of_ranks(absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]) -> str:
+    """What the ranks of a call do in which nothing moves.
 
-    Attributes
-    ----------
-    absent : sequence of int
-        Ranks that were never heard of in this call.
-    lost, heard : dict of int to RankState
-        The last states of ranks that are not heard of any more, and the states of the others.
+    `absent` were never heard of in this call, `lost` are not heard of any more: these are their last states.
+
+    >>> text_of_ranks([1, 2], {}, {0: RankState(1, 1, "metadata")})
+    'ranks 1, 2 did not come to this call, or are held up before the first wait in it; 1 other rank waits (phase: metadata)'
     """
-
-    absent: Sequence[int] = ()
-    lost: dict[int, RankState] = field(default_factory=dict)
-    heard: dict[int, RankState] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        said = []
-        if self.absent:
-            who = f"{first_ranks(self.absent)} did not come to this call"
-            said.append(f"{who}, or {_are(self.absent)} held up before the first wait in it")
-        for phase in dict.fromkeys(state.phase for state in self.lost.values()):
-            lost = [rank for rank, state in self.lost.items() if state.phase == phase]
-            said.append(f"{first_ranks(lost)} {_are(lost)} held up or gone: not heard of any more (last phase: {phase})")
-        doing = {rank: state.doing for rank, state in self.heard.items() if state.doing}
-        said += [f"rank {rank} is {what}" for rank, what in [*doing.items()][:_MOST_NAMED]]
-        if len(doing) > _MOST_NAMED:
-            said.append(f"{len(doing) - _MOST_NAMED} more ranks are reading or writing")
-        phases = [state.phase for state in self.heard.values() if not state.doing]
-        other = "other " if said else ""
-        for phase in dict.fromkeys(phases):
-            n = phases.count(phase)
-            said.append(f"{counted(n, other + 'rank')} wait{'s' * (n == 1)} (phase: {phase})")
-        return "; ".join(said)
+    said = []
+    if absent:
+        said.append(f"{first_ranks(absent)} did not come to this call, or {_are(absent)} held up before the first wait in it")
+    for phase in dict.fromkeys(state.phase for state in lost.values()):
+        ranks = [rank for rank, state in lost.items() if state.phase == phase]
+        said.append(f"{first_ranks(ranks)} {_are(ranks)} held up or gone: not heard of any more (last phase: {phase})")
+    doing = {rank: state.doing for rank, state in heard.items() if state.doing}
+    said += [f"rank {rank} is {what}" for rank, what in [*doing.items()][:_MOST_NAMED]]
+    if len(doing) > _MOST_NAMED:
+        said.append(f"{len(doing) - _MOST_NAMED} more ranks are reading or writing")
+    phases = [state.phase for state in heard.values() if not state.doing]
+    other = "other " if said else ""
+    for phase in dict.fromkeys(phases):
+        n = phases.count(phase)
+        said.append(f"{counted(n, other + 'rank')} wait{'s' * (n == 1)} (phase: {phase})")
+    return "; ".join(said)
 
 
-def text_of(what: str, timeout: float, ranks: object) -> str:
+def text_of(what: str, timeout: float, ranks: str) -> str:
     """The error message of a stalled call: `what` it does, the seconds without progress, and who is late.
 
     >>> wait, read = RankState(1, 2, "exchange"), RankState(1, 3, "exchange", "reading chunk (0, 1) of '/x' in 'f.h5'")
-    >>> print(text_of("'f.h5'", 30, RankStates(heard={0: wait, 1: wait, 2: read})))  # doctest: +ELLIPSIS
+    >>> print(text_of("'f.h5'", 30, text_of_ranks([], {}, {0: wait, 1: wait, 2: read})))  # doctest: +ELLIPSIS
     nothing has moved for 30 s (call: 'f.h5'): rank 2 is reading chunk (0, 1) of '/x' in 'f.h5'; 2 other ranks wait (phase:
     exchange). ...
     """
     return f"nothing has moved for {timeout:g} s (call: {what}): {ranks}. {_ADVICE}"
 
 
-def notice_of(what: str, seconds: float, ranks: object, timeout: float | None) -> str:
+def notice_of(what: str, seconds: float, ranks: str, timeout: float | None) -> str:
     """The warning long before a call fails.
 
-    >>> print(notice_of("'f.h5'", 20, RankStates([1, 2], {}, {0: RankState(1, 1, "metadata")}), 900))  # doctest: +ELLIPSIS
-    nothing has moved for 20 s (call: 'f.h5'): ranks 1, 2 did not come to this call, ...; 1 other rank waits (phase:
-    metadata). All ranks must make the call. It fails after 900 s (timeout=)
+    >>> print(notice_of("'f.h5'", 20, "2 ranks wait", 900))
+    nothing has moved for 20 s (call: 'f.h5'): 2 ranks wait. All ranks must make the call. It fails after 900 s (timeout=)
     """
     fails = "It waits for ever (timeout=None)" if timeout is None else f"It fails after {timeout:g} s (timeout=)"
     return f"nothing has moved for {seconds:g} s (call: {what}): {ranks}. All ranks must make the call. {fails}"
@@ -326,12 +315,13 @@ class Watchdog:
         self._judge_departed()
         if self._mailbox is None or self._rank == 0:
             self._note(self._rank, mine)
-            ranks = self._ranks()
+            absent, lost, heard = self._ranks()
             if self._timeout is not None and self._n_still >= patience + _NOTICE_BEATS:
-                late = sorted([*ranks.absent, *ranks.lost, *(r for r, state in ranks.heard.items() if state.doing)])
-                self._give_up(text_of(self._what, self._timeout, ranks), late[0] if late else None)
+                late = sorted([*absent, *lost, *(rank for rank, state in heard.items() if state.doing)])
+                text = text_of(self._what, self._timeout, text_of_ranks(absent, lost, heard))
+                self._give_up(text, late[0] if late else None)
             if self._n_still * self._interval >= NOTICE_SECONDS:
-                self._warn(self._n_still, ranks)
+                self._warn(self._n_still, text_of_ranks(absent, lost, heard))
             return
         if self._timeout is not None and self._n_unanswered >= patience + _LATE_BEATS:
             self._give_up(text_of(self._what, self._timeout, _NO_MONITOR), 0)
@@ -349,7 +339,7 @@ class Watchdog:
         if gone and (self._rank == 0 or 0 in gone or self._n_gone > _LEARN_BEATS):  # if there is a monitor, it decides first
             self._give_up(text_of_departed(self._what, gone), gone[0])
 
-    def _warn(self, n_beats: int, ranks: object) -> None:
+    def _warn(self, n_beats: int, ranks: str) -> None:
         """Warn once in a call which ranks are late."""
         if not self._is_said:
             self._is_said = True
@@ -378,13 +368,13 @@ class Watchdog:
         if known is None or (state.call, state.count) >= (known.call, known.count):
             self._states[rank] = state
 
-    def _ranks(self) -> RankStates:
-        """Where the ranks are, as far as this one knows."""
+    def _ranks(self) -> tuple[list[int], dict[int, RankState], dict[int, RankState]]:
+        """Where the ranks are, as far as this one knows: see `text_of_ranks`."""
         ranks = range(self._size)
         lately = self._n_beats - _SILENT_BEATS
         heard = {r: self._states[r] for r in ranks if r in self._states and self._heard.get(r, lately - 1) >= lately}
         lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}
-        return RankStates([r for r in ranks if r not in heard and r not in lost], lost, heard)
+        return [r for r in ranks if r not in heard and r not in lost], lost, heard
 
     def _give_up(self, text: str, late: int | None) -> None:
         """Send the decision to all ranks, and raise it."""

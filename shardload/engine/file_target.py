@@ -42,7 +42,7 @@ from shardload.planning.blocks import aligned, run_of
 from shardload.planning.region import Region
 from shardload.planning.staging import KEPT_ROUNDS
 from shardload.storage.target import named
-from shardload.system.first_error import FirstError
+from shardload.system.interruption import FirstError
 from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Piece, aligned_empty
 from shardload.transfer.moves import ArrayMove

@@ -54,7 +54,7 @@ def plan_partners(leaders: Sequence[int]) -> list[int]:
     Parameters
     ----------
     leaders : sequence of int
-        For each rank a number of its node (`comm.topology.Topology.leaders`).
+        For each rank a number of its node (`comm.group.Topology.leaders`).
 
     Examples
     --------

@@ -25,7 +25,7 @@ from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging
-from shardload.system.first_error import FirstError
+from shardload.system.interruption import FirstError
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import exchange

@@ -1,4 +1,4 @@
-"""Which elements of a file's array did the caller ask for?
+"""Which elements of a file's array did the caller ask for, also by values of a coordinate?
 
 A `Selection` converts regions of the selected array to regions of the file. `select_axes` makes one from a NumPy-style index.
 `name_axes` makes such an index from a selection by names of axes: ``{"time": -1, "lat": near(52.5)}``.
@@ -391,3 +391,35 @@ def _nearest(values: np.ndarray[Any, Any], value: Any, tie: Any = None) -> tuple
     distances = [abs(side - Fraction(value)) for side in sides]
     places = [int(np.argmax(values == side)) for side, far in zip(sides, distances, strict=True) if far == min(distances)]
     return places[-1] if tie is not None else min(places), min(distances)
+
+
+# --- does a coordinate go on in one direction? Searches, and whoever joins files or adds rows, rely on it
+
+
+def direction_of(blocks: Sequence[np.ndarray[Any, Any]]) -> bool | None:
+    """True if the values of each block rise, False if they fall, None if they have no direction in common.
+
+    Blocks of one value each go from the first to the second.
+
+    >>> direction_of([np.array([1, 2]), np.array([3])]), direction_of([np.array([3]), np.array([2])])
+    (True, False)
+    """
+    blocks = [block for block in blocks if len(block)]
+    if any(block.dtype.kind not in "iuf" for block in blocks) or not blocks:
+        return None
+    if all(len(block) == 1 for block in blocks):
+        return len(blocks) < 2 or bool(blocks[1][0] > blocks[0][0])
+    for rises in (True, False):
+        if all(first_break(block, rises) is None for block in blocks):
+            return rises
+    return None
+
+
+def first_break(values: np.ndarray[Any, Any], rises: bool) -> int | None:
+    """The position of the first value that does not lie beyond the one before it; None if all do.
+
+    >>> first_break(np.array([0.28, 0.30, 0.28]), True)
+    2
+    """
+    goes_on = values[1:] > values[:-1] if rises else values[1:] < values[:-1]
+    return None if goes_on.all() else int(np.argmin(goes_on)) + 1

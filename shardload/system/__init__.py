@@ -4,5 +4,5 @@ thread_pool   daemon threads for calls that may block
 memory_limit  how much memory this process may use
 terminal      the width of the terminal, and tables and messages that fit it
 garbage       collections of garbage wait while many objects are made
-interruption  was an error raised by a signal handler of the application?
+interruption  is an error kept until the ranks agree, or was it raised by a signal handler of the application?
 """

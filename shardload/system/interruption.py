@@ -1,7 +1,8 @@
-"""Was this error raised by a signal handler of the application?
+"""Does an error stay on this rank until the ranks agree, or was it raised by a signal handler of the application?
 
-An exception of a signal handler (an alarm, Ctrl-C) is no error of the call: it interrupts the call at any point, and ends it
-there. Code that stores errors, to agree on them later, calls `let_interruption_pass` first.
+The first error of a rank is kept (`FirstError`), because other ranks may wait for this one. But an exception of a signal
+handler (an alarm, Ctrl-C) is no error of the call: it interrupts the call at any point, and ends it there. Code that stores
+errors, to agree on them later, calls `let_interruption_pass` first.
 
 A signal handler may also call this package while it is at work in the same thread. That work holds locks, such as h5py's, for
 which other threads of the new call would wait for ever: `is_called_by_handler`.
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 
-from shardload.errors import chain_of
+from shardload.errors import StallError, chain_of
+from shardload.system.garbage import let_go
 
 _own = threading.local()
 
@@ -82,3 +84,41 @@ def _code_of(handler: object) -> CodeType | None:
         handler = getattr(type(handler), "__call__", None)  # noqa: B004
     found = getattr(handler, "__code__", None)
     return found if isinstance(found, CodeType) else None
+
+
+class FirstError:
+    """Keeps the first error of this rank. A context manager: it keeps what is raised inside.
+
+    A stall passes, because after it the ranks cannot agree any more; so does what a signal handler raises.
+
+    Attributes
+    ----------
+    error : Exception or None
+        The error.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __bool__(self) -> bool:
+        return self.error is not None
+
+    def keep(self, error: BaseException) -> None:
+        """Keep an error, if it is the first. Can be called in any thread."""
+        let_interruption_pass(error)
+        let_go(error)
+        self.error = self.error or error
+
+    def take(self) -> BaseException | None:
+        """The error, which is not kept any longer."""
+        error, self.error = self.error, None
+        return error
+
+    def __enter__(self) -> FirstError:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, StallError):
+            return False
+        self.keep(error)
+        return True

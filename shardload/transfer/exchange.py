@@ -23,7 +23,7 @@ from typing import Any
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
 from shardload.planning.schedule import Block
-from shardload.system.first_error import FirstError
+from shardload.system.interruption import FirstError
 from shardload.transfer.buffers import Packer, Resources, StagedBlock
 from shardload.transfer.channels import Channels
 from shardload.transfer.counters import Counters

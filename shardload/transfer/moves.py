@@ -24,7 +24,7 @@ from shardload.errors import PeerError, ShardloadError
 from shardload.planning.grid import IntArray
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part, Schedule
-from shardload.system.first_error import FirstError
+from shardload.system.interruption import FirstError
 from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.counters import Counters
 

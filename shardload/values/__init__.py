@@ -2,5 +2,4 @@
 
 decoding  from a file's attributes to a `Decoding`, which turns blocks of stored numbers into values
 dates     from a date, and the units and calendar of an axis, to the number of that axis
-order     whether a coordinate goes on in one direction
 """

@@ -172,7 +172,7 @@ def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dt
         exact, unit, text = _spans(values[is_time], attrs)
     else:
         axis = _Axis.of(attrs)
-        exact, unit, text = [axis.span(date).begin for date in values[is_time]], axis.unit, axis.text
+        exact, unit, text = [axis.span(date)[0] for date in values[is_time]], axis.unit, axis.text
     numbers[is_time] = [_as_type(count, dtype, unit, text) for count in exact]
     return numbers
 
@@ -204,8 +204,9 @@ def _as_type(count: Fraction, dtype: np.dtype[Any], unit: Fraction, text: Callab
 
 
 def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
-    low, high = axis.span(part.low), axis.span(part.high)
-    begin, end, is_open = low.begin, high.end, high.begin != high.end
+    begin, _, _ = axis.span(part.low)
+    last_begin, end, _ = axis.span(part.high)
+    is_open = last_begin != end
     if begin > end or (is_open and begin == end):
         raise ValueError("the lower end comes first, however the coordinate is sorted")
     if dtype.kind == "f":
@@ -214,7 +215,7 @@ def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
         high_number = _rounded(end - slack if is_open else end + slack, dtype)
         if is_open:
             # A type that does not tell the end of a span from its begin has both as one number.
-            high_number = max(np.nextafter(high_number, dtype.type(-np.inf)), _rounded(high.begin + slack, dtype))
+            high_number = max(np.nextafter(high_number, dtype.type(-np.inf)), _rounded(last_begin + slack, dtype))
         return replace(part, low=float(low_number), high=float(high_number), typed=repr(part), told=axis.text)
     return replace(
         part, low=math.ceil(begin), high=math.ceil(end) - 1 if is_open else math.floor(end), typed=repr(part), told=axis.text
@@ -222,10 +223,10 @@ def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
 
 
 def _near(part: Near, axis: _Axis, dtype: np.dtype[Any]) -> Near:
-    span = axis.span(part.value)
-    if span.lacks:
+    begin, _, lacks = axis.span(part.value)
+    if lacks:
         raise ValueError(
-            f"which day of it? Pass one, near('{str(part.value).strip()}{'-01' * span.lacks}'), or "
+            f"which day of it? Pass one, near('{str(part.value).strip()}{'-01' * lacks}'), or "
             f"between({part.value!r}, {part.value!r}) for all of it"
         )
     within: Any = part.within
@@ -234,7 +235,7 @@ def _near(part: Near, axis: _Axis, dtype: np.dtype[Any]) -> Near:
             within = Fraction(float(np.timedelta64(within) / np.timedelta64(1, "us"))) / 10**6 / axis.unit
         except (TypeError, ValueError):  # months, or NaT
             raise ValueError(f"within is {within!r}, which has no length. Pass datetime.timedelta(days=1)") from None
-    return replace(part, value=span.begin, within=within, typed=repr(part), told=axis.text, tie=2 * _HALF / axis.unit)
+    return replace(part, value=begin, within=within, typed=repr(part), told=axis.text, tie=2 * _HALF / axis.unit)
 
 
 def _rounded(number: Fraction, dtype: np.dtype[Any]) -> Any:
@@ -243,17 +244,6 @@ def _rounded(number: Fraction, dtype: np.dtype[Any]) -> Any:
 
 
 # --- an axis of time
-
-
-@dataclass(frozen=True)
-class _Span:
-    """From where to where a date goes, in numbers of an axis; one number if it is an instant. `lacks` counts what a month
-    (1) and a year (2) lack to be a day.
-    """
-
-    begin: Fraction
-    end: Fraction
-    lacks: int = 0
 
 
 @dataclass(frozen=True)
@@ -287,14 +277,16 @@ class _Axis:
             raise ValueError(f"{has_units}, of which the date cannot be read. Pass numbers")
         return cls(unit, _seconds(date, name)[0], name)
 
-    def span(self, date: Any) -> _Span:
-        """From where to where a date goes."""
+    def span(self, date: Any) -> tuple[Fraction, Fraction, int]:
+        """Where a date begins and ends in numbers of the axis, the same for an instant; and what it lacks of a day: a month 1,
+        a year 2.
+        """
         if _is_number(date):
             if not math.isfinite(date):
                 raise ValueError("expected dates or numbers")
-            return _Span(_exact(date), _exact(date))
+            return _exact(date), _exact(date), 0
         begin, end, lacks = _seconds_of(date, self.calendar)
-        return _Span((begin - self.zero) / self.unit, (end - self.zero) / self.unit, lacks)
+        return (begin - self.zero) / self.unit, (end - self.zero) / self.unit, lacks
 
     def text(self, number: Any) -> str:
         """A number of the axis as a date, for a message."""

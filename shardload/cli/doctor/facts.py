@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from shardload.comm.environment import gpu_files, launched, task
 from shardload.comm.group import Group
-from shardload.comm.mpi import library_version, mpi_problem, thread_level, world_rank_and_size
+from shardload.comm.mpi import gpu_files, launched, library_version, mpi_problem, task, thread_level, world_rank_and_size
 
 # Variables that show how the job was started, or that change its behaviour.
 _VARIABLES: tuple[str, ...] = (

@@ -38,9 +38,9 @@ from jax.sharding import PartitionSpec as P
 from shardload.api import scatter
 from shardload.cli.doctor.facts import Facts, before_jax, from_json, to_json, with_jax, with_node
 from shardload.cli.doctor.rules import ERROR, Finding, diagnose
-from shardload.comm.environment import launched
 from shardload.comm.group import Group, group_of
 from shardload.comm.launch import initialize
+from shardload.comm.mpi import launched
 from shardload.errors import ShardloadError, printable
 from shardload.system.terminal import WIDTH, Column, fit_table, own_stdout, tell, width_of, wrap
 from shardload.units import counted, format_nbytes, ranges, ranks_text

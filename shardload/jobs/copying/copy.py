@@ -27,9 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.environment import mpi_is_off
 from shardload.comm.group import Group
-from shardload.comm.mpi import refuse_singletons
+from shardload.comm.mpi import mpi_is_off, refuse_singletons
 from shardload.engine.call import Call, begin_request
 from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.topology import Topology
+from shardload.comm.group import Topology
 from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, SourceArray

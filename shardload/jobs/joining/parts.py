@@ -39,11 +39,10 @@ from shardload.jobs.joining.request import PartsRequest, Row
 from shardload.jobs.progress import progress_of
 from shardload.options import Progress
 from shardload.planning.region import Region
-from shardload.planning.selection import select_axes
+from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
 from shardload.values.dates import recounted
 from shardload.values.decoding import ATTRIBUTES
-from shardload.values.order import direction_of, first_break
 
 if TYPE_CHECKING:
     from shardload.formats.hdf5.joined import JoinedFile, PlacedPart

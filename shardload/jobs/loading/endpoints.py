@@ -46,7 +46,7 @@ from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import Options, fill_value
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
-from shardload.system.first_error import FirstError
+from shardload.system.interruption import FirstError
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters

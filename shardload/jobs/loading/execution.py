@@ -42,7 +42,7 @@ from shardload.planning.staging import Staging
 from shardload.planning.tuning import Tuning
 from shardload.storage.remote import Counts, counts
 from shardload.system.caller import warn_once
-from shardload.system.first_error import FirstError
+from shardload.system.interruption import FirstError
 from shardload.transfer.counters import Counters
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
 from shardload.values.decoding import packed_by

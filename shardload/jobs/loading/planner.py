@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from shardload.arrays.sharding import cuts_of, layout_shards, padded_shape, read_halo, read_spec, verify_layout
+from shardload.comm.group import UNKNOWN_NBYTES
 from shardload.comm.store import RATE
-from shardload.comm.topology import UNKNOWN_NBYTES
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.plan import LoadLayout, Plan

@@ -36,7 +36,7 @@ from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
-from shardload.planning.selection import Between
+from shardload.planning.selection import Between, direction_of, first_break
 from shardload.planning.staging import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover
 from shardload.storage.remote import without_secrets
@@ -44,7 +44,6 @@ from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
 from shardload.values.dates import as_dates, counted, has_dates, in_numbers, is_dates
-from shardload.values.order import direction_of, first_break
 
 Array = np.ndarray[Any, Any]
 _NOWHERE = np.iinfo(np.int64).max  # the bits of a value that another process has

@@ -236,7 +236,7 @@ class Saving:
                 n_threads=plan.n_threads,
                 on_progress=advance,
             )
-            source = DeviceSource(self._shards, group.rank, options.checksums)
+            source = DeviceSource(self._shards, options.checksums)
             with target:
                 target.begin()
                 self._run(session, source, target)

@@ -145,27 +145,11 @@ class _Throttle:
                 self._limit, self._halved = max(1.0, self._limit / 2), time.monotonic()
 
 
-class _Failure(NamedTuple):
-    """What a failed request means: the status of HTTP, or 0; what to say; whether it may pass by itself."""
+Answer = tuple[Bytes, Pin]
+"""The bytes of a range, and the object's version."""
 
-    status: int
-    text: str
-    passes: bool
-
-
-class TooLongError(ValueError):
-    """An object has more bytes than were expected."""
-
-
-class _ShortError(Exception):
-    """A body has other bytes than its headers say."""
-
-
-class Answer(NamedTuple):
-    """The bytes of a range, and the object's version."""
-
-    data: Bytes
-    pin: Pin
+_Failure = tuple[int, str, bool]
+"""What a failed request means: the status of HTTP, or 0; what to say; whether it may pass by itself."""
 
 
 class Client:
@@ -213,7 +197,7 @@ class Client:
         pin : Pin or None
             What it must be.
         most : int, optional
-            TooLongError if the object has more bytes, before they are read.
+            ValueError if the object has more bytes, before they are read.
 
         Raises
         ------
@@ -236,17 +220,19 @@ class Client:
             if pin is not None and found != pin:
                 raise self._changed(below)
             if most is not None and found.nbytes > most:
-                raise TooLongError(f"'{below}' has {found.nbytes} bytes, what is stored there {most} at most")
+                return np.empty(0, dtype=np.uint8), found
             data = np.frombuffer(result.bytes(), dtype=np.uint8)
             if len(data) != result.range[1] - result.range[0]:
-                raise _ShortError
-            return Answer(data, found)
+                raise EOFError("its body was cut short")
+            return data, found
 
         is_small = isinstance(extent, tuple) and extent[1] - extent[0] <= _SMALL_NBYTES
-        answer: Answer = self.call(below, get, is_small)
+        data, found = self.call(below, get, is_small)
+        if most is not None and found.nbytes > most:
+            raise ValueError(f"'{below}' has {found.nbytes} bytes, what is stored there {most} at most")
         with _this_process().lock:
-            _this_process().counts.nbytes += len(answer.data)
-        return answer
+            _this_process().counts.nbytes += len(data)
+        return data, found
 
     def call(self, below: str, call: Callable[[Any, str], Any], is_small: bool = False) -> Any:
         """`call(store, key)`, again if that may help. Errors as from `get`. `is_small`: few bytes come back."""
@@ -262,26 +248,25 @@ class Client:
                 self._has_answered = True
                 self._throttle.good()
                 return found
-            self._has_answered = self._has_answered or failure.status != 0
-            if failure.status in _BUSY:
+            status, text, passes = failure
+            self._has_answered = self._has_answered or status != 0
+            if status in _BUSY:
                 self._throttle.busy(began)
-            if not failure.passes or n >= (_MOST_TRIES if self._has_answered else _FIRST_TRIES):
+            if not passes or n >= (_MOST_TRIES if self._has_answered else _FIRST_TRIES):
                 break
             time.sleep(random.uniform(0.5, 1) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (n - 1)))
-        if failure.status == 412:
+        if status == 412:
             raise self._changed(below)
-        if failure.status == 404:
-            raise RemoteNotFoundError(errno.ENOENT, f"'{self.name(below)}' is not there: {failure.text}")
+        if status == 404:
+            raise RemoteNotFoundError(errno.ENOENT, f"'{self.name(below)}' is not there: {text}")
         times = f" ({n} times)" if n > 1 else ""
-        raise RemoteError(
-            errno.EIO if failure.passes else errno.EACCES, f"'{self.name(below)}' cannot be read: {failure.text}{times}"
-        )
+        raise RemoteError(errno.EIO if passes else errno.EACCES, f"'{self.name(below)}' cannot be read: {text}{times}")
 
     def _try(self, below: str, call: Callable[[Any, str], Any]) -> tuple[Any, _Failure | None]:
         """What a call returns, or why it failed. obstore's error ends here."""
         try:
             return call(self._store, "/".join(filter(None, (self._base, below)))), None
-        except (RemoteError, TooLongError, MemoryError):
+        except (RemoteError, MemoryError):
             raise
         except Exception as error:
             return None, _meaning(error)
@@ -333,40 +318,35 @@ _BELOW = (  # words of obstore's errors without a status, in that order: what to
 
 def _meaning(error: Exception) -> _Failure:
     """What obstore says, in words that hold nothing secret: a status, a code of S3, or the kind of what went wrong below."""
-    if isinstance(error, _ShortError):
-        return _Failure(0, "its body was cut short", True)
+    if isinstance(error, EOFError):
+        return 0, str(error), True
     text = str(error)
     found = re.search(r"status code: (\d{3})", text)
     status = int(found[1]) if found else _STATUS.get(type(error).__name__, 0)
     code = (re.search(r"<Code>(\w{1,60})</Code>", text) or ["", ""])[1]
     region = re.search(r"<Region>([\w-]{1,40})</Region>", text)
     if "169.254.169.254" in text or "metadata.google.internal" in text or "computeMetadata" in text:
-        return _Failure(
-            0, f"no keys: none in storage=, the environment or a profile, and this machine has no role. {_PUBLIC}", False
-        )
+        return 0, f"no keys: none in storage=, the environment or a profile, and this machine has no role. {_PUBLIC}", False
     if region is not None or "redirect without LOCATION" in text or code == "PermanentRedirect" or status == 301:
         where = f"'{region[1]}'" if region is not None else "..."
-        return _Failure(status or 301, f"its bucket is in another region: pass storage={{'region': {where}}}", False)
+        return status or 301, f"its bucket is in another region: pass storage={{'region': {where}}}", False
     if code in _CAUSES:
         status, said = _CAUSES[code]
-        return _Failure(status, f"{said} ({code})", False)
+        return status, f"{said} ({code})", False
     if status == 403:
-        return _Failure(
-            403,
-            f"access is denied (403 {code}".rstrip()
-            + f"). {_PUBLIC}. If its requester pays, pass storage={{'request_payer': True}}. "
-            "Else keys are wrong, may not read it, or have expired, as signatures in URLs do. (S3 says so of an object that is "
-            "missing, too, to who may not list its bucket.)",
-            False,
+        why = f"access is denied (403 {code}".rstrip() + (
+            f"). {_PUBLIC}. If its requester pays, pass storage={{'request_payer': True}}. Else keys are wrong, may not read "
+            "it, or have expired, as signatures in URLs do. (S3 says so of an object that is missing, too, to who may not list "
+            "its bucket.)"
         )
+        return 403, why, False
     if status == 401:
-        return _Failure(
-            401, "the server asks who you are (401): pass keys, or storage={'default_headers': {'authorization': ...}}", False
-        )
+        why = "the server asks who you are (401): pass keys, or storage={'default_headers': {'authorization': ...}}"
+        return 401, why, False
     if status:
-        return _Failure(status, f"the server answers {status} {code}".rstrip(), status in _PASSING)
+        return status, f"the server answers {status} {code}".rstrip(), status in _PASSING
     text = re.sub(r"\w+://\S+", "", text)  # words of a key would be taken for causes
     for words, said, passes in _BELOW:
         if re.search(words, text):
-            return _Failure(0, said, passes)
-    return _Failure(0, f"its store gives an answer that is not understood ({type(error).__name__})", False)
+            return 0, said, passes
+    return 0, f"its store gives an answer that is not understood ({type(error).__name__})", False

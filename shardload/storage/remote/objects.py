@@ -92,24 +92,24 @@ class RemoteObject:
     def pin(self) -> Pin:
         """Which version is read, for other ranks. Asks for a byte of it if nothing was read yet."""
         if self._pin is None:
-            return self._first((0, 1)).pin
+            return self._first((0, 1))[1]
         return self._pin
 
     def _first(self, extent: tuple[int, int] | Mapping[str, int]) -> Answer:
         """An answer that tells the version, too."""
-        answer: Answer = self._open.run(self._open.get, self._key, extent, self._pin).result()
-        if self._pin is None and (not answer.pin.mark or answer.pin.mark.startswith("@")):
-            what = "its size and date are compared" if answer.pin.mark else "only its size is compared"
+        data, pin = self._open.run(self._open.get, self._key, extent, self._pin).result()
+        if self._pin is None and (not pin.mark or pin.mark.startswith("@")):
+            what = "its size and date are compared" if pin.mark else "only its size is compared"
             text = f"'{self.name}' has no ETag: {what}, and an object that is replaced while it is read may go unnoticed"
             warnings.warn(text, ShardloadWarning, stacklevel=2)
-        self._pin = answer.pin
-        return answer
+        self._pin = pin
+        return data, pin
 
     def look(self, ahead: int) -> None:
         """Ask for its first bytes, or for its last ones if `ahead` is negative, and keep them: see `ObjectFolder.open`."""
         is_cut = ahead < 0 and not self._open.has_suffixes
-        answer = self._first((0, max(1, ahead)) if ahead >= 0 or is_cut else {"suffix": -ahead})
-        self._kept = (0 if ahead >= 0 or is_cut else answer.pin.nbytes - len(answer.data)), answer.data
+        data, pin = self._first((0, max(1, ahead)) if ahead >= 0 or is_cut else {"suffix": -ahead})
+        self._kept = (0 if ahead >= 0 or is_cut else pin.nbytes - len(data)), data
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +127,7 @@ class RemoteObject:
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """The bytes at `offset`: fewer than `nbytes` where the object ends. As the first read from its start, one request."""
         if self._pin is None and offset == 0 and nbytes <= PIECE_NBYTES:
-            return bytes(self._first((0, nbytes)).data)
+            return bytes(self._first((0, nbytes))[0])
         out = np.empty(max(0, min(nbytes, self.nbytes - offset)), dtype=np.uint8)
         self.read_into(out, offset)
         return out.tobytes()
@@ -161,7 +161,7 @@ class RemoteObject:
             pieces = self._fetch(offsets, sizes)
             found += _in_pieces(pieces, lacking)[0]
         for piece, begin, n, offset in found:
-            data = piece.answer.result().data
+            data, _ = piece.answer.result()
             memory[begin : begin + n] = data[offset - piece.start : offset - piece.start + n]
         self._let_go(found)
 
@@ -260,7 +260,7 @@ class RemoteFolder:
     def version(self, key: str) -> State | None:
         """See `ObjectFolder`. One request."""
         try:
-            return _numbers(self._client.run(self._client.get, key, (0, 1), None).result().pin)
+            return _numbers(self._client.run(self._client.get, key, (0, 1), None).result()[1])
         except FileNotFoundError:
             return None
 
@@ -312,14 +312,14 @@ class RemoteFolder:
 
     def _content(self, key: str, asked: Future[Answer]) -> Content | None:
         try:
-            answer = asked.result()
+            data, pin = asked.result()
         except FileNotFoundError:
             return None
-        if len(answer.data) == answer.pin.nbytes:
-            return answer.data
-        content = np.empty(answer.pin.nbytes, dtype=np.uint8)
-        content[: len(answer.data)] = answer.data
-        RemoteObject(self._client, key, answer.pin).read_into(content[len(answer.data) :], len(answer.data))
+        if len(data) == pin.nbytes:
+            return data
+        content = np.empty(pin.nbytes, dtype=np.uint8)
+        content[: len(data)] = data
+        RemoteObject(self._client, key, pin).read_into(content[len(data) :], len(data))
         return content
 
     def __del__(self) -> None:
@@ -329,8 +329,16 @@ class RemoteFolder:
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
         """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""
-        asked = [self._client.run(self._client.get, key, None, None, most_nbytes) for key in keys]
-        return [_seen(answer) for answer in asked]
+        seen: list[tuple[bytes, State] | OSError | None] = []
+        for answer in [self._client.run(self._client.get, key, None, None, most_nbytes) for key in keys]:
+            try:
+                data, pin = answer.result()
+                seen.append((bytes(data), _numbers(pin)))
+            except FileNotFoundError:
+                seen.append(None)
+            except OSError as error:
+                seen.append(error)
+        return seen
 
     def folders(self, key: str) -> list[str]:
         """See `ObjectFolder`. One request for each thousand."""
@@ -379,14 +387,6 @@ class RemoteFolder:
         else:
             return
         raise FileExistsError(errno.EEXIST, exists)
-
-
-def _seen(answer: Future[Answer]) -> tuple[bytes, State] | OSError | None:
-    """The content and version that an answer has; the error; or None of an object that is not there."""
-    error = answer.exception()
-    if isinstance(error, FileNotFoundError):
-        return None
-    return error if isinstance(error, OSError) else (bytes(answer.result().data), _numbers(answer.result().pin))
 
 
 def _numbers(pin: Pin) -> State:

@@ -53,4 +53,3 @@ def test_places_against_a_loop(n: int, cuts: int, halo: int) -> None:
     extent = Extent((n,), (len(expected),), (cuts,), (halo,))
     np.testing.assert_array_equal(extent.places(0), expected)
     np.testing.assert_array_equal(extent.places(0, 2, 5), expected[2:5])
-    np.testing.assert_array_equal(extent.own(0), np.array(expected) >= 0)

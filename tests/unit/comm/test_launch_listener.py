@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardload.comm.environment import free_port, is_free
-from shardload.comm.launch import addresses_of, await_listener, first_here, join, listening_host, split
+from shardload.comm.launch import addresses_of, await_listener, first_here, free_port, is_free, join, listening_host, split
 from shardload.errors import ConfigError, PeerError
 from tests.ports import free_ports
 from tests.unit.comm.test_group import on_ranks

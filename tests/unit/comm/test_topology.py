@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm.group import Group
+from shardload.comm.group import Group, Topology
 from shardload.comm.shared_memory import Segment
-from shardload.comm.topology import Topology
 from tests.unit.comm.test_group import on_ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardload.errors import SourceError, StallError
-from shardload.system.first_error import FirstError
+from shardload.system.interruption import FirstError
 
 
 def test_the_first_error_is_kept_until_it_is_taken() -> None:
