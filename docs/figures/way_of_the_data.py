@@ -17,7 +17,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from shardload.planning.blocks import plan_blocks
-from shardload.planning.grid import Grid
+from shardload.planning.region import Grid
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import plan_shards
 

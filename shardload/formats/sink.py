@@ -26,8 +26,7 @@ from shardload.errors import ConfigError
 from shardload.formats.codecs.table import compression_typed, has_own_shuffle
 from shardload.formats.contract.array import ArrayInfo, json_value
 from shardload.formats.contract.dtypes import cast_value, native_dtype, refusal
-from shardload.planning.grid import ravel, unravel
-from shardload.planning.region import Region
+from shardload.planning.region import Region, ravel, unravel
 from shardload.storage.objects import ObjectFolder
 from shardload.storage.target import named
 from shardload.values.decoding import PACKING, packed_by, typed

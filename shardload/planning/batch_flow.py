@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.grid import Grid, IntArray
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, IntArray, Region
 from shardload.planning.schedule import Block, Owners, Part
 from shardload.planning.shards import Shards
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.shards import Shards
 
 # Enough blocks per owner that an uneven last one costs at most a quarter, and that reading overlaps sending.

@@ -1,17 +1,29 @@
-"""Which elements of an array are meant?
+"""Which elements of an array are meant, and how is it cut into equal cells?
 
 A `Region` is a half-open box of array elements in absolute global coordinates. It is validated once, when it is made. After
 that it is never clamped, and no coordinate is negative: two regions are the same elements exactly if they are equal.
+
+A `Grid` describes the cuts into chunks, blocks and shards. Each axis is cut independently of the others, so every question is
+answered axis by axis, and a grid of a billion cells takes no more memory than one of ten.
+
+Small chunks are read and copied together, as a box of the file's grid (`cut_box`). Its values are decoded into one buffer,
+chunk after chunk. Along each axis a region is cut at most into three stretches: what it has of its first chunk, whole chunks,
+and what it has of its last chunk. So however many chunks there are, a few copies with strides move a region out of the buffer.
 
 No I/O, no MPI, no JAX: integers in, integers out.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -171,3 +183,231 @@ class Region:
     def __str__(self) -> str:
         """The region as a NumPy index: ``[0:4, 8:16]``."""
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Cells(ABC):
+    """An array cut into numbered cells. Subclasses say where a cell lies (`bounds`), and which cells a region meets."""
+
+    __slots__ = ()
+
+    counts: tuple[int, ...]
+    """Number of cells along each axis."""
+
+    @abstractmethod
+    def bounds(self, number: int) -> list[tuple[int, int]]:
+        """Where a cell starts and stops along each axis, by its number in C order."""
+
+    @abstractmethod
+    def meeting_axes(self, region: Region) -> Sequence[Sequence[int]]:
+        """The cells that share an element with a region, along each axis, ascending."""
+
+    @property
+    def n_cells(self) -> int:
+        """Number of cells."""
+        return math.prod(self.counts)
+
+    def region(self, number: int) -> Region:
+        """The elements of a cell."""
+        bounds = self.bounds(number)
+        return Region(tuple([a for a, _ in bounds]), tuple([b for _, b in bounds]))
+
+    def index(self, number: int) -> tuple[int, ...]:
+        """A cell's position along each axis."""
+        return unravel(number, self.counts)
+
+    def meeting(self, region: Region) -> Iterator[int]:
+        """Numbers of the cells that share an element with a region, ascending."""
+        return numbers_of(self.meeting_axes(region), self.counts)
+
+    def n_meeting(self, region: Region) -> int:
+        """How many cells share an element with a region."""
+        return math.prod(map(len, self.meeting_axes(region)))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid(Cells):
+    """An array cut into equal cells along every axis; the first and the last cell of an axis may be cut short.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape of the array.
+    cell : tuple of int
+        Shape of a cell, at least 1 along each axis.
+    phase : tuple of int
+        Elements of the first cell that lie before the array (a selection may begin inside a chunk); less than `cell`.
+
+    Examples
+    --------
+    >>> g = Grid(shape=(10, 6), cell=(4, 6), phase=(1, 0))
+    >>> g.counts
+    (3, 1)
+    >>> [str(g.region(i)) for i in range(g.n_cells)]
+    ['[0:3, 0:6]', '[3:7, 0:6]', '[7:10, 0:6]']
+    >>> list(g.meeting(Region((2, 0), (4, 6))))
+    [0, 1]
+    """
+
+    shape: tuple[int, ...]
+    cell: tuple[int, ...]
+    phase: tuple[int, ...]
+    counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Number of cells along each axis; 0 along an empty axis."""
+
+    def __post_init__(self) -> None:
+        if not len(self.shape) == len(self.cell) == len(self.phase):
+            raise ValueError(f"grid of shape {self.shape} has cell {self.cell} and phase {self.phase}")
+        if any(c < 1 or not 0 <= p < c or n < 0 for n, c, p in zip(self.shape, self.cell, self.phase, strict=True)):
+            raise ValueError(f"grid of shape {self.shape} cannot have cell {self.cell} and phase {self.phase}")
+        axes = zip(self.shape, self.cell, self.phase, strict=True)
+        # Used for each part of a plan, so computed once.
+        object.__setattr__(self, "counts", tuple(-(-(n + p) // c) if n else 0 for n, c, p in axes))
+
+    def bounds(self, number: int) -> list[tuple[int, int]]:
+        """See `Cells`."""
+        bounds = []
+        for count, n, c, p in zip(
+            reversed(self.counts), reversed(self.shape), reversed(self.cell), reversed(self.phase), strict=True
+        ):
+            number, i = divmod(number, count)
+            low = i * c - p
+            bounds.append((max(0, low), min(n, low + c)))
+        bounds.reverse()
+        return bounds
+
+    def around(self, numbers: range) -> Region:
+        """The smallest box around cells whose numbers follow each other, at least one.
+
+        >>> str(Grid((10, 6), (4, 3), (0, 0)).around(range(1, 2))), str(Grid((10, 6), (4, 3), (0, 0)).around(range(1, 3)))
+        ('[0:4, 3:6]', '[0:8, 0:6]')
+        """
+        first, last = self.index(numbers.start), self.index(numbers.stop - 1)
+        axis = next((k for k, (a, b) in enumerate(zip(first, last, strict=True)) if a != b), len(first))
+        low, high = self.region(numbers.start), self.region(numbers.stop - 1)  # up to that axis, cells are the same
+        rest = self.shape[axis + 1 :]
+        return Region((*low.start[: axis + 1], *(0,) * len(rest)), (*high.stop[: axis + 1], *rest))
+
+    def meeting_axes(self, region: Region) -> list[range]:
+        """See `Cells`; a range along each axis."""
+        axes = zip(region.start, region.stop, self.cell, self.phase, strict=True)
+        return [range((a + p) // c, -(-(b + p) // c) if b > a else (a + p) // c) for a, b, c, p in axes]
+
+
+def strides(shape: Sequence[int]) -> list[int]:
+    """By how much the C-order number grows per step along each axis.
+
+    >>> strides((2, 3, 4))
+    [12, 4, 1]
+    """
+    return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+
+
+def numbers_in(box: Sequence[range], shape: Sequence[int]) -> IntArray:
+    """The C-order numbers of a box, given as a range along each axis, ascending.
+
+    >>> numbers_in([range(1, 3), range(2)], (3, 4)).tolist()
+    [4, 5, 8, 9]
+    """
+    numbers: IntArray = np.zeros((), dtype=np.int64)
+    for axis, n in zip(box, shape, strict=True):
+        numbers = np.add.outer(numbers * n, np.arange(axis.start, axis.stop))
+    return numbers.ravel()
+
+
+def numbers_of(axes: Sequence[Sequence[int]], shape: Sequence[int]) -> Iterator[int]:
+    """The C-order numbers of a product of positions along each axis, ascending.
+
+    >>> list(numbers_of([(1, 2), (0, 3)], (3, 4)))
+    [4, 7, 8, 11]
+    """
+    steps = [[i * stride for i in axis] for axis, stride in zip(axes, strides(shape), strict=True)]
+    return map(sum, itertools.product(*steps))
+
+
+def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The C-order number of an index along each axis: the inverse of `unravel`.
+
+    >>> ravel((1, 1, 1), (2, 3, 4))
+    17
+    """
+    number = 0
+    for i, n in zip(index, shape, strict=True):
+        number = number * n + i
+    return number
+
+
+def unravel(number: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index along each axis of a C-order number.
+
+    >>> unravel(17, (2, 3, 4))
+    (1, 1, 1)
+    """
+    index = []
+    for n in reversed(shape):
+        number, i = divmod(number, n)
+        index.append(i)
+    return tuple(reversed(index))
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some of the elements that a region has along one axis: from each of `n` chunks the same `length` elements.
+
+    Attributes
+    ----------
+    chunk, n : int
+        First chunk, counted from the first one in the buffer, and number of chunks.
+    start, length : int
+        First element inside each chunk, and number of elements.
+    at : int
+        First element, counted from the start of the region.
+    """
+
+    chunk: int
+    n: int
+    start: int
+    length: int
+    at: int
+
+
+def stretches(start: int, stop: int, cell: int, first: int) -> list[Stretch]:
+    """Cut the elements from `start` to `stop` of an axis with chunks of `cell` elements; the buffer begins with chunk `first`.
+
+    >>> stretches(3, 14, 4, 0)  # doctest: +NORMALIZE_WHITESPACE
+    [Stretch(chunk=0, n=1, start=3, length=1, at=0),
+     Stretch(chunk=1, n=2, start=0, length=4, at=1),
+     Stretch(chunk=3, n=1, start=0, length=2, at=9)]
+    >>> stretches(5, 7, 4, 1)
+    [Stretch(chunk=0, n=1, start=1, length=2, at=0)]
+    """
+    found, at = [], start
+    while at < stop:
+        chunk, inside = divmod(at, cell)
+        n = 1 if inside or stop - at < cell else (stop - at) // cell
+        length = cell if n > 1 else min(cell - inside, stop - at)
+        found.append(Stretch(chunk - first, n, inside, length, at - start))
+        at += n * length
+    return found
+
+
+def cut_box(axes: Sequence[range], most: int) -> Iterator[tuple[range, ...]]:
+    """Cut a box of chunks into boxes of at most `most` chunks and about equal size, in C order.
+
+    >>> list(cut_box([range(2), range(3, 6)], 2))
+    [(range(0, 1), range(3, 5)), (range(0, 1), range(5, 6)), (range(1, 2), range(3, 5)), (range(1, 2), range(5, 6))]
+    >>> [len(rows) * len(columns) for rows, columns in cut_box([range(4), range(5)], 12)]
+    [10, 10]
+    """
+    steps, room = [1] * len(axes), max(1, most)
+    for k in reversed(range(len(axes))):
+        n = max(1, len(axes[k]))
+        steps[k] = -(-n // -(-n // room))
+        if steps[k] < n:
+            break
+        room //= n
+    return itertools.product(
+        *([axis[i : i + step] for i in range(0, len(axis), step)] for axis, step in zip(axes, steps, strict=True))
+    )

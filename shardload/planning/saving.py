@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardload.planning.blocks import SHARE_OF_CAP, aligned, plan_blocks, plan_rows
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.staging import Item, RoundMemory, least_memory, plan_memory, plan_rounds

@@ -32,8 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardload.planning.grid import Cells, IntArray, numbers_of, ravel, strides, unravel
-from shardload.planning.region import Region
+from shardload.planning.region import Cells, IntArray, Region, numbers_of, ravel, strides, unravel
 
 WRAP, EDGE = "wrap", "edge"
 

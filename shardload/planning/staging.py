@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardload.planning.blocks import aligned
-from shardload.planning.grid import Grid
-from shardload.planning.schedule import Schedule
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.region import Grid
+from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.tuning import default_tuning
 
 _SLOTS = 3  # one is filled, one is full, one is being copied from

@@ -32,8 +32,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from shardload.errors import ConfigError, SourceError
-from shardload.storage.containment import NotAFileError, open_file
-from shardload.storage.local import LocalFile
+from shardload.storage.local import LocalFile, NotAFileError, open_file
 from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Change, Target, WritableFile, mark, named, put_at, sync_folder
 
 _log = logging.getLogger("shardload")

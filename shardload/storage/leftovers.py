@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardload.errors import SourceError
 from shardload.storage.changes import changes_of, locked_path
-from shardload.storage.containment import NotAFileError, open_file
+from shardload.storage.local import NotAFileError, open_file
 from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store

@@ -29,9 +29,8 @@ from typing import IO, Any
 
 from shardload.errors import ConfigError
 from shardload.storage.changes import AppendLock, take_lock
-from shardload.storage.containment import Fence
 from shardload.storage.leftovers import METADATA, ROOTS
-from shardload.storage.local import LocalFolder
+from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import UnsyncedError
 from shardload.storage.remote import RemoteFolder, without_secrets
 from shardload.storage.remote.client import Client

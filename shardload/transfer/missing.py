@@ -14,8 +14,7 @@ import numpy as np
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Block, Schedule
 from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once

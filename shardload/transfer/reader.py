@@ -26,10 +26,8 @@ from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks
 from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import Source
-from shardload.planning.grid import cut_box, numbers_in
-from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.region import Region, cut_box, numbers_in
+from shardload.planning.schedule import Block, Part, SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass

@@ -14,8 +14,7 @@ import pytest
 
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ticket, Writer
-from shardload.planning.grid import ravel
-from shardload.planning.region import Region
+from shardload.planning.region import Region, ravel
 
 Array = np.ndarray[Any, Any]
 

@@ -34,8 +34,7 @@ from shardload.formats.hdf5.chunk_index import MOST_ENTRIES, ChunkTree, DamagedI
 from shardload.formats.hdf5.filters import stage_of
 from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, file_in_memory, kept, number_of, swap_size
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
-from shardload.planning.grid import cut_box
-from shardload.planning.region import Region
+from shardload.planning.region import Region, cut_box
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Masks = np.ndarray[Any, np.dtype[np.uint32]]

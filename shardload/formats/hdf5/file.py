@@ -47,8 +47,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import Opener, Versions, code_of, find_boxes, tell_parts
 from shardload.formats.hdf5.told import StoreSource, ToldSource
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
-from shardload.storage.local import state_of
+from shardload.storage.local import Fence, NotAFileError, OutsideError, open_file, state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 
 FileVersions = tuple[tuple[str, tuple[int, ...]], ...]

@@ -48,8 +48,7 @@ from shardload.formats.hdf5.sink import Hdf5PlacedChunks, LedgerCatalog, OneFile
 from shardload.formats.sink import HOW_TO_GROW, ArraySpec, Catalog, Compression, Decode, Growing, Ticket, meaning_of
 from shardload.planning.region import Region
 from shardload.storage.changes import GrowingFile, changed_meanwhile, complete_append, read_changes, state_of_file
-from shardload.storage.containment import open_file
-from shardload.storage.local import LocalFile
+from shardload.storage.local import LocalFile, open_file
 from shardload.storage.target import Change, WritableFile
 
 Json = dict[str, Any]

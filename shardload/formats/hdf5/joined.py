@@ -29,7 +29,7 @@ from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory
 from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
-from shardload.storage.containment import Fence
+from shardload.storage.local import Fence
 
 Blocks = Iterable[tuple[Region, np.ndarray[Any, Any]]]
 

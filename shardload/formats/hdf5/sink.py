@@ -39,10 +39,9 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.planning.grid import unravel
+from shardload.planning.region import unravel
 from shardload.storage.changes import GrowingFile
-from shardload.storage.containment import Fence
-from shardload.storage.local import LocalFolder
+from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import ObjectFolder
 from shardload.storage.target import Change, NewFile, Target, WritableFile, check_mark, named
 

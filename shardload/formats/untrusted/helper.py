@@ -28,7 +28,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Limits
 from shardload.formats.contract.format import HelperError, UndecodedError
-from shardload.storage.containment import NotAFileError, OutsideError
+from shardload.storage.local import NotAFileError, OutsideError
 from shardload.system.thread_pool import Pool
 from shardload.units import format_nbytes
 

@@ -30,7 +30,7 @@ from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
 from shardload.formats.zarr.store import WatchedStore, open_store
-from shardload.planning.grid import unravel
+from shardload.planning.region import unravel
 from shardload.storage.changes import changed_meanwhile
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.new_folder import AddedFolder

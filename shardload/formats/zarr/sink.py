@@ -41,7 +41,7 @@ from shardload.formats.sink import (
     with_dims,
 )
 from shardload.formats.zarr.metadata import INDEX_CODECS, Json, ZarrLayout, codec_of, options_of
-from shardload.planning.grid import unravel
+from shardload.planning.region import unravel
 from shardload.storage.leftovers import METADATA
 from shardload.storage.new_folder import NewFolder, NewRemoteFolder
 from shardload.storage.objects import ObjectFolder, WritableFolder

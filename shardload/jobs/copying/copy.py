@@ -44,11 +44,9 @@ from shardload.jobs.copying.request import PAGE_NBYTES, CopyRequest, find, new_s
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, TIMEOUT, Progress
 from shardload.planning.copying import plan_copy_rounds
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
-from shardload.planning.schedule import Owners, Schedule, plan_direct, plan_shared
+from shardload.planning.region import Grid, Region
+from shardload.planning.schedule import Owners, Schedule, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.transfer.moves import ArrayMove
 from shardload.units import PrintedReport, counted, format_nbytes, number_text

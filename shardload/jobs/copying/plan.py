@@ -15,8 +15,8 @@ from shardload.formats.sink import Sink
 from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, SourceArray
 from shardload.planning.blocks import plan_rows
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_array
-from shardload.planning.grid import Grid
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.region import Grid
+from shardload.planning.schedule import SourceLayout
 from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory
 from shardload.units import counted, format_nbytes, number_text
 

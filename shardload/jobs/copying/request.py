@@ -27,8 +27,8 @@ from shardload.jobs.described import Described, describe_arrays, find_arrays, fo
 from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options
 from shardload.planning.blocks import growing_chunks
 from shardload.planning.region import Region
+from shardload.planning.schedule import SourceLayout
 from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
-from shardload.planning.source_layout import SourceLayout
 from shardload.storage.remote import without_secrets
 from shardload.values.dates import has_dates, in_numbers
 

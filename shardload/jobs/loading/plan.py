@@ -22,8 +22,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import Version
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.cost import Cost, plan_cost
-from shardload.planning.schedule import Schedule
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import PIECE_NBYTES, is_remote
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap, wrap_parts

@@ -28,11 +28,10 @@ from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
 from shardload.planning.cost import Cost, choose_mode, count_readers
-from shardload.planning.grid import Grid
-from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, plan_direct, plan_shared
+from shardload.planning.region import Grid
+from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
 from shardload.planning.selection import Between, Near, Selection, is_by_name, name_axes, select_axes
 from shardload.planning.shards import Shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote

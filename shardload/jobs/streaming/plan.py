@@ -23,8 +23,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.options import Options
 from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
-from shardload.planning.schedule import Schedule
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import counted, format_nbytes

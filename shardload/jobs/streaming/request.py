@@ -35,8 +35,7 @@ from shardload.jobs.streaming.reader import RoundReader
 from shardload.jobs.streaming.stream import Stream
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_one_spec, naming_errors, where_text
 from shardload.options import FILE, FULL, OPTIONS
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import DIRECT
 from shardload.planning.selection import Selection, is_by_name, named_coordinates
 

@@ -33,7 +33,7 @@ from shardload.formats.untrusted.helper import Helper
 from shardload.formats.untrusted.source import UntrustedFile, info_of
 from shardload.planning.region import Region
 from shardload.planning.tuning import default_tuning
-from shardload.storage.containment import NotAFileError, OutsideError
+from shardload.storage.local import NotAFileError, OutsideError
 from tests.jobs.launch import ROOT
 from tests.tiers import quick_ones
 from tests.unit.fakes import fetch, reader_of, whole

@@ -13,12 +13,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_blocks, plan_row_chunks
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, plan_direct
+from shardload.planning.region import Grid, Region
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, SourceLayout, plan_direct
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import Shards, plan_shards
-from shardload.planning.source_layout import SourceLayout
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, grids, held_regions, simulate
 

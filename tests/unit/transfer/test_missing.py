@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import open_source
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
