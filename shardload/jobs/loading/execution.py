@@ -32,8 +32,7 @@ from shardload.errors import ConfigError, PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, OpenSources, moves_of
-from shardload.jobs.loading.plan import staging_of
-from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, phases_of
+from shardload.jobs.loading.plan import ArrayReport, LoadReport, Phase, join_proven, phases_of, staging_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
 from shardload.options import INDEX, Options
@@ -43,8 +42,7 @@ from shardload.planning.tuning import Tuning
 from shardload.storage.remote import Counts, counts
 from shardload.system.caller import warn_once
 from shardload.system.interruption import FirstError
-from shardload.transfer.counters import Counters
-from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
+from shardload.transfer.counters import Counters, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.values.decoding import packed_by
 
 _log = logging.getLogger("shardload")
