@@ -3,6 +3,7 @@
 One job of 4 ranks meets all defects one after the other (`scripts/wrong.py`) and loads well after each: with each MPI, and in
 each way that parts can travel, because each has checks of its own. What a level of ``verify=`` cannot find is said by the
 tests' names: then the array that comes back is wrong, and that is asserted too, so that nobody believes in more than there is.
+Wrong notes of where to look in shared memory: `tests/unit/transfer/test_notes.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ ShardFindings = dict[tuple[str, str], list[Said]]
 LAYOUT = ("ShardloadError", "but JAX's index map says that its devices hold")
 LISTS = ("PeerError", "the sender's list of regions is not the one that was expected")
 SUMS = ("PeerError", "its checksum is")
-# The sender may write over what the receiver has not copied yet: with checksums, that can be noticed first.
-EITHER = ("PeerError", f"{LISTS[1]}|{SUMS[1]}")
 
 # Found always: the layout is compared with JAX's, the lists of messages with each other, the pieces with JAX's questions.
 BY_INDEX = {
@@ -41,21 +40,6 @@ BY_INDEX = {
     "blocks sent in another order": LISTS,
     "the last block dropped by all": ("ShardloadError", "32 elements arrived for the shard [6:12, 6:12], which has 36"),
 }
-# The same where ranks share memory: a note of what is not expected there is refused.
-BY_NOTE = {
-    "a note names what is outside the memory": LISTS,
-    "a note names what is before the memory": LISTS,
-    "a note names another region": LISTS,
-    "a note names no region at all": LISTS,
-    "a part is named twice, and another not": EITHER,
-    "a note has a row twice": LISTS,
-    "a note has its rows swapped": LISTS,
-    "a note has a row less": LISTS,
-    "a note lacks its first row": LISTS,
-    "a note has a row more": LISTS,
-    "a note has no rows": LISTS,
-    "a note is cut short": ("PeerError", "the part without a region that came from rank 0"),
-}
 # Found by verify="checksum" alone: the coordinates are all right, the values are not.
 BY_CHECKSUM = {
     "one bit changes on the way": SUMS,
@@ -64,10 +48,6 @@ BY_CHECKSUM = {
     "staging buffer used again too early": SUMS,
     "one bit changes on a device": ("VerifyError", "does not hold what the host's piece holds of [0:6, 6:12]"),
     "replicas differ after they have arrived": ("VerifyError", "likelier wrong: rank 3"),
-}
-BY_CHECKSUM_OF_NOTE = {
-    "one bit changes in shared memory": SUMS,
-    "a note names the element beside": SUMS,
 }
 # Two messages of the same size look alike; two notes do not.
 SWAPPED = "two parts take each other's way"
@@ -112,19 +92,11 @@ class Travelled:
 
     @property
     def by_index(self) -> dict[str, tuple[str, str]]:
-        return {
-            "shared memory": {**BY_INDEX, **BY_NOTE, SWAPPED: LISTS},
-            "messages": BY_INDEX,
-            "both": {**BY_INDEX, **BY_NOTE},
-        }[self.way]
+        return {**BY_INDEX, **({SWAPPED: LISTS} if self.way == "shared memory" else {})}
 
     @property
     def by_checksum(self) -> dict[str, tuple[str, str]]:
-        return {
-            "shared memory": {**BY_CHECKSUM, **BY_CHECKSUM_OF_NOTE},
-            "messages": {**BY_CHECKSUM, SWAPPED: SUMS},
-            "both": {**BY_CHECKSUM, **BY_CHECKSUM_OF_NOTE, SWAPPED: SUMS},
-        }[self.way]
+        return {**BY_CHECKSUM, **({} if self.way == "shared memory" else {SWAPPED: SUMS})}
 
 
 # In the last one, all that the others have: in `make test` it is enough.

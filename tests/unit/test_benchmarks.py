@@ -19,13 +19,12 @@ from jax.sharding import PartitionSpec as P
 from mpi4py.MPI import COMM_WORLD
 
 from benchmarks.cases import saves
-from benchmarks.cases.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, box
+from benchmarks.cases.cells import LAYOUTS, Cell, box
 from benchmarks.cases.layouts import boxes, cube, make, plane, reference_of
 from benchmarks.peers import floor, save_floor, ways
 from benchmarks.reports.saves import BEGIN, END, copy_section, plot_saves, put_section, save_section, section_of
-from benchmarks.reports.tables import must_table, read_records
+from benchmarks.reports.tables import read_records
 from benchmarks.runs import grid, rechunking
-from benchmarks.runs.saves import measure_saves, save_musts, save_table
 
 SIZE = 16
 
@@ -47,11 +46,6 @@ def test_every_layout_holds_the_same_field(files: dict[str, Any], layout: str) -
     np.testing.assert_array_equal(found, expected)
     assert file.nbytes == expected.nbytes
     assert len(np.unique(expected)) > SIZE**3 // 2  # so that a misplaced piece differs
-
-
-def test_a_field_of_some_size_compresses_neither_to_nothing_nor_not_at_all(tmp_path: Path) -> None:
-    for layout, file in make(tmp_path, 64, [name for name in LAYOUTS if name != "hdf5-contiguous"]).items():
-        assert 0.4 < file.stored_nbytes / file.nbytes < 0.8, layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -105,22 +99,6 @@ def test_the_boxes_of_all_ranks_are_the_array() -> None:
             for rank in range(n):
                 count[box(count.shape, spec, n, rank)] += 1
             assert (count == 1).all(), (spec, n)
-
-
-def test_promises_are_met_missed_or_not_measured() -> None:
-    def row(must_cell: Cell, others: float) -> dict[str, Any]:
-        ways = {way: {"seconds": [others, others * 9, others / 9]} for way in PEERS} | {OURS: {"seconds": [1.0]}}
-        return {**vars(must_cell), "ways": ways | {"floor": {"seconds": [0.5]}}}
-
-    fast, slow = MUSTS[0].cell, MUSTS[1].cell
-    lines = must_table({"run": {"cells": [row(fast, 20.0), row(slow, 1.5)]}})
-    said = {line.split("|")[1].strip() + "|" + line.split("|")[2].strip(): line for line in lines if line.startswith("|")}
-    assert "| 20x | met |" in said[f"{fast.label}|8x slice"]
-    assert "| 1.50x | met |" in said[f"{slow.label}|1.4x slice"]
-    assert "| 1.50x | **not met** |" in said[f"{slow.label}|8x scatter"]
-    assert "| 0 of 2; worst 2.00x: " in said["any chunked cell|at most 1.3x the floor"]
-    assert "not measured" in said[f"{MUSTS[2].cell.label}|1x slice"]
-    assert "not measured" in said["1 KiB, 4 ranks, second call|under 10 ms"]
 
 
 # --- the grid of slowed-down machines
@@ -178,23 +156,6 @@ def test_the_floor_encodes_every_chunk(tmp_path: Path, layout: str) -> None:
     expected = [save_floor.encoder(asked.codec)(np.frombuffer(chunk, np.uint8)) for chunk in chunks]
     assert total == sum(map(len, expected))
     assert all(bytes(one) in data for one in expected) and [bytes(decode(one)) for one in expected] == chunks
-
-
-def test_goals_of_saving_are_met_or_missed() -> None:
-    def took(seconds: float, *peaks: int) -> dict[str, Any]:
-        return {"seconds": [seconds], "peaks_nbytes": [[n << 20 for n in peaks]]}
-
-    ways = {OURS: took(1.0, 100, 400), "gather": took(2.9, 900, 10), "parallel-hdf5": took(1.5, 1, 1), "floor": took(0.8, 0)}
-    cell = {**vars(Cell("hdf5-gzip-planes", "-,a,b", 4)), "ways": ways}
-    record = {"cells": [cell], "is_memory": True, "shape": [8, 8, 8], "repeats": 1}
-    found = {goal: (text, is_met) for _, goal, text, is_met in save_musts(record)}
-    assert found == {
-        "3x gather": ("2.90x", False),
-        "1.5x parallel-hdf5": ("1.50x", True),
-        "at most 1.4x the floor": ("1.25x", True),
-        "at most 320 MiB beyond the arrays": ("400 MiB", False),
-    }
-    assert "| 400 / 100 |" in "\n".join(save_table(record)) and "| 2.90x | 900 / 900 |" in "\n".join(save_table(record))
 
 
 def saved(layout: str, spec: str = "-,a,b", ranks: int = 4, **seconds: float) -> dict[str, Any]:
@@ -256,28 +217,3 @@ def test_copies_are_compared_and_told(tmp_path: Path) -> None:
     record = rechunking.measure_copies(file, tmp_path / "out", ways, ranks=1, staging="8MiB", repeats=1)
     assert "does not hold the values" in record["cells"][0]["error"] and not record["cells"][0]["seconds"]
     assert "failed: " in copy_section(record)
-
-
-def test_a_run_that_was_stopped_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a cell were measured again, or one of another size were kept."""
-    measured: list[str] = []
-
-    def measure_cell(jobs: Any, cell: Cell, *_: Any) -> dict[str, Any]:
-        measured.append(cell.label)
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        return {"ways": {OURS: {"seconds": [1.0]}}}
-
-    monkeypatch.setattr("benchmarks.runs.saves._measure_cell", measure_cell)
-    cells = saves.save_cells(["hdf5-contiguous"], ["-,a,b", "a,b"], [4])
-    out, said = tmp_path / "save.json", []
-    for size in (8, 8, 16):
-        (tmp_path / str(size)).mkdir(exist_ok=True)
-        reference = reference_of(tmp_path / str(size), size)
-        try:
-            measure_saves(cells, reference, tmp_path / "saves", [OURS], repeats=1, out=out, say=said.append, resume=True)
-        except KeyboardInterrupt:
-            assert len(json.loads(out.read_text())["cells"]) == 1
-    labels = [cell.label for cell in cells]
-    assert measured == [*labels, labels[1], *labels]
-    assert any("1 cells are there already" in line for line in said) and any("of another shape" in line for line in said)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from benchmarks import gpu
@@ -65,10 +64,3 @@ def test_failures_are_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert [row["load"] for row in record["loads"] if "load" in row] == ["right"]
     assert len(record["failures"]) == 1
-
-
-def test_no_plane_of_the_field_is_another_one() -> None:
-    values = gpu.field_of(16)
-    for axis in range(3):
-        planes = np.moveaxis(values, axis, 0)
-        assert len({plane.tobytes() for plane in planes}) == 16

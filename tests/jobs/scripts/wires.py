@@ -10,15 +10,14 @@ from shardload.comm.group import group_of
 from shardload.transfer.channels import HEAD_SIZE, OFFER
 
 NDIM = 2
-N_PARTS = 2  # in the head of an offer
-START, STOP, AT = slice(0, NDIM), slice(NDIM, 2 * NDIM), 2 * NDIM  # in a row of a note
+AT = 2 * NDIM  # in a row of a note
 
 
 class Wire:
     """A communicator that is the right one, except for what it does to what it sends.
 
-    `change_data` gets the bytes of a message and who is to have it, `change_note` the rows of an offer, without its head, and
-    who is to have it; both return what is sent to whom instead. The head says how many rows there are then.
+    `change_data` gets the bytes of a message and who is to have it, and returns what is sent to whom instead. `change_note`
+    gets the rows of an offer and who is to have it, and returns who has it instead.
     """
 
     def __init__(self, real: Any, change_data: Any, change_note: Any) -> None:
@@ -34,9 +33,7 @@ class Wire:
             changed, dest = self._change_data(bytes(data), dest)
             message = [changed, *how]
         if is_note and message[0] == OFFER and self._change_note:
-            changed, dest = self._change_note(message[HEAD_SIZE:].reshape(-1, 1 + 3 * NDIM).copy(), dest)
-            message = np.concatenate([message[:HEAD_SIZE], changed.ravel()])
-            message[N_PARTS] = len(changed)
+            dest = self._change_note(message[HEAD_SIZE:].reshape(-1, 1 + 3 * NDIM), dest)
         self._keep.append(message)
         return self._real.Isend(message, dest=dest, tag=tag)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from mpi4py import MPI
 
 import shardload
 from shardload.planning.region import Region
-from tests.jobs.scripts.wires import AT, START, Numpy, Wire, flip_shared, flipped
+from tests.jobs.scripts.wires import Numpy, Wire, flip_shared, flipped
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp
 from tests.tuning import as_large
 
@@ -54,20 +53,16 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels = (
     )
 )
 as_large(batched_chunk_nbytes=0)
-SHARES = os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0"  # else all parts travel as messages
 Defect = Callable[[ExitStack], None]
 cases: dict[str, tuple[Defect, dict[str, Any], tuple[str, ...]]] = {}
 ON_THE_WAY, ALL = ("index", "checksum"), ("index", "checksum", "file", "full")
 
 
-def case(
-    name: str, *, shared_memory: bool = False, levels: tuple[str, ...] = ON_THE_WAY, **call: Any
-) -> Callable[[Defect], Defect]:
-    """Register a defect, the load that meets it and the levels of verifying; `shared_memory`: where there is any."""
+def case(name: str, *, levels: tuple[str, ...] = ON_THE_WAY, **call: Any) -> Callable[[Defect], Defect]:
+    """Register a defect, the load that meets it and the levels of verifying."""
 
     def register(defect: Defect) -> Defect:
-        if SHARES or not shared_memory:
-            cases[name] = (defect, call, levels)
+        cases[name] = (defect, call, levels)
         return defect
 
     return register
@@ -210,15 +205,15 @@ def wire(stack: ExitStack, change_data: Any = None, change_note: Any = None) -> 
 @case("two parts take each other's way", spec=P("a", "b"), readers="root")
 def _(stack: ExitStack) -> None:
     other = {2: 3, 3: 2}
-    wire(stack, *[lambda what, dest: (what, other.get(dest, dest))] * 2)
+    wire(stack, lambda data, dest: (data, other.get(dest, dest)), lambda rows, dest: other.get(dest, dest))
 
 
 @case("one bit changes on the way", spec=P("a", "b"), readers="root")
 def _(stack: ExitStack) -> None:
-    def note(rows: Any, dest: int) -> Any:
+    def note(rows: Any, dest: int) -> int:
         if dest == 2:
             flip_shared(rows[0])
-        return rows, dest
+        return dest
 
     wire(stack, lambda data, dest: (flipped(data) if dest == 2 else data, dest), note)
 
@@ -255,67 +250,6 @@ def _(stack: ExitStack) -> None:
         stack.enter_context(patch.object(staging.Slots, "has_room", lambda self: True))
     else:
         stack.enter_context(patch.object(channels.Channels, "expect", late))
-
-
-# --- notes: where to look in shared memory ----------------------------------------------------------------------------
-
-
-def notes_to_1(stack: ExitStack, change: Callable[[Any], Any]) -> None:
-    """Let rank 0 send other notes to rank 1, with which it shares memory. `change` returns rows, or changes those it gets."""
-
-    def change_note(rows: Any, dest: int) -> Any:
-        changed = change(rows) if dest == 1 else None
-        return rows if changed is None else changed, dest
-
-    wire(stack, None, change_note)
-
-
-def place(where: Any, value: Any, add: bool = True) -> Callable[[Any], None]:
-    """Change numbers in all rows of a note."""
-
-    def change(rows: Any) -> None:
-        rows[:, where] = value + (rows[:, where] if add else 0)
-
-    return change
-
-
-NOTES: dict[str, Callable[[Any], None]] = {
-    "one bit changes in shared memory": lambda rows: flip_shared(rows[0]),
-    "a note names the element beside": place(AT, -4),
-    "a note names what is outside the memory": place(AT, 1 << 30),
-    "a note names what is before the memory": place(AT, -(1 << 30)),
-    "a note names another region": place([0, 2], 1),
-    "a note names no region at all": place(START, -1, add=False),
-}
-for name, change in NOTES.items():
-    register = case(name, spec=P("a", "b"), readers="root", shared_memory=True)
-    register(lambda stack, change=change: notes_to_1(stack, change))  # type: ignore[misc]
-
-
-@case("a part is named twice, and another not", spec=P("a", "b"), readers="root", shared_memory=True)
-def _(stack: ExitStack) -> None:
-    first: list[Any] = []
-
-    def change(rows: Any) -> None:
-        first[:] = first or [rows.copy()]
-        rows[...] = first[0]
-
-    notes_to_1(stack, change)
-
-
-# Each note has two rows, for shards of the same size: where one stands for another, the number of elements stays right.
-ROWS: dict[str, Callable[[Any], Any]] = {
-    "a note has a row twice": lambda rows: rows[[0, *range(len(rows) - 1)]],
-    "a note has its rows swapped": lambda rows: rows[::-1],
-    "a note has a row less": lambda rows: rows[:-1],
-    "a note lacks its first row": lambda rows: rows[1:],
-    "a note has a row more": lambda rows: rows[[*range(len(rows)), -1]],
-    "a note has no rows": lambda rows: rows[:0],
-    "a note is cut short": lambda rows: rows[:, :-1],
-}
-for name, change in ROWS.items():
-    register = case(name, spec=P("a", "b"), readers="root", mesh="two on each", shared_memory=True)
-    register(lambda stack, change=change: notes_to_1(stack, change))  # type: ignore[misc]
 
 
 # --- what is wrong before it leaves, or after it has arrived ------------------------------------------------------------
@@ -435,7 +369,7 @@ def main(folder: str, *names: str) -> None:
     backwards = comm.Split(0, key=-comm.rank)
     path = str(Path(folder, "x.h5"))
     each = [next(d for d in jax.devices() if d.process_index == k) for k in range(comm.size)]
-    meshes = {"usual": each, "turned": each[::-1], "two on each": jax.devices()}
+    meshes = {"usual": each, "turned": each[::-1]}
 
     def load(spec: Any, dataset: str = "x", verify: str = "checksum", **how: Any) -> bool:
         """Whether the shards of this rank are right."""

@@ -461,13 +461,15 @@ def test_output_that_cannot_be_written(file: str, tmp_path: Path, asked: list[st
     """One line says so on a full disk; nothing where the reader has enough (``| head``). A traceback says neither."""
     command = [word.replace("FILE", file).replace("OUT", str(tmp_path / "out")) for word in asked]
     own = {"error: '"} if "/no-such" in " ".join(asked) else set()
+    # Or typer looks for a shell among the ten nearest ancestors of the process, and says that there is none.
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     if reader == "nobody":
         reading, writing = os.pipe()
         os.close(reading)
     else:
         writing = os.open("/dev/full", os.O_WRONLY)
     try:
-        done = run_copy(["-m", "shardload", *command], stdout=writing, stderr=subprocess.PIPE, check=False)
+        done = run_copy(["-m", "shardload", *command], env=env, stdout=writing, stderr=subprocess.PIPE, check=False)
     finally:
         os.close(writing)
     assert done.returncode == 1, done

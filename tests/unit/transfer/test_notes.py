@@ -5,6 +5,8 @@ Rank 0 reads, rank 1 receives; both are here, and what they tell each other is p
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from tests.unit.fakes import TABLE
 F4 = np.dtype("f4")
 N = 2  # axes
 START, STOP, AT, STRIDES = slice(0, 2), slice(2, 4), 4, slice(5, 7)  # of a row
+N_PARTS = 2  # in the head of an offer
 INFINITY = 1 << 62
 
 
@@ -42,26 +45,26 @@ class FakeTransport(MpiTransport):
 
 
 class Ranks:
-    """TABLE, cut into rows of chunks; rank 0 reads all of it, rank 1 holds the right half."""
+    """TABLE, cut into rows of chunks; rank 0 reads all of it, rank 1 holds the right half, in one piece or two."""
 
-    def __init__(
-        self, checksums: bool = True, is_shared: bool = True, dtype: Any = F4, seeds: tuple[int, int] = (77, 77)
-    ) -> None:
-        shards = plan_shards((8, 4), [(), (0,)], np.array([0, 1]))
+    def __init__(self, checksums: bool = True, seeds: tuple[int, int] = (77, 77), n_pieces: int = 1) -> None:
+        shards = plan_shards((8, 4), [(), (0,)], np.repeat([0, 1], n_pieces))
         self.plan = Schedule(Grid((8, 4), (4, 4), (0, 0)), shards, 4, 2, Owners())
         made = Segment.create(4096)
         self.segments = {0: made, 1: Segment.attach(made.handle)}
         made.seal()
         self.own = made.data
         self.own[...] = 200
-        self.slots = Slots(2, 256, self.own if is_shared else None)
+        self.slots = Slots(2, 256, self.own)
         self.there, self.here = FakeTransport(0, self.segments), FakeTransport(1, {0: self.segments[1]})
         self.piece = Piece(Region((0, 2), (8, 4)), np.full((8, 2), -1, F4))
         self.advanced: list[int] = []
         self.complete: list[Piece] = []
         flow, self.packs = self.plan, Slots(2, 256, self.own[512:])
         sent, arriving = (ArrayMove(0, flow, F4, seed=seed) for seed in seeds)
-        arriving.targets, arriving.on_complete = {1: self.piece}, self.complete.append
+        halves = {2: Region((0, 2), (8, 3)), 3: Region((0, 3), (8, 4))}
+        pieces = {k: Piece(region, self.piece.view(region)) for k, region in halves.items()}
+        arriving.targets, arriving.on_complete = {1: self.piece} if n_pieces == 1 else pieces, self.complete.append
         self.sending = Channels(self.there, [sent], Arrivals([sent]), Packer(self.packs), checksums)
         self.arrivals = Arrivals([arriving], self.advanced.append)
         self.receiving = Channels(self.here, [arriving], self.arrivals, Packer(self.packs), checksums)
@@ -200,6 +203,38 @@ def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:
     assert ranks.receiving.is_done
 
 
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "one twice": lambda rows: rows[[0, *range(len(rows) - 1)]],
+    "swapped": lambda rows: rows[::-1],
+    "without the last": lambda rows: rows[:-1],
+    "without the first": lambda rows: rows[1:],
+    "one more": lambda rows: rows[[*range(len(rows)), -1]],
+    "none": lambda rows: rows[:0],
+    "cut short": lambda rows: rows[:, :-1],
+}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("change", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_note_with_other_rows(change: Callable[[Any], Any], checksums: bool) -> None:
+    """Wrong if one stood for another of the same size, or the receiver waited for what is not named."""
+    ranks = Ranks(checksums, n_pieces=2)
+    for k, note in enumerate(ranks.put()):
+        rows = rows_of(note)
+        assert len(rows) == 2
+        if k == 0:
+            changed = change(rows)
+            note = np.concatenate([note[:HEAD_SIZE], changed.ravel()])
+            note[N_PARTS] = len(changed)
+        ranks.receiving.hear(0, note)
+    assert ranks.answer() == [1, 2]
+    ranks.receipt()
+    assert ranks.receiving.is_done and not ranks.receiving._open
+    ranks.receiving.check(True)
+    assert isinstance(ranks.arrivals.errors.error, PeerError) and ranks.arrivals.errors.error.rank == 0
+
+
 def test_a_note_of_a_rank_that_should_send_nothing() -> None:
     ranks = Ranks()
     note = ranks.put()[0]
@@ -210,10 +245,13 @@ def test_a_note_of_a_rank_that_should_send_nothing() -> None:
 
 
 def test_other_values_than_when_the_checksum_was_taken() -> None:
-    for checksums in (False, True):
+    for checksums, is_elsewhere in itertools.product((False, True), (False, True)):
         ranks = Ranks(checksums)
         notes = ranks.put()
-        ranks.own[rows_of(notes[0])[0, AT]] ^= 1
+        if is_elsewhere:
+            rows_of(notes[0])[0, AT] -= 4  # the element beside
+        else:
+            ranks.own[rows_of(notes[0])[0, AT]] ^= 1
         for note in notes:
             ranks.receiving.hear(0, note)
         assert ranks.answer() == [1, 2]
