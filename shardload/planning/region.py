@@ -167,8 +167,6 @@ class Region:
         >>> list(Region((0, 0), (3, 4)).split(8))
         [Region(start=(0, 0), stop=(2, 4)), Region(start=(2, 0), stop=(3, 4))]
         """
-        if max_size < 1:
-            raise ValueError(f"cannot split {self} into regions of at most {max_size} elements")
         if self.size <= max_size:
             yield self
             return

@@ -247,14 +247,6 @@ class Schedule:
     max_message_nbytes: int = MAX_MESSAGE_NBYTES
     is_merged: bool = False
 
-    def __post_init__(self) -> None:
-        owners = self.owners
-        if owners is None:
-            return
-        n_roots = self.n_ranks if owners.n == 1 else 1  # several owners are spread over all ranks, from rank 0 on
-        if not (1 <= owners.n <= self.n_ranks and 0 <= owners.root < n_roots):
-            raise ValueError(f"{owners} cannot own the blocks: there are {self.n_ranks} ranks")
-
     @property
     def is_direct(self) -> bool:
         """True if every rank reads its own shards, so that nothing is sent."""
@@ -288,7 +280,7 @@ class Schedule:
 
     def target(self, section: int) -> Region | None:
         """See `Flow`: the elements of a section of a shard, without padding; None if all of it is padding."""
-        return self.shards.section(section).intersect(Region.whole(self.blocks.shape))
+        return self.shards.grid.region(section).intersect(Region.whole(self.blocks.shape))
 
     # --- blocks
 
@@ -344,7 +336,7 @@ class Schedule:
         pairs = zip(*(each.tolist() for each in self.pairs_of(rank)), strict=True)
         for number, pairs_of_block in itertools.groupby(pairs, key=lambda pair: pair[0]):
             block, sections = self.blocks.region(number), [section for _, section in pairs_of_block]
-            common = [(block.intersect(self.shards.section(section)), section) for section in sections]
+            common = [(block.intersect(self.shards.grid.region(section)), section) for section in sections]
             parts = tuple(Part(region, section, rank) for region, section in common if region is not None)
             yield Block(_box_around([part.region for part in parts]), parts)
 
@@ -396,7 +388,7 @@ class Schedule:
 
     def messages(self, region: Region, section: int) -> Iterator[Region]:
         """The region that a block and a section have in common, cut into messages."""
-        common = region.intersect(self.shards.section(section))
+        common = region.intersect(self.shards.grid.region(section))
         cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
         return iter(()) if common is None else common.split(max(1, cap // self.itemsize))
 

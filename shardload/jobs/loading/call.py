@@ -50,7 +50,6 @@ from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
 from shardload.planning.selection import (
     Selection,
-    is_by_name,
     named_coordinates,
     needs_coordinates,
 )
@@ -278,7 +277,8 @@ class LoadCall:
         """What reads names of axes, and coordinates, if a selection needs them."""
         selections = [*(request.options.select for request in self.requests), self._given.get("select")]
         room = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        is_named = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
+        is_named = any(isinstance(select, Mapping) for select in selections)
+        is_named = is_named or any(request.by_name is not None for request in self.requests)
         return Labeller(finder, room, named_coordinates(selections)) if is_named else None
 
     def _find_all(self, finder: Finder) -> Any:
@@ -367,7 +367,7 @@ class LoadCall:
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
-        if is_by_name(options.select):
+        if isinstance(options.select, Mapping):
             kind = (*kind, selection_of(options.select, info))
         key = (id(request), is_sent, None if request.by_name is None else info.dims, *kind)
         if key not in self._planned:

@@ -304,22 +304,6 @@ def test_shards_against_every_device(case: Case) -> None:
         assert list(shards.shards_of(rank)) == sorted(set(shards.shards_of(rank)))
 
 
-def test_shards_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"shape \(5,\) is not divided by cuts \(2,\)"):
-        Shards((5,), (2,), np.zeros((2, 1), dtype=np.int64))
-    with pytest.raises(ValueError, match=r"rank table of shape \(3, 1\) does not fit cuts \(2,\)"):
-        Shards((4,), (2,), np.zeros((3, 1), dtype=np.int64))
-    with pytest.raises(ValueError, match="rank table"):
-        Shards((4,), (2,), np.zeros(2, dtype=np.int64))
-
-
-@pytest.mark.parametrize("owners", [Owners(5), Owners(-1), Owners(0), Owners(1, 4), Owners(1, -1), Owners(2, 2)], ids=str)
-def test_plans_that_cannot_be(owners: Owners) -> None:
-    shards = plan_shards((4,), [()], np.zeros(1, dtype=np.int64))
-    with pytest.raises(ValueError, match="cannot own the blocks: there are 4 ranks"):
-        Schedule(Grid((4,), (1,), (0,)), shards, 4, 4, owners)
-
-
 # --- blocks
 
 
