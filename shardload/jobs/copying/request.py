@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import check_sent
 from shardload.engine.call import Call, begin_call, unforeseen

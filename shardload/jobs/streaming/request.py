@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import spec_text
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.comm.mpi import check_threads
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, SourceError
