@@ -32,10 +32,9 @@ from shardload.comm.store import check_sent
 from shardload.engine.call import Call, begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand
 from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
-from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_names, check_unchanged
