@@ -314,13 +314,13 @@ def _checked(source: Source) -> Source:
 
 
 class FoundArray(NamedTuple):
-    """An array that was found, and values of it if these are small: all, or those of `region`, in C order.
+    """An array that was found, and values of it if these are small: all, or those of `region`.
 
     `read_in` is the state in which they were read: of the file, if a `Finder` keeps these, else of the source.
     """
 
     info: ArrayInfo
-    values: bytes | memoryview | None = None
+    values: np.ndarray[Any, Any] | None = None
     region: Region | None = None
     read_in: State = None
 
@@ -468,7 +468,7 @@ class Finder:
             info = replace(info, parts=source.tell(region))
         return FoundArray(info, values, part, read_in)
 
-    def _values(self, source: Source, region: Region | None) -> memoryview | None:
+    def _values(self, source: Source, region: Region | None) -> np.ndarray[Any, Any] | None:
         """All values, or those of a region, if they are small and fit beside those that others have."""
         if self._tuning is None or not is_small(source.info, self._tuning, region):
             return None

@@ -34,7 +34,7 @@ def is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> b
     return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
 
 
-def values_of(source: Source, region: Region | None = None) -> memoryview | None:
+def values_of(source: Source, region: Region | None = None) -> np.ndarray[Any, Any] | None:
     """All values of an open array, or those of a region; None if chunks are missing, or the file changes meanwhile.
 
     Raises what reading raises.
@@ -46,7 +46,7 @@ def values_of(source: Source, region: Region | None = None) -> memoryview | None
     if wanted != whole:
         source.expect(wanted)
     is_whole = _read(source, wanted, values) and source.state() == before
-    return values.reshape(-1).view(np.uint8).data if is_whole else None
+    return values if is_whole else None
 
 
 def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
