@@ -10,8 +10,7 @@ import numpy as np
 from shardload.formats.contract.array import ArrayInfo, nbytes_of
 from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
 from shardload.formats.contract.format import Source
-from shardload.planning.blocks import count_runs
-from shardload.planning.region import Region
+from shardload.planning.region import Region, count_runs
 from shardload.planning.tuning import START_SECONDS, Tuning, one_reader_seconds
 
 _WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library

@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardload.planning.blocks import aligned
-from shardload.planning.region import Grid
+from shardload.planning.region import Grid, aligned
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.tuning import default_tuning
 
