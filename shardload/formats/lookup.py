@@ -41,8 +41,7 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.memory import MemorySource
-from shardload.planning.blocks import count_runs
-from shardload.planning.region import Region
+from shardload.planning.region import Region, count_runs
 from shardload.planning.tuning import START_SECONDS, Tuning, one_reader_seconds
 from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover

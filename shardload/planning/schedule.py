@@ -4,8 +4,8 @@ Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files. Ranks with 
 schedule does not say in which direction values go: a load moves them from blocks to pieces, a save from pieces to blocks.
 
 1. `SourceLayout` is how the loaded array lies in its file. It is cut in three ways: into the chunks of the file, into blocks
-   for the owners (whole chunks, so that no chunk is decoded twice; `blocks`), and into shards. Each axis is cut independently
-   of the others.
+   for the owners (whole chunks, so that no chunk is decoded twice; `plan_blocks`), and into shards. Each axis is cut
+   independently of the others.
 2. `Shards` is the cut into shards, with the ranks that hold each shard.
 3. `Owners` are the ranks that share the blocks: one or several, each with a run of blocks that follow each other in the file.
    Without them every rank reads what it holds: nothing is sent, and a chunk that several ranks need is decoded by each.
@@ -25,16 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.blocks import (
+from shardload.planning.region import (
     BLOCKS_PER_OWNER,
     NEAR_NBYTES,
+    Grid,
+    IntArray,
+    Region,
     count_runs,
     most_chunks,
     plan_blocks,
     plan_row_chunks,
     run_stride,
 )
-from shardload.planning.region import Grid, IntArray, Region
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
 

@@ -26,9 +26,8 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
 from shardload.planning.cost import Cost, choose_mode, count_readers
-from shardload.planning.region import Grid
+from shardload.planning.region import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
 from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
 from shardload.planning.selection import Between, Near, Selection, name_axes, select_axes
 from shardload.planning.shards import Shards

@@ -10,9 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import plan_cost
-from shardload.planning.region import Region
+from shardload.planning.region import Region, plan_blocks
 from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_direct
 from shardload.planning.shards import Halo, plan_shards
 from tests.tiers import examples

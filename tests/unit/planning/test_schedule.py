@@ -12,8 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_blocks, plan_row_chunks
-from shardload.planning.region import Grid, Region
+from shardload.planning.region import BLOCKS_PER_OWNER, Grid, Region, plan_blocks, plan_row_chunks
 from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, SourceLayout, plan_direct
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import Shards, plan_shards
