@@ -56,9 +56,10 @@ def let_go(error: BaseException) -> None:
         trace = one.__traceback__
         while trace is not None:
             frame: FrameType | None = trace.tb_frame
-            while frame is not None and not frame.f_code.co_flags & _SUSPENDED:
+            while frame is not None:
                 try:
-                    frame.clear()
+                    if not frame.f_code.co_flags & _SUSPENDED:
+                        frame.clear()
                 except RuntimeError:  # it still runs, and so do its callers
                     break
                 frame = frame.f_back

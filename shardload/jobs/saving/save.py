@@ -132,21 +132,25 @@ def planned(
             check_threads(comm, "background", "background=False")
         return SaveRequest.of(path, tree, given, call)
 
-    with begin_request(call, title, read, comm=comm, process=jax.process_index) as (begun, request):
-        group = begun.group
+    try:
+        with begin_request(call, title, read, comm=comm, process=jax.process_index) as (begun, request):
+            group = begun.group
 
-        def look() -> bytes:
-            return pickle.dumps((request.names, request.padding_warning(), find(request)))
+            def look() -> bytes:
+                return pickle.dumps((request.names, request.padding_warning(), find(request)))
 
-        def plan(told: bytes) -> tuple[str, SaveRequest, SavePlan]:
-            names, padded, found = pickle.loads(told)  # of this job's rank 0, never of a file
-            return (padded, *make(request.in_order_of(names), found, group))
+            def plan(told: bytes) -> tuple[str, SaveRequest, SavePlan]:
+                names, padded, found = pickle.loads(told)  # of this job's rank 0, never of a file
+                return (padded, *make(request.in_order_of(names), found, group))
 
-        padded, settled, made = begun.plan(look, plan, lambda made: made[2].describe())
-        for text, kind in ((padded, PaddingWarning), (settled.left_out, LeftOutWarning)):
-            if text:
-                _warn(text, kind, group)
-        yield group, settled, made, f"{begun.asked.digest:016x}"
+            padded, settled, made = begun.plan(look, plan, lambda made: made[2].describe())
+            for text, kind in ((padded, PaddingWarning), (settled.left_out, LeftOutWarning)):
+                if text:
+                    _warn(text, kind, group)
+            yield group, settled, made, f"{begun.asked.digest:016x}"
+    except BaseException as error:
+        let_go(error)  # from Python 3.13 on, calls of `contextlib` that have ended keep it, and it keeps the arrays
+        raise
 
 
 def _warn(text: str, kind: type[ShardloadWarning], group: Group) -> None:
