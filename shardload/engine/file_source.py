@@ -18,7 +18,7 @@ from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import is_remote
 from shardload.transfer.buffers import Resources
 from shardload.transfer.cast import conversion
-from shardload.transfer.missing import counter_of
+from shardload.transfer.counters import counter_of
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader, open_reader

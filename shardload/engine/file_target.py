@@ -38,8 +38,7 @@ from shardload.engine.session import Round
 from shardload.errors import StallError
 from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
-from shardload.planning.blocks import aligned, run_of
-from shardload.planning.region import Region
+from shardload.planning.region import Region, aligned, run_of
 from shardload.planning.staging import KEPT_ROUNDS
 from shardload.storage.target import named
 from shardload.system.interruption import FirstError

@@ -41,8 +41,7 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.memory import MemorySource
-from shardload.planning.blocks import count_runs
-from shardload.planning.region import Region
+from shardload.planning.region import Region, count_runs
 from shardload.planning.tuning import START_SECONDS, Tuning, one_reader_seconds
 from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
@@ -316,13 +315,13 @@ def _checked(source: Source) -> Source:
 
 
 class FoundArray(NamedTuple):
-    """An array that was found, and values of it if these are small: all, or those of `region`, in C order.
+    """An array that was found, and values of it if these are small: all, or those of `region`.
 
     `read_in` is the state in which they were read: of the file, if a `Finder` keeps these, else of the source.
     """
 
     info: ArrayInfo
-    values: bytes | memoryview | None = None
+    values: np.ndarray[Any, Any] | None = None
     region: Region | None = None
     read_in: State = None
 
@@ -470,7 +469,7 @@ class Finder:
             info = replace(info, parts=source.tell(region))
         return FoundArray(info, values, part, read_in)
 
-    def _values(self, source: Source, region: Region | None) -> memoryview | None:
+    def _values(self, source: Source, region: Region | None) -> np.ndarray[Any, Any] | None:
         """All values, or those of a region, if they are small and fit beside those that others have."""
         if self._tuning is None or not is_small(source.info, self._tuning, region):
             return None
@@ -603,7 +602,7 @@ def is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> b
     return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
 
 
-def values_of(source: Source, region: Region | None = None) -> memoryview | None:
+def values_of(source: Source, region: Region | None = None) -> np.ndarray[Any, Any] | None:
     """All values of an open array, or those of a region; None if chunks are missing, or the file changes meanwhile.
 
     Raises what reading raises.
@@ -615,7 +614,7 @@ def values_of(source: Source, region: Region | None = None) -> memoryview | None
     if wanted != whole:
         source.expect(wanted)
     is_whole = _read(source, wanted, values) and source.state() == before
-    return values.reshape(-1).view(np.uint8).data if is_whole else None
+    return values if is_whole else None
 
 
 def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardload.planning.blocks import BLOCKS_PER_OWNER
+from shardload.planning.region import BLOCKS_PER_OWNER
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import done_here
 from shardload.transfer.buffers import Piece, Resources, StagedBlock, sendable, view_of
 from shardload.transfer.cast import Convert, cast_into
-from shardload.transfer.counters import Counters
-from shardload.transfer.missing import Counter, chunk_numbers, count_by_region
+from shardload.transfer.counters import Counter, Counters, chunk_numbers, count_by_region
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
 

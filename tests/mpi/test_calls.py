@@ -26,8 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError
-from shardload.comm.agreement import Invocation
-from shardload.comm.group import group_of
+from shardload.comm.group import Invocation, group_of
 from shardload.formats.codecs import algorithms
 from shardload.planning.tuning import Tuning, tuned
 from tests.mpi.sources import CHUNKS, NAME, SOURCES

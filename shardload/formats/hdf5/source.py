@@ -33,8 +33,7 @@ from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.metadata import group_attrs_of, labels_of, properties_of
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, kept, swap_size, type_in_file
 from shardload.formats.hdf5.tiles import Opener, Tiles, find_boxes
-from shardload.planning.blocks import NEAR_NBYTES
-from shardload.planning.region import Region
+from shardload.planning.region import NEAR_NBYTES, Region
 from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.system.scratch import shared_scratch
 

@@ -23,12 +23,12 @@ from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.like import Model, apply_like
 from shardload.options import AUTO
-from shardload.planning.blocks import plan_chunks
 from shardload.planning.saving import (
     StoredArray,
     WriteLayout,
     least_save_memory,
     plan_array,
+    plan_chunks,
     plan_save_memory,
     plan_save_rounds,
 )

@@ -33,8 +33,7 @@ from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
-from shardload.transfer.counters import Counters
-from shardload.transfer.missing import describe_missing, settle_missing
+from shardload.transfer.counters import Counters, describe_missing, settle_missing
 from shardload.transfer.moves import ArrayMove
 
 Array = np.ndarray[Any, Any]

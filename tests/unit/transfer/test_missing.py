@@ -20,7 +20,7 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.transfer.missing import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
+from shardload.transfer.counters import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from tests.unit.brute_force import Case, cases
 from tests.unit.fakes import FakeSource, chunked, fetch, reader_of, tune, whole
 from tests.unit.files import flat, read_small
