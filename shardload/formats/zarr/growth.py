@@ -184,7 +184,7 @@ class GrowthEncoder(ZarrEncoder, Growing):
         fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
         packed = Compression(codec_of(document)) if layout.chain else None
         spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, layout.shards, packed, fill_value=fill)
-        super().__init__(path, name, spec, document | {"shape": list(shape)}, layout)
+        super().__init__(path, name, spec, document | {"shape": list(shape)})
         self.old_document = document
 
     def beside(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
