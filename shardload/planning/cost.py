@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
-from shardload.planning.region import Grid, IntArray
+from shardload.planning.region import NEAR_NBYTES, Grid, IntArray, count_runs, run_stride
 from shardload.planning.schedule import DIRECT, PARALLEL, Schedule, SourceLayout
 from shardload.units import format_nbytes, number_text
 

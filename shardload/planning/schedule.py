@@ -4,8 +4,8 @@ Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files. Ranks with 
 schedule does not say in which direction values go: a load moves them from blocks to pieces, a save from pieces to blocks.
 
 1. `SourceLayout` is how the loaded array lies in its file. It is cut in three ways: into the chunks of the file, into blocks
-   for the owners (whole chunks, so that no chunk is decoded twice; `blocks`), and into shards. Each axis is cut independently
-   of the others.
+   for the owners (whole chunks, so that no chunk is decoded twice; `plan_blocks`), and into shards. Each axis is cut
+   independently of the others.
 2. `Shards` is the cut into shards, with the ranks that hold each shard.
 3. `Owners` are the ranks that share the blocks: one or several, each with a run of blocks that follow each other in the file.
    Without them every rank reads what it holds: nothing is sent, and a chunk that several ranks need is decoded by each.
@@ -25,16 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.blocks import (
+from shardload.planning.region import (
     BLOCKS_PER_OWNER,
     NEAR_NBYTES,
+    Grid,
+    IntArray,
+    Region,
     count_runs,
     most_chunks,
     plan_blocks,
     plan_row_chunks,
     run_stride,
 )
-from shardload.planning.region import Grid, IntArray, Region
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
 
@@ -247,14 +249,6 @@ class Schedule:
     max_message_nbytes: int = MAX_MESSAGE_NBYTES
     is_merged: bool = False
 
-    def __post_init__(self) -> None:
-        owners = self.owners
-        if owners is None:
-            return
-        n_roots = self.n_ranks if owners.n == 1 else 1  # several owners are spread over all ranks, from rank 0 on
-        if not (1 <= owners.n <= self.n_ranks and 0 <= owners.root < n_roots):
-            raise ValueError(f"{owners} cannot own the blocks: there are {self.n_ranks} ranks")
-
     @property
     def is_direct(self) -> bool:
         """True if every rank reads its own shards, so that nothing is sent."""
@@ -288,7 +282,7 @@ class Schedule:
 
     def target(self, section: int) -> Region | None:
         """See `Flow`: the elements of a section of a shard, without padding; None if all of it is padding."""
-        return self.shards.section(section).intersect(Region.whole(self.blocks.shape))
+        return self.shards.grid.region(section).intersect(Region.whole(self.blocks.shape))
 
     # --- blocks
 
@@ -344,7 +338,7 @@ class Schedule:
         pairs = zip(*(each.tolist() for each in self.pairs_of(rank)), strict=True)
         for number, pairs_of_block in itertools.groupby(pairs, key=lambda pair: pair[0]):
             block, sections = self.blocks.region(number), [section for _, section in pairs_of_block]
-            common = [(block.intersect(self.shards.section(section)), section) for section in sections]
+            common = [(block.intersect(self.shards.grid.region(section)), section) for section in sections]
             parts = tuple(Part(region, section, rank) for region, section in common if region is not None)
             yield Block(_box_around([part.region for part in parts]), parts)
 
@@ -396,7 +390,7 @@ class Schedule:
 
     def messages(self, region: Region, section: int) -> Iterator[Region]:
         """The region that a block and a section have in common, cut into messages."""
-        common = region.intersect(self.shards.section(section))
+        common = region.intersect(self.shards.grid.region(section))
         cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
         return iter(()) if common is None else common.split(max(1, cap // self.itemsize))
 

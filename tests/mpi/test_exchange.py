@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from shardload.comm.group import group_of
-from shardload.planning.blocks import aligned
-from shardload.planning.region import Grid
+from shardload.planning.region import Grid, aligned
 from shardload.planning.schedule import Owners, Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards

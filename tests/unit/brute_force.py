@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from shardload.planning.blocks import plan_blocks
-from shardload.planning.region import Grid, Region
+from shardload.planning.region import Grid, Region, plan_blocks
 from shardload.planning.schedule import (
     DIRECT,
     MAX_MESSAGE_NBYTES,

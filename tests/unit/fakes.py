@@ -248,7 +248,7 @@ def piece_of(region: Region, dtype: Any = "f4") -> Piece:
 
 def pieces_of(schedule: Schedule, rank: int, dtype: Any, untouched: int = -1) -> dict[int, Piece]:
     """The pieces of a rank, memory as it may well be."""
-    regions = {number: schedule.shards.section(number) for number in schedule.shards.sections_of(rank)}
+    regions = {number: schedule.shards.grid.region(number) for number in schedule.shards.sections_of(rank)}
     return {number: Piece(region, np.full(region.shape, untouched, dtype)) for number, region in regions.items()}
 
 

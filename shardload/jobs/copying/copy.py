@@ -51,9 +51,9 @@ from shardload.jobs.copying.request import (
 )
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, TIMEOUT, Progress
-from shardload.planning.blocks import plan_rows
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_array, plan_copy_rounds
 from shardload.planning.region import Grid, Region
+from shardload.planning.saving import plan_rows
 from shardload.planning.schedule import Owners, Schedule, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
 from shardload.planning.staging import RoundMemory, Staging, least_memory, least_staging, plan_memory, plan_staging

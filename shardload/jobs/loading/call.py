@@ -26,16 +26,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import check_sent
 from shardload.engine.call import Call, begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand
 from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
-from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_names, check_unchanged
@@ -50,7 +49,6 @@ from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
 from shardload.planning.selection import (
     Selection,
-    is_by_name,
     named_coordinates,
     needs_coordinates,
 )
@@ -277,7 +275,8 @@ class LoadCall:
         """What reads names of axes, and coordinates, if a selection needs them."""
         selections = [*(request.options.select for request in self.requests), self._given.get("select")]
         room = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        is_named = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
+        is_named = any(isinstance(select, Mapping) for select in selections)
+        is_named = is_named or any(request.by_name is not None for request in self.requests)
         return Labeller(finder, room, named_coordinates(selections)) if is_named else None
 
     def _find_all(self, finder: Finder) -> Any:
@@ -337,7 +336,7 @@ class LoadCall:
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
-        if is_by_name(options.select):
+        if isinstance(options.select, Mapping):
             kind = (*kind, selection_of(options.select, info))
         key = (id(request), is_sent, None if request.by_name is None else info.dims, *kind)
         if key not in self._planned:

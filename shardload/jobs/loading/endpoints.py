@@ -25,10 +25,8 @@ from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.session import Round, Session
 from shardload.errors import StallError, printable
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.array import ArrayInfo, OnDemand, settle_bools
 from shardload.formats.contract.format import OpenFile, Source
-from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.jobs.consistency import (
     State,

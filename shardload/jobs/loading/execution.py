@@ -24,8 +24,7 @@ import numpy as np
 
 from shardload.arrays.padding import loaded_as
 from shardload.arrays.verification import ShardFindings, Verifier, VerifyReport, agree_all
-from shardload.comm.agreement import Invocation
-from shardload.comm.group import Group
+from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import ConfigError, PackedWarning

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
 from shardload.formats.access import Access

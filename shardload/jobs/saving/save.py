@@ -37,8 +37,7 @@ from shardload.jobs.saving.arguments import SaveRequest
 from shardload.jobs.saving.like import read_like
 from shardload.jobs.saving.plan import SavePlan, plan_file
 from shardload.options import INDEX
-from shardload.planning.blocks import aligned
-from shardload.planning.region import Region
+from shardload.planning.region import Region, aligned
 from shardload.planning.saving import count_packs, part_nbytes
 from shardload.planning.staging import Item, Staging
 from shardload.planning.tuning import default_tuning

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -262,9 +262,11 @@ class StreamPlan:
 
     @cached_property
     def staging(self) -> Staging:
-        """The buffers of each rank."""
+        """The buffers of each rank: no more than the blocks that it reads in a round."""
         needs = [(array.region_schedule, array.source) for array in self.arrays]
-        return plan_staging(needs, self.staging_nbytes, self.n_threads)
+        staging = plan_staging(needs, self.staging_nbytes, self.n_threads)
+        block_nbytes = min(schedule.max_block_size * schedule.itemsize for schedule, _ in needs)
+        return replace(staging, n_slots=min(staging.n_slots, 1 + -(-_ROUND_NBYTES // max(1, block_nbytes))))
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

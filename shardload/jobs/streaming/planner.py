@@ -31,8 +31,7 @@ from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
 from shardload.options import OPTIONS
 from shardload.planning.batch_flow import BatchSchedule
-from shardload.planning.blocks import plan_blocks
-from shardload.planning.region import Grid
+from shardload.planning.region import Grid, plan_blocks
 from shardload.planning.sample_order import Ints, SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import Owners, Schedule, SourceLayout
 from shardload.planning.selection import Selection

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import spec_text
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.comm.mpi import check_threads
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, SourceError
@@ -38,7 +38,7 @@ from shardload.jobs.trees import ArrayTree, Place, is_one, is_one_spec, naming_e
 from shardload.options import FILE, FULL, OPTIONS
 from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import DIRECT
-from shardload.planning.selection import Selection, is_by_name, named_coordinates
+from shardload.planning.selection import Selection, named_coordinates
 
 
 class StreamCall(LoadCall):
@@ -118,7 +118,8 @@ class StreamCall(LoadCall):
         along, names = self._given["along"], named_coordinates(selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
         looks_for_gaps = len(steps) > 1 and self._given["gaps"] != IGNORE
-        by_name = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
+        by_name = any(isinstance(select, Mapping) for select in selections)
+        by_name = by_name or any(request.by_name is not None for request in self.requests)
         if not (looks_for_gaps or isinstance(along, str) or self.stacks or by_name):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from shardload.planning.blocks import count_runs, run_stride
 from shardload.planning.cost import Cost, choose_mode, count_readers, plan_cost
-from shardload.planning.region import Region
+from shardload.planning.region import Region, count_runs, run_stride
 from shardload.planning.schedule import DIRECT, PARALLEL, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
