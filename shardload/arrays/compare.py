@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
-from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.format import Source
 from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection

@@ -25,7 +25,7 @@ import numpy as np
 
 from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
-from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.array import native_dtype
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket

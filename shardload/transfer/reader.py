@@ -23,8 +23,8 @@ import numpy as np
 
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError, StallError
+from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks
-from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import Source
 from shardload.planning.region import Region, cut_box, numbers_in
 from shardload.planning.schedule import Block, Part, SourceLayout

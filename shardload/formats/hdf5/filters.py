@@ -35,10 +35,9 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError
 from shardload.formats.access import STRICT, Access
-from shardload.formats.codecs.algorithms import encode_fletcher32, encode_shuffle
-from shardload.formats.codecs.chains import EncodeChain, Stage, Step
+from shardload.formats.codecs.algorithms import EncodeChain, Stage, Step, encode_fletcher32, encode_shuffle
 from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
-from shardload.formats.contract.dtypes import is_added, native_dtype
+from shardload.formats.contract.array import is_added, native_dtype
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, file_in_memory, type_in_file
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Stored
 

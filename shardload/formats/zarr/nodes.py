@@ -32,7 +32,7 @@ from zarr.dtype import ZDType, data_type_registry
 
 from shardload.errors import printable
 from shardload.formats.codecs.algorithms import blosc_error, check_blosc
-from shardload.formats.contract.dtypes import is_added, refusal
+from shardload.formats.contract.array import is_added, refusal
 from shardload.formats.zarr.metadata import SURVIVED, Json, names_of
 
 if hasattr(zarr.errors, "DataTypeValidationError"):

@@ -1,8 +1,8 @@
 """How is a Zarr store written by many processes? Each puts whole chunk files, or chunks into shard files; metadata comes last.
 
 1. Without shards a chunk is a file of its own: nobody is asked where it goes.
-2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the
-   index behind the last one, with its CRC-32C.
+2. The chunks of a shard are encoded by anyone. The rank that created the store gives each its offset by a running sum, and at
+   the end writes the index behind the last one, with its CRC-32C.
 3. The store is a folder with a temporary name, or at its URL, without metadata. `ZarrSink.finish` writes that of the arrays,
    then that of the groups, the root's last.
 """
@@ -16,19 +16,18 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import google_crc32c
 import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.codecs.chains import EncodeChain
+from shardload.formats.codecs.algorithms import EncodeChain
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
-from shardload.formats.contract.dtypes import dtype_text, is_added
+from shardload.formats.contract.array import dtype_text, is_added
 from shardload.formats.sink import (
     ArraySpec,
-    Catalog,
     Compression,
     Decode,
     Encoder,
@@ -91,8 +90,8 @@ class ZarrEncoder(Encoder):
         return os.path.join(self.name.strip("/"), self.layout.key(self.shard_of(unravel(number, self.spec.grid))))
 
 
-class ZarrSink(Sink, Catalog):
-    """A new Zarr store in a folder. On the rank that calls `create` it is the catalog, too.
+class ZarrSink(Sink):
+    """A new Zarr store in a folder.
 
     Parameters
     ----------
@@ -117,7 +116,7 @@ class ZarrSink(Sink, Catalog):
     Attributes
     ----------
     folder : WritableFolder
-        That of the rank with the catalog.
+        That of the rank that creates it.
     taken_up : set of str
         The keys of what another job has left, with which this one goes on.
     """
@@ -218,9 +217,9 @@ class ZarrSink(Sink, Catalog):
         """See `Sink`."""
         return self.arrays[name].key_of(number)
 
-    # --- as the catalog
+    # --- on the rank that creates it
 
-    def create(self) -> Catalog:
+    def create(self) -> Self:
         """See `Sink`."""
         with named(self.path):
             address = self.folder.create()
@@ -230,13 +229,13 @@ class ZarrSink(Sink, Catalog):
         return self
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
-        """See `Catalog`."""
+        """See `Sink`."""
         return self._shards[name].allocate(numbers, nbytes)
 
     def finish(self) -> None:
-        """See `Catalog`."""
+        """See `Sink`."""
         if self._is_finished:
-            raise ValueError("the catalog is finished")
+            raise ValueError(f"'{self.path}' is finished")
         with named(self.path):
             for name in self.arrays:
                 if name in self._shards:
@@ -269,14 +268,11 @@ class ZarrSink(Sink, Catalog):
         if n_here != n:
             raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
 
-    def commit(self) -> None:
-        """See `Catalog`."""
-        if not self._is_finished:
-            raise ValueError("finish the catalog first")
+    def _publish(self) -> None:
         self.folder.publish()
 
     def abandon(self, *, keeps: bool = False) -> None:
-        """See `Catalog`."""
+        """See `Sink`."""
         self.folder.discard(keeps=keeps)
 
     def documents(self) -> Iterator[tuple[str, Any]]:

@@ -196,8 +196,7 @@ class Loader:
         with ExitStack() as opened:
             sources = OpenSources(self._loads, opened)
             for load, array, pieces_of_load in zip(self._loads, arrays, pieces, strict=True):
-                layout, handle = load.layout, load.handle if load.origin is None else load.origin
-                again = partial(sources.open_again, load, handle)
+                layout, again = load.layout, partial(sources.open_again, load)
                 how = (load.name, layout.schedule, layout.source, layout.decoding, load.options, seed, again)
                 with load.naming_errors():
                     checked.append(Verifier(*how).check(array, self._group.rank, pieces_of_load))

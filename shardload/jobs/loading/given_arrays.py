@@ -141,7 +141,7 @@ class ScatterCall(LoadCall):
                 source = None if self._sources is None else self._sources[k]
                 ranks = self.ranks_for(request)
                 plan = plan_scatter(request, ranks, info, int(self._root), as_it_is)
-                loads.append(ArrayLoad(plan, request.options, source, where=where))
+                loads.append(ArrayLoad(plan, request.options, None, source, where))
         request = self.requests[0]
         return share_staging(request, self.ranks_for(request), loads) if len(loads) > 1 else loads
 

@@ -16,8 +16,7 @@ from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import RATE, check_sent
 from shardload.errors import ConfigError
-from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.array import ArrayInfo, native_dtype
 from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray

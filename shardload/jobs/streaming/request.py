@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import Labeller
 from shardload.formats.lookup import Finder, open_source
 from shardload.jobs.consistency import checksum_of_samples
-from shardload.jobs.loading.call import SEARCHED_NBYTES, LoadCall, unpacked
+from shardload.jobs.loading.call import SEARCHED_NBYTES, LoadCall
 from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
@@ -200,7 +201,7 @@ class StreamCall(LoadCall):
         if self.sampling is None:
             raise ConfigError("the arguments were not read")
         leaves = []
-        for k, (info, sum_of_values) in enumerate(unpacked(told)):
+        for k, (info, sum_of_values) in enumerate(pickle.loads(told)):
             with naming_errors(where_text(self.tree.where[k])):
                 leaves.append(self._leaf_request(k, info, sum_of_values))
         return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()

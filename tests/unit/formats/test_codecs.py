@@ -20,6 +20,10 @@ import zstandard
 
 from shardload.formats.codecs import algorithms
 from shardload.formats.codecs.algorithms import (
+    Chain,
+    EncodeChain,
+    Stage,
+    Step,
     decode_blosc,
     decode_byte_order,
     decode_crc32c,
@@ -32,7 +36,6 @@ from shardload.formats.codecs.algorithms import (
     encode_lz4,
     encode_zstd,
 )
-from shardload.formats.codecs.chains import Chain, EncodeChain, Stage, Step
 
 Encode = Callable[[bytes], bytes]
 

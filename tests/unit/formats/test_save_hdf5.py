@@ -22,7 +22,7 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
-from shardload.formats.codecs.chains import EncodeChain
+from shardload.formats.codecs.algorithms import EncodeChain
 from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
