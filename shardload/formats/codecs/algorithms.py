@@ -20,7 +20,6 @@ import contextlib
 import gzip
 import importlib
 import io
-import math
 import struct
 import threading
 import zlib
@@ -34,7 +33,6 @@ import google_crc32c
 import numpy as np
 import zstandard
 
-from shardload.formats.contract.array import native_dtype
 from shardload.formats.contract.format import UndecodedError
 from shardload.system.scratch import shared_scratch
 
@@ -169,66 +167,6 @@ def _copy_rows(data: Many, rows: Bytes) -> None:
 def have_other_sizes(data: Many, nbytes: int) -> bool:
     """True unless each of several chunks has `nbytes` bytes."""
     return bool(set(map(len, data)) - {nbytes})
-
-
-class EncodeChain:
-    """How the chunks of one array are encoded. Safe to use from several threads at once.
-
-    Parameters
-    ----------
-    steps : sequence of callable
-        What is done to the bytes of a chunk, in order. Each takes a flat array of bytes and returns something bytes-like.
-    chunk_shape : tuple of int or None
-        Elements of a chunk along each axis; None if regions of any shape are encoded as they are.
-    dtype : dtype
-        The type as it is stored, in the file's byte order.
-    fill : scalar
-        What pads a chunk that reaches over the array's edge.
-
-    Examples
-    --------
-    >>> chain = EncodeChain([], (2, 2), np.dtype(">i2"), 7)
-    >>> bytes(chain.encode(np.array([[1], [2]], dtype="<i2"))).hex(" ", 2)
-    '0001 0007 0002 0007'
-    """
-
-    def __init__(self, steps: Sequence[Step], chunk_shape: tuple[int, ...] | None, dtype: np.dtype[Any], fill: Any) -> None:
-        self._steps, self._chunk_shape, self._dtype, self._fill = tuple(steps), chunk_shape, dtype, fill
-        self._scratch = shared_scratch()
-
-    def encode(self, values: np.ndarray[Any, Any]) -> Any:
-        """The stored bytes of a chunk. Without steps they may be the memory of `values` itself."""
-        data: Any = self._packed(values)
-        for step in self._steps:
-            data = step(data)
-        # A step may leave its result in scratch memory, for the next step. After the last one it must stay what it is.
-        is_scratch = bool(self._steps) and isinstance(data, np.ndarray) and data.base is not None
-        return data.copy() if is_scratch else data
-
-    def _packed(self, values: np.ndarray[Any, Any]) -> Bytes:
-        # First, because in a contiguous array nothing else is done for a chunk.
-        if values.dtype == self._dtype and values.flags.c_contiguous and self._chunk_shape in (None, values.shape):
-            return values.reshape(-1).view(np.uint8)
-        if native_dtype(values.dtype) != native_dtype(self._dtype):
-            raise ValueError(f"values of type {values.dtype} for an array of {self._dtype}: nothing is converted silently")
-        shape = values.shape if self._chunk_shape is None else self._chunk_shape
-        is_whole = values.shape == shape
-        if not is_whole and (len(values.shape) != len(shape) or any(n > m for n, m in zip(values.shape, shape, strict=True))):
-            raise ValueError(f"values of shape {values.shape} for a chunk of {shape}")
-        # Bytes that go on to a step are gone when `encode` returns, so that the next chunk can use their memory.
-        nbytes = math.prod(shape) * self._dtype.itemsize
-        room = self._scratch.bytes("encode", nbytes) if self._steps else np.empty(nbytes, dtype=np.uint8)
-        out = room.view(self._dtype).reshape(shape)
-        if not is_whole:
-            _pad(out, values.shape, self._fill)
-        out[tuple(slice(n) for n in values.shape)] = values
-        return room
-
-
-def _pad(out: np.ndarray[Any, Any], inner: tuple[int, ...], fill: Any) -> None:
-    """Fill what of `out` lies outside of a box of shape `inner` at its start."""
-    for k, n in enumerate(inner):
-        out[(*(slice(m) for m in inner[:k]), slice(n, None))] = fill
 
 
 @cache

@@ -23,7 +23,6 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.codecs.algorithms import EncodeChain
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
 from shardload.formats.contract.array import dtype_text, is_added
 from shardload.formats.sink import (
@@ -34,7 +33,6 @@ from shardload.formats.sink import (
     PlacedChunks,
     Places,
     Sink,
-    Stored,
     Ticket,
     Writer,
     with_dims,
@@ -59,20 +57,16 @@ _NAMES = {3: ("gzip", "zstd", "blosc"), 2: ("gzip", "zstd", "blosc", "lz4")}  # 
 class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
-        is_placed_by_root = layout.per_shard is not None
-        super().__init__(path, name, spec, f"Zarr v{layout.version}", codec_of(document), is_placed_by_root=is_placed_by_root)
+    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout) -> None:
+        is_sharded, kind = layout.per_shard is not None, f"Zarr v{layout.version}"
+        super().__init__(path, name, spec, kind, codec_of(document), layout.steps, is_placed_by_root=is_sharded)
         self.document, self.layout = document, layout
-        self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
 
     @classmethod
     def new(cls, path: str, name: str, spec: ArraySpec, version: int) -> ZarrEncoder:
         """That of a new array."""
         document = document_of(name, spec, version)
-        return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype), fill_of(spec))
-
-    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        return Stored(self._chain.encode(values))
+        return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype))
 
     def shard_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """The shard of a chunk; the chunk's own position if there are no shards."""
@@ -396,11 +390,6 @@ def document_of(name: str, spec: ArraySpec, version: int) -> Json:
     return (_document_2 if version == 2 else _document_3)(name, spec, chunks)
 
 
-def fill_of(spec: ArraySpec) -> Any:
-    """The value of elements that are not stored."""
-    return np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
-
-
 def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
     codecs: list[Json] = [{"name": "bytes"}]
     if spec.dtype.itemsize > 1:
@@ -426,7 +415,7 @@ def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
         "data_type": spec.dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.shards or chunks)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": _fill(fill_of(spec)),
+        "fill_value": _fill(spec.fill),
         "codecs": codecs,
         "attributes": plain_attrs(name, spec.attrs),
         "dimension_names": list(spec.dims or ()),

@@ -269,7 +269,7 @@ class LoadCall:
         is_read = self.kind == "load" and options.readers == AUTO
         how = (replace(tuning, **caps) if is_read else None, most_nbytes, not self.tree.is_single)
         with Finder(options.access, *how, tells=True) as finder:
-            return pickle.dumps(self._find_all(finder))
+            return pickle.dumps(self._find_all(finder), protocol=5)  # with fewer copies of values
 
     def _labeller(self, finder: Finder) -> Labeller | None:
         """What reads names of axes, and coordinates, if a selection needs them."""
