@@ -33,10 +33,9 @@ from jax.sharding import PartitionSpec as P
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.cost import choose_mode, plan_cost
-from shardload.planning.schedule import DIRECT, PARALLEL, Owners, Schedule, plan_direct, plan_shared
+from shardload.planning.schedule import DIRECT, PARALLEL, Owners, Schedule, SourceLayout, plan_direct, plan_shared
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.units import format_nbytes
 
 MESHES = (8, 32, 128, 256, 512, 1024)

@@ -62,12 +62,12 @@ if TYPE_CHECKING:
     from shardload.jobs.joining.join import join as join
     from shardload.jobs.joining.request import JoinReport as JoinReport
     from shardload.jobs.loading.labelled import to_xarray as to_xarray
+    from shardload.jobs.loading.plan import LoadReport as LoadReport
     from shardload.jobs.loading.plan import Plan as Plan
     from shardload.jobs.loading.plan import TreePlan as TreePlan
-    from shardload.jobs.loading.report import LoadReport as LoadReport
     from shardload.jobs.saving.append import AppendReport as AppendReport
-    from shardload.jobs.saving.background import BackgroundSave as BackgroundSave
     from shardload.jobs.saving.plan import SavePlan as SavePlan
+    from shardload.jobs.saving.save import BackgroundSave as BackgroundSave
     from shardload.jobs.saving.save import SaveReport as SaveReport
     from shardload.jobs.streaming.plan import StreamPlan as StreamPlan
     from shardload.jobs.streaming.reader import StreamReport as StreamReport
@@ -80,10 +80,10 @@ __version__ = "0.1.0.dev0"
 
 # No module of the package has one of these names: importing it would replace the function by the module.
 _HOMES = {
-    "LoadReport": "jobs.loading.report",
+    "LoadReport": "jobs.loading.plan",
     "Plan": "jobs.loading.plan",
     "AppendReport": "jobs.saving.append",
-    "BackgroundSave": "jobs.saving.background",
+    "BackgroundSave": "jobs.saving.save",
     "SavePlan": "jobs.saving.plan",
     "SaveReport": "jobs.saving.save",
     "Stream": "jobs.streaming.stream",

@@ -25,9 +25,8 @@ import numpy as np
 from shardload.arrays.padding import Extent, check_exists, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
 from shardload.jobs.loading.call import LoadCall
-from shardload.jobs.loading.given_arrays import ScatterCall, VerifyCall
+from shardload.jobs.loading.given_arrays import ScatterCall, VerifyCall, load_state
 from shardload.jobs.loading.plan import Plan, TreePlan
-from shardload.jobs.loading.state import load_state
 from shardload.jobs.streaming.request import open_stream
 from shardload.jobs.streaming.stream import Stream
 from shardload.options import DEFAULTS, Progress, defaults_of, keywords_of, with_defaults

@@ -300,7 +300,7 @@ def _dtype(dtype: Any) -> np.dtype[Any] | None:
         return None
     import numpy as np
 
-    from shardload.formats.contract.dtypes import native_dtype, refusal
+    from shardload.formats.contract.array import native_dtype, refusal
 
     try:
         found: np.dtype[Any] = np.dtype(dtype)

@@ -25,7 +25,7 @@ import zstandard
 from shardload.formats.codecs.algorithms import decode_shuffle
 from shardload.formats.contract.chunk_reader import copy_rows
 from shardload.formats.lookup import open_source
-from shardload.planning.grid import cut_box
+from shardload.planning.region import cut_box
 
 _BATCH, _MOST = 64, 2048  # chunks
 

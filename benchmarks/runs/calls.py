@@ -44,7 +44,7 @@ STEPS = {
     "jobs.loading.execution": ("Loader.run", "Loader._agree"),
     "jobs.loading.endpoints": ("ShardedArray.make_room", "ShardedArray.fill", "ShardedArray.assemble"),
     "arrays.assemble": ("_verify_shards",),
-    "comm.agreement": ("Agreement.all_same", "Agreement._send_bytes", "Invocation.digest"),
+    "comm.group": ("Group.all_same", "Group._send_bytes", "Invocation.digest"),
     "comm.collectives": ("MpiCollectives.broadcast", "MpiCollectives.reduce"),
     "formats.lookup": ("Finder.find", "Finder.file", "Finder._values", "Finder.__exit__", "format_of"),
     "formats.hdf5.file": ("open_explained", "Hdf5File._look_up", "Hdf5File._describe"),

@@ -16,8 +16,7 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
-from shardload.planning.blocks import plan_blocks
-from shardload.planning.grid import Grid
+from shardload.planning.region import Grid, plan_blocks
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import plan_shards
 

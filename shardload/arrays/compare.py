@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
-from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.format import Source
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
 from shardload.transfer.cast import conversion
 from shardload.values.decoding import Decoding

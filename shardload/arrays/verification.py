@@ -33,11 +33,9 @@ from shardload.comm.group import Group
 from shardload.errors import VerifyError
 from shardload.formats.contract.format import Source
 from shardload.options import FILE, FULL, INDEX, Options, fill_value
-from shardload.planning.blocks import plan_blocks
-from shardload.planning.region import Region
-from shardload.planning.schedule import Schedule
+from shardload.planning.region import Region, plan_blocks
+from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.shards import Shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.buffers import view_of
 from shardload.transfer.checksum import checksum, join_sums, sum_shard
 from shardload.units import PrintedReport, counted, format_nbytes

@@ -14,9 +14,8 @@ import numpy as np
 from shardload.cli.arguments import as_typed
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo, some
+from shardload.formats.contract.array import ArrayInfo, Coordinate, some
 from shardload.formats.labelling import list_labelled, read_labels
-from shardload.formats.labels import Coordinate
 from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.contents import arrays_in, groups_of
 from shardload.options import Options

@@ -1,6 +1,6 @@
 """How do ranks gather, reduce and broadcast small buffers?
 
-These are over MPI; `store` has the same for a job without MPI. A rank that waits sleeps; it does not spin (`Backoff`).
+These are over MPI; `store` has the same for a job without MPI. A rank that waits sleeps; it does not spin (`backoff`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,41 +30,22 @@ Integers = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Sleeps that grow with the number of looks in a row that found nothing.
+def backoff(n_idle: int, *, n_awake: int = 0, first_seconds: float, longest_seconds: float, n_alike: int = 1) -> float:
+    """How long to sleep after look number `n_idle` in a row that found nothing, counted from 1; 0: do not sleep yet.
 
-    Attributes
-    ----------
-    n_awake : int
-        Number of looks before the first sleep.
-    first_seconds, longest_seconds : float
-        Length of the first sleep, and of the longest.
-    n_before_doubling : int
-        Number of sleeps of one length before the length doubles.
+    After `n_awake` looks come sleeps of `first_seconds`, and of twice as long after `n_alike` of one length, up to the longest.
 
-    Examples
-    --------
-    >>> backoff = Backoff(1, 0.25, 1.0, 2)
-    >>> [backoff.seconds(n) for n in range(1, 8)]
+    >>> [backoff(n, n_awake=1, first_seconds=0.25, longest_seconds=1.0, n_alike=2) for n in range(1, 8)]
     [0.0, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0]
     """
-
-    n_awake: int
-    first_seconds: float
-    longest_seconds: float
-    n_before_doubling: int
-
-    def seconds(self, n_idle: int) -> float:
-        """How long to sleep after look number `n_idle`, counted from 1; 0: do not sleep yet."""
-        n_slept = n_idle - self.n_awake - 1
-        if n_slept < 0:
-            return 0.0
-        doublings = min(_MOST_DOUBLINGS, n_slept // self.n_before_doubling)
-        return min(self.longest_seconds, self.first_seconds * 2.0**doublings)
+    n_slept = n_idle - n_awake - 1
+    if n_slept < 0:
+        return 0.0
+    doublings = min(_MOST_DOUBLINGS, n_slept // n_alike)
+    return min(longest_seconds, first_seconds * 2.0**doublings)
 
 
-_BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=4)
+_pause_seconds = partial(backoff, n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_alike=4)
 
 
 class Collectives:
@@ -160,7 +140,7 @@ def _wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:
     while not is_done():
         look()
         n_idle += 1
-        if (seconds := _BACKOFF.seconds(n_idle)) > 0:
+        if (seconds := _pause_seconds(n_idle)) > 0:
             time.sleep(seconds)
 
 

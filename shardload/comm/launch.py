@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.comm.collectives import Backoff
+from shardload.comm.collectives import backoff
 from shardload.comm.group import Group, group_of
 from shardload.comm.mpi import WITHOUT, end_job, gpu_files, mpi_is_off, mpi_problem, refuse_singletons, unnoticed, world
 from shardload.comm.shared_errors import is_pythons_own, show
@@ -39,7 +39,6 @@ from shardload.units import counted
 # Ports for JAX's coordinator, the same range as in JAX: above the ports that the system gives to outgoing connections.
 _PORTS = range(61440, 65536)
 LOOPBACK = "127.0.0.1"
-_BACKOFF = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=0.1, n_before_doubling=1)
 _LISTENER_SECONDS = 2.0  # after that JAX itself waits, and reports a coordinator that does not answer
 
 
@@ -108,7 +107,7 @@ def await_listener(address: str) -> None:
         with suppress(OSError, ValueError, OverflowError), socket.create_connection((host, int(port)), timeout=1):
             return
         n_tries += 1
-        time.sleep(_BACKOFF.seconds(n_tries))
+        time.sleep(backoff(n_tries, first_seconds=2e-3, longest_seconds=0.1))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from shardload.comm.agreement import Invocation
-from shardload.comm.group import Group, group_of
+from shardload.comm.group import Group, Invocation, group_of
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.options import TIMEOUT
 from shardload.system.interruption import let_interruption_pass, outer_exception
@@ -55,7 +54,7 @@ class Call:
         Parameters
         ----------
         find : callable
-            Returns what only one rank knows, as text or bytes (`Agreement.begin`). Not called if the arguments are wrong.
+            Returns what only one rank knows, as text or bytes (`Group.begin`). Not called if the arguments are wrong.
         make : callable
             Makes the plan of it.
         describe : callable

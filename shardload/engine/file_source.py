@@ -13,13 +13,12 @@ import numpy as np
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.memory import MemorySource
-from shardload.planning.schedule import Block, Schedule
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.schedule import Block, Schedule, SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import is_remote
 from shardload.transfer.buffers import Resources
 from shardload.transfer.cast import conversion
-from shardload.transfer.missing import counter_of
+from shardload.transfer.counters import counter_of
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader, open_reader

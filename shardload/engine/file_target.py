@@ -1,7 +1,7 @@
 """How do all ranks write one new file in rounds, of chunks that each has in memory?
 
 Steps 2 to 10 of docs/design/save.md, for chunks that come from anywhere: from the shards of arrays, or from another file. Read
-`formats.sink` first: a `Sink` is what the format plans of the file; its `Catalog` is the open temporary of rank 0, which gives
+`formats.sink` first: a `Sink` is what the format plans of the file; that of rank 0 has the temporary open, and gives
 chunks their places; a `Ticket` is what rank 0 tells the others of it. Each rank has an `Encoder` for each array, a `Writer`.
 
 1. `begin`: rank 0 makes the temporary file, and all open it.
@@ -38,8 +38,7 @@ from shardload.engine.session import Round
 from shardload.errors import StallError
 from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
-from shardload.planning.blocks import aligned, run_of
-from shardload.planning.region import Region
+from shardload.planning.region import Region, aligned, run_of
 from shardload.planning.staging import KEPT_ROUNDS
 from shardload.storage.target import named
 from shardload.system.interruption import FirstError
@@ -168,7 +167,7 @@ class FileTarget:
         self._ticket = Ticket("")
         self._writer: Any = None
         self._catalog: Any = None  # on rank 0
-        self._is_at_work = False  # rank 0's catalog is in use by a thread
+        self._is_at_work = False  # rank 0's sink is in use by a thread
         self._is_stopped = False  # threads shall begin nothing more
         self._tasks: deque[list[Future[None]]] = deque()  # of threads, for each round whose values may still be in use
         self._chunks: list[Chunk] = []  # of the last round: rank 0 has to say yet where some go
@@ -290,7 +289,7 @@ class FileTarget:
         self._group.agree(self._errors.take())
 
     def _on_root(self, call: Callable[[], str]) -> Any:
-        """Do something with the catalog on rank 0. If it fails, all ranks raise that error. Collective."""
+        """Do something with the sink on rank 0. If it fails, all ranks raise that error. Collective."""
 
         def run() -> str:
             self._is_at_work = True

@@ -25,12 +25,11 @@ import numpy as np
 
 from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
-from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.array import native_dtype
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
-from shardload.planning.grid import unravel
-from shardload.planning.region import Region
+from shardload.planning.region import Region, unravel
 from shardload.storage.objects import StoredObject
 from shardload.system.scratch import shared_scratch
 from shardload.transfer.checksum import checksum

@@ -23,7 +23,7 @@ from zlib import crc32
 
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
-from shardload.planning.blocks import aligned
+from shardload.planning.region import aligned
 from shardload.planning.staging import Staging
 from shardload.system.interruption import FirstError
 from shardload.transfer.buffers import Resources, Slots

@@ -9,7 +9,7 @@ diagnosis    the errors about files that no format claims, and names that are no
 hdf5, zarr, memory   our own formats
 stored_chunks  fetches and decodes stored chunks, wherever a format says that they are
 codecs       one object for each codec: decodes and encodes chunks
-labels       names of axes, attributes, coordinates; `labelling` reads the coordinates. `small`: values that come with metadata
+labelling    reads the coordinates of an array
 concatenation  several files as one, in the place of a path
 sink, saving the opposite direction: a new file, written by many (docs/design/save.md), or what an append adds to one
 untrusted    opens a file in helper processes, which run `untrusted_process`
@@ -19,9 +19,8 @@ The names that this package exports are for writing a format in a package of its
 """
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo, check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Scratch, read_by_chunks
-from shardload.formats.contract.dtypes import check_request, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.planning.region import Region
 from shardload.storage.local import read_at, state_of

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, open_file
+from shardload.storage.local import TARGET_HINT, Fence, OutsideError, open_file
 from shardload.storage.remote import StorageOptions
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardload.storage.containment import Fence
+from shardload.storage.local import Fence
 
 SCHEME = "concat://"
 

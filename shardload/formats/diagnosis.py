@@ -17,11 +17,10 @@ import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
 from shardload.formats.concatenation import Concatenation
-from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, some
-from shardload.formats.contract.dtypes import refusal
+from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, refusal, some
 from shardload.formats.contract.format import HelperError
-from shardload.storage.containment import NotAFileError, OutsideError, open_file
 from shardload.storage.leftovers import ROOTS, find_leftover
+from shardload.storage.local import NotAFileError, OutsideError, open_file
 from shardload.storage.objects import NoListingError
 from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass

@@ -16,9 +16,8 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import LONGEST_NAME, MIXED, MOST_ATTRS, ArrayInfo, Coordinate, Labels, Note
 from shardload.formats.contract.format import Source
-from shardload.formats.labels import LONGEST_NAME, MIXED, MOST_ATTRS, Coordinate, Labels, Note
 from shardload.formats.lookup import Finder, as_path, naming_what_is_gone, open_object, split_path
 from shardload.planning.region import Region
 from shardload.system.scratch import scratch_of_its_own

@@ -20,9 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.contract.array import ArrayInfo, Properties
-from shardload.formats.contract.dtypes import cast_value, native_dtype
-from shardload.formats.labels import names_in
+from shardload.formats.contract.array import ArrayInfo, Properties, cast_value, names_in, native_dtype
 from shardload.formats.netcdf import refused_attribute
 from shardload.formats.sink import ArraySpec, Compression
 from shardload.planning.selection import Selection

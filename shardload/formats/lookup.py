@@ -3,7 +3,8 @@
 1. The first format that claims the file gets it (`registry`). An open object goes to the format of its library.
 2. `open_file` opens a file once, for all questions about it and its arrays. `open_source` opens a single array.
 3. `find_array` finds the array from metadata alone. It runs on one rank, which tells the others. A `Finder` finds many.
-4. Untrusted files (`Access.untrusted`) have a format of their own, which passes all questions on to a helper process.
+4. Values that are so few that they travel with the metadata are read by who finds them (`is_small`, `values_of`).
+5. Untrusted files (`Access.untrusted`) have a format of their own, which passes all questions on to a helper process.
 
 If the caller can fix it by passing something else, the error is a `ConfigError`. If the file is wrong, it is a `SourceError`,
 whatever the library below raised. `diagnosis` has the messages.
@@ -11,6 +12,7 @@ whatever the library below raised. `diagnosis` has the messages.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import registry
+from shardload.formats import registry, untrusted
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of
+from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
 from shardload.formats.contract.format import Format, OpenFile, Source, open_alone
 from shardload.formats.diagnosis import (
     as_source_error,
@@ -38,10 +41,8 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.memory import MemorySource
-from shardload.formats.small import is_small, values_of
-from shardload.formats.untrusted import source as untrusted
-from shardload.planning.region import Region
-from shardload.planning.tuning import Tuning
+from shardload.planning.region import Region, count_runs
+from shardload.planning.tuning import START_SECONDS, Tuning, one_reader_seconds
 from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
 from shardload.storage.remote import is_remote, open_remote, without_secrets
@@ -314,13 +315,13 @@ def _checked(source: Source) -> Source:
 
 
 class FoundArray(NamedTuple):
-    """An array that was found, and values of it if these are small: all, or those of `region`, in C order.
+    """An array that was found, and values of it if these are small: all, or those of `region`.
 
     `read_in` is the state in which they were read: of the file, if a `Finder` keeps these, else of the source.
     """
 
     info: ArrayInfo
-    values: bytes | memoryview | None = None
+    values: np.ndarray[Any, Any] | None = None
     region: Region | None = None
     read_in: State = None
 
@@ -468,7 +469,7 @@ class Finder:
             info = replace(info, parts=source.tell(region))
         return FoundArray(info, values, part, read_in)
 
-    def _values(self, source: Source, region: Region | None) -> memoryview | None:
+    def _values(self, source: Source, region: Region | None) -> np.ndarray[Any, Any] | None:
         """All values, or those of a region, if they are small and fit beside those that others have."""
         if self._tuning is None or not is_small(source.info, self._tuning, region):
             return None
@@ -579,3 +580,50 @@ def _naming_what_is_unread(path: str) -> Iterator[None]:
     except OSError:
         with as_source_error(path):
             raise
+
+
+_WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
+
+
+def is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> bool:
+    """True if the array, or a region of it, is small, and so are the chunks that are decoded for it, in so much time."""
+    wanted = Region.whole(info.shape) if region is None else region
+    nbytes, unit = nbytes_of(info, wanted.shape), info.shards or info.chunks
+    if not 0 < nbytes <= tuning.small_nbytes or nbytes_of(info, unit or ()) > tuning.small_chunk_nbytes:
+        return False
+    if nbytes <= tuning.tiny_nbytes and wanted.shape == info.shape:
+        return True
+    if info.chunks is None:
+        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= START_SECONDS
+    n_chunks = math.prod(map(len, chunks_met(wanted, info.chunks)))
+    decoded = nbytes if wanted.shape == info.shape else n_chunks * nbytes_of(info, info.chunks)
+    if decoded > tuning.small_nbytes:  # perhaps at once
+        return False
+    return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
+
+
+def values_of(source: Source, region: Region | None = None) -> np.ndarray[Any, Any] | None:
+    """All values of an open array, or those of a region; None if chunks are missing, or the file changes meanwhile.
+
+    Raises what reading raises.
+    """
+    before, info = source.opened_in(), source.info
+    whole = Region.whole(info.shape)
+    wanted = whole if region is None else region
+    values = np.empty(wanted.shape, source.dtype)
+    if wanted != whole:
+        source.expect(wanted)
+    is_whole = _read(source, wanted, values) and source.state() == before
+    return values if is_whole else None
+
+
+def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
+    """Read a region in the way that is fastest for few bytes. False if chunks of it are missing."""
+    info = source.info
+    has_many = info.chunks is not None and math.prod(map(len, chunks_met(region, info.chunks))) >= _WORTH_BATCHES
+    is_part = region.shape != info.shape
+    reader = source.chunk_reader() if has_many or is_part else None
+    if reader is not None and info.chunks is not None:  # before HDF5 decodes any chunk, it is asked about all of the array
+        return not read_by_chunks(reader, info.chunks, region, out)
+    source.read_into(region, out)
+    return not source.missing(region)

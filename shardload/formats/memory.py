@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import SourceError
-from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.dtypes import check_request, native_dtype, refusal
+from shardload.formats.contract.array import ArrayInfo, check_request, native_dtype, refusal
 from shardload.formats.contract.format import Source
 from shardload.planning.region import Region
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.contract.dtypes import is_added
+from shardload.formats.contract.array import is_added
 
 RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}

@@ -2,8 +2,8 @@
 
 1. An `ArraySpec` says what an array of the new file shall be. A `Sink` is made of the specs of all, the same on every rank.
 2. Any thread of any rank encodes values: ``sink.arrays[name].encode(region, values)``.
-3. One rank has the `Catalog`: it makes the temporary file, says where stored chunks go, writes the metadata, and renames.
-4. Any rank has a `Writer`: it writes stored chunks where the catalog said.
+3. One rank creates the file: its `Sink` makes the temporary, says where stored chunks go, writes the metadata, and renames.
+4. Any rank has a `Writer`: it writes stored chunks where that rank said.
 
 None of them knows ranks. What travels between them is integers (numbers of chunks, sizes, offsets) and a `Ticket`.
 docs/design/save.md has the protocol, and what is on disk after a kill in each of its phases.
@@ -23,13 +23,13 @@ from typing import Any, Self
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.codecs.algorithms import Step
 from shardload.formats.codecs.table import compression_typed, has_own_shuffle
-from shardload.formats.contract.array import ArrayInfo, json_value
-from shardload.formats.contract.dtypes import cast_value, native_dtype, refusal
-from shardload.planning.grid import ravel, unravel
-from shardload.planning.region import Region
+from shardload.formats.contract.array import ArrayInfo, cast_value, json_value, native_dtype, refusal
+from shardload.planning.region import Region, ravel, unravel
 from shardload.storage.objects import ObjectFolder
 from shardload.storage.target import named
+from shardload.system.scratch import shared_scratch
 from shardload.values.decoding import PACKING, packed_by, typed
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -201,6 +201,11 @@ class ArraySpec:
         return chunks, cut(self.shards, [-(-(n or 1) // c) * c for n, c in zip(shape, chunks, strict=True)])
 
     @property
+    def fill(self) -> Any:
+        """The value of elements that are not stored."""
+        return np.zeros((), self.dtype)[()] if self.fill_value is None else self.fill_value
+
+    @property
     def grid(self) -> tuple[int, ...]:
         """Chunks along each axis."""
         chunks = self.chunks if self.chunks is not None else tuple(max(1, n) for n in self.shape)
@@ -283,22 +288,44 @@ class Stored:
         return memoryview(self.data).nbytes
 
 
-class Encoder(abc.ABC):
+class Encoder:
     """One array of the new file: how its values are stored. Safe to use from several threads at once.
+
+    Parameters
+    ----------
+    path, name : str
+        The file and the array.
+    spec : ArraySpec
+        A checked spec.
+    format, codec : str
+        As in `ArrayInfo`.
+    steps : sequence of callable
+        What is done to the bytes of a chunk, in order. Each takes a flat array of bytes and returns something bytes-like.
 
     Attributes
     ----------
     info : ArrayInfo
         The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding.
     is_placed_by_root : bool
-        True if the catalog must be asked where a chunk goes, because that depends on the sizes of others. Otherwise
-        `Ticket.places` has it.
+        True if the rank that created the file must be asked where a chunk goes, because that depends on the sizes of others.
+        Otherwise `Ticket.places` has it.
     """
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, format: str, codec: str, *, is_placed_by_root: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        spec: ArraySpec,
+        format: str,
+        codec: str,
+        steps: Sequence[Step] = (),
+        *,
+        is_placed_by_root: bool = False,
+    ) -> None:
         self.name, self.spec, self.is_placed_by_root = name, spec, is_placed_by_root
         dtype = native_dtype(spec.dtype).name
         self.info = ArrayInfo(path, name, format, spec.shape, dtype, chunks=spec.chunks, codec=codec, shards=spec.shards)
+        self._steps, self._scratch = tuple(steps), shared_scratch()
 
     def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
         """Encode the values of one chunk, which ends at the array's edge if the chunk reaches over it; any region of an array
@@ -311,9 +338,30 @@ class Encoder(abc.ABC):
             raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
         return self._encode(values)
 
-    @abc.abstractmethod
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        """Encode values that have the shape of their region."""
+        """Values as the file has them (C order, its byte order, a whole chunk), after the steps of the format."""
+        data: Any = self._packed(values)
+        for step in self._steps:
+            data = step(data)
+        # A step may leave its result in scratch memory, for the next step. After the last one it must stay what it is.
+        is_scratch = bool(self._steps) and isinstance(data, np.ndarray) and data.base is not None
+        return Stored(data.copy() if is_scratch else data)
+
+    def _packed(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        dtype, shape = self.spec.dtype, self.spec.chunks or values.shape
+        # First, because in a contiguous array nothing else is done for a chunk.
+        if values.dtype == dtype and values.flags.c_contiguous and values.shape == shape:
+            return values.reshape(-1).view(np.uint8)
+        if native_dtype(values.dtype) != native_dtype(dtype):
+            raise ValueError(f"values of type {values.dtype} for an array of {dtype}: nothing is converted silently")
+        # Bytes that go on to a step are gone when `encode` returns, so that the next chunk can use their memory.
+        nbytes = math.prod(shape) * dtype.itemsize
+        room = self._scratch.bytes("encode", nbytes) if self._steps else np.empty(nbytes, dtype=np.uint8)
+        out = room.view(dtype).reshape(shape)
+        for axis, n in enumerate(values.shape if values.shape != shape else ()):  # what reaches over the edge
+            out[(*(slice(m) for m in values.shape[:axis]), slice(n, None))] = self.spec.fill
+        out[tuple(slice(n) for n in values.shape)] = values
+        return room
 
     def number(self, region: Region) -> int:
         """The number, in C order, of the chunk whose part inside of the array is `region`. ValueError if there is none."""
@@ -432,7 +480,7 @@ class Places:
 
 
 class PlacedChunks:
-    """Where the catalog has placed the chunks of one array; a size of 0 if nowhere yet.
+    """Where the chunks of one array have been placed; a size of 0 if nowhere yet.
 
     Parameters
     ----------
@@ -471,7 +519,7 @@ class PlacedChunks:
 
 @dataclass(frozen=True)
 class Ticket:
-    """What other ranks must know of a catalog: small, and plain integers and text.
+    """What other ranks must know of a file that was created: small, and plain integers and text.
 
     Attributes
     ----------
@@ -497,49 +545,8 @@ class Ticket:
         return cls(fields["temporary"], places)
 
 
-class Catalog(abc.ABC):
-    """What one rank does for all: the temporary, where each chunk goes, the metadata, the name. For one thread at a time.
-
-    In a ``with`` statement it removes its temporary at the end, if that was not committed.
-    """
-
-    ticket: Ticket
-
-    @abc.abstractmethod
-    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
-        """Give each of some chunks its place; returns their offsets.
-
-        Call it any number of times, with chunks in any order. ``masks`` are those of `Stored`, one for all or one for each.
-        Raises ValueError if a chunk has a place already, or is not in the array.
-        """
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """Write the metadata, and what makes the file a file (the superblock, the root's metadata) last; check it; fsync.
-
-        Call it when all writers have synced. Raises ValueError if chunks have no place.
-        """
-
-    @abc.abstractmethod
-    def commit(self) -> None:
-        """Give the finished file its name. ConfigError if ``mode="w-"`` and the name exists."""
-
-    @abc.abstractmethod
-    def abandon(self, *, keeps: bool = False) -> None:
-        """Remove the temporary, unless it was committed. May be called again. Never raises OSError.
-
-        With `keeps`, as after Ctrl-C, one stays that another job may go on with (`Sink.take_up`).
-        """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.abandon()
-
-
 class Writer:
-    """Puts stored chunks where the catalog said. Safe to use from several threads at once, up to `close`.
+    """Puts stored chunks where they have their place. Safe to use from several threads at once, up to `close`.
 
     Parameters
     ----------
@@ -585,7 +592,10 @@ class Writer:
 
 
 class Sink(abc.ABC):
-    """A new file: what is in it and how each array is stored. The same on every rank; touches no disk itself.
+    """A new file: what is in it and how each array is stored. The same on every rank.
+
+    One rank calls `create`. What follows from there is that rank's alone, from one thread at a time: where each chunk goes, the
+    metadata, the name. In a ``with`` statement it removes its temporary at the end, if that was not committed.
 
     Attributes
     ----------
@@ -595,15 +605,59 @@ class Sink(abc.ABC):
         Its arrays, by their full names (``"/g/rho"``).
     mode : str
         ``"w-"``: the name must not exist. ``"w"``: what has the name is replaced, when all is written.
+    ticket : Ticket
+        Once it is created: what other ranks must know.
     """
 
     path: str
     mode: str
     arrays: Mapping[str, Encoder]
+    ticket: Ticket
+    _is_finished = False
 
     @abc.abstractmethod
-    def create(self) -> Catalog:
-        """Make the temporary. On one rank."""
+    def create(self) -> Self:
+        """Make the temporary; returns this object. Before it, nothing is touched on disk."""
+
+    @abc.abstractmethod
+    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+        """Give each of some chunks its place; returns their offsets.
+
+        Call it any number of times, with chunks in any order. ``masks`` are those of `Stored`, one for all or one for each.
+        Raises ValueError if a chunk has a place already, or is not in the array.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Write the metadata, and what makes the file a file (the superblock, the root's metadata) last; check it; fsync.
+
+        Call it when all writers have synced. Raises ValueError if chunks have no place.
+        """
+
+    def commit(self) -> None:
+        """Give the finished file its name. ConfigError if ``mode="w-"`` and the name exists."""
+        if not self._is_finished:
+            raise ValueError(f"finish '{self.path}' first")
+        self._publish()
+
+    @abc.abstractmethod
+    def _publish(self) -> None:
+        """Give the file its name."""
+
+    @abc.abstractmethod
+    def abandon(self, *, keeps: bool = False) -> None:
+        """Remove the temporary, unless it was committed. May be called again. Never raises OSError.
+
+        With `keeps`, as after Ctrl-C, one stays that another job may go on with (`take_up`).
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+    # --- on any rank
 
     def take_up(self) -> dict[str, Bools] | None:
         """Take up what a job that was killed has left of this file: `create` goes on with it. On one rank.
@@ -629,15 +683,15 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def stored(self, ticket: Ticket) -> ObjectFolder:
-        """What was written, to be read back before `Catalog.commit`."""
+        """What was written, to be read back before `commit`."""
 
     @abc.abstractmethod
     def key_of(self, ticket: Ticket, name: str, number: int) -> str:
         """The object there that has a chunk: its offset is counted from the beginning of that object."""
 
     def decoding(self, ticket: Ticket, name: str) -> AbstractContextManager[Decode] | None:
-        """How the format's library reads values of an array after `Catalog.finish`, and before `Catalog.commit`; None if it
-        simply opens ``ticket.temporary``.
+        """How the format's library reads values of an array after `finish`, and before `commit`; None if it simply opens
+        ``ticket.temporary``.
         """
         return None
 

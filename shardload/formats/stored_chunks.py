@@ -4,8 +4,8 @@
    own: an index of HDF5, the index of a Zarr shard, references to ranges of other files.
 2. `fetch` compares these with the objects' sizes, and with the most bytes that such a chunk can have, and reads them with few
    requests.
-3. `decode` undoes the codecs (`codecs.chains`) straight into the caller's buffer. The values of a missing chunk are the fill
-   value.
+3. `decode` undoes the codecs (`codecs.algorithms.Chain`) straight into the caller's buffer. The values of a missing chunk are
+   the fill value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.codecs.chains import Chain
+from shardload.formats.codecs.algorithms import Chain
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, check_box, fresh
 from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.storage.remote import expect as read_ahead

@@ -1,6 +1,6 @@
 """What does a helper process do? It opens one untrusted file, and puts the values into memory that its parent can read.
 
-1. `untrusted.helper` starts it as a script, with a socket and shared memory, and imports nothing from it.
+1. `untrusted` starts it as a script, with a socket and shared memory, and imports nothing from it.
 2. Before it opens the file, it gives up what it does not need: it ends with its parent, writes no files and no core dumps, and
    has a limit on memory.
 3. It answers requests, one at a time, until the socket is closed. The answer, as JSON, is put into the
@@ -82,7 +82,7 @@ def _limit_memory(nbytes: int) -> None:
 
 
 class _Server:
-    """Answers requests. `untrusted.helper.Helper` is the other side."""
+    """Answers requests. `untrusted.Helper` is the other side."""
 
     def __init__(self, channel: socket.socket, shared: int) -> None:
         self._channel, self._shared = channel, shared
@@ -187,8 +187,8 @@ class _Server:
 
     def do_labels(self, dataset: str, of_group: bool) -> Answer:
         """See `Source.labels` and `Source.group_attrs`."""
+        from shardload.formats.contract.array import Labels, Note
         from shardload.formats.labelling import bounded
-        from shardload.formats.labels import Labels, Note
 
         source = self._source(dataset)
         labels = Labels((), source.group_attrs()) if of_group else source.labels()

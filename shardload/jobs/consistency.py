@@ -28,8 +28,7 @@ from shardload.arrays.compare import sample_regions
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
 from shardload.storage.remote import is_remote
 from shardload.transfer.checksum import checksum

@@ -15,9 +15,8 @@ from typing import Any
 
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo, json_value, some
+from shardload.formats.contract.array import ArrayInfo, OnDemand, json_value, some
 from shardload.formats.labelling import labelled, list_labelled, read_labels
-from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import Options
 from shardload.storage.remote import with_store, without_secrets

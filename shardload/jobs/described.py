@@ -11,10 +11,9 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo, Properties
+from shardload.formats.contract.array import ArrayInfo, Properties, names_in
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error, check_loadable
-from shardload.formats.labels import names_in
 from shardload.formats.likeness import as_text, named_beside
 from shardload.formats.lookup import Finder
 from shardload.jobs.consistency import State

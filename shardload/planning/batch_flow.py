@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.grid import Grid, IntArray
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, IntArray, Region
 from shardload.planning.schedule import Block, Owners, Part
 from shardload.planning.shards import Shards
 
@@ -132,13 +131,19 @@ class Runs:
         return len(self.column)
 
     @classmethod
-    def of(cls, column: IntArray, part: IntArray, step: IntArray, sample: IntArray, most: int = 1 << 30) -> Runs:
+    def of(
+        cls, column: IntArray, part: IntArray, step: IntArray, sample: IntArray, most: int = 1 << 30, batch: int | None = None
+    ) -> Runs:
         """The runs of at most `most` steps of some steps, each of which may be given for several samples.
+
+        With `batch`, the samples of a run follow each other, too, in one batch of so many.
 
         >>> column, part, step = np.array([0, 0, 0, 0, 1]), np.array([1, 1, 1, 1, 0]), np.array([3, 4, 4, 6, 7])
         >>> runs = Runs.of(column, part, step, np.array([9, 2, 5, 1, 3]))
         >>> list(zip(*(each.tolist() for each in (runs.column, runs.part, runs.start, runs.stop, runs.last))))
         [(0, 1, 3, 5, 9), (0, 1, 6, 7, 1), (1, 0, 7, 8, 3)]
+        >>> Runs.of(np.zeros(4, int), np.zeros(4, int), np.arange(4), np.array([1, 2, 3, 5]), batch=3).steps
+        [(0, 2), (2, 3), (3, 4)]
         """
         order = np.lexsort((step, part, column))
         column, part, step, sample = column[order], part[order], step[order], sample[order]
@@ -147,6 +152,8 @@ class Runs:
         sample = np.maximum.reduceat(sample, first) if len(first) else sample
         column, part, step, is_other = column[first], part[first], step[first], is_other[first]
         begins = is_other | (np.diff(step, prepend=0) != 1)
+        if batch is not None:
+            begins |= (np.diff(sample, prepend=0) != 1) | _differs(sample // batch)
         if most < len(step):
             place = np.arange(len(step)) - np.maximum.accumulate(np.where(begins, np.arange(len(step)), 0))
             begins |= place % most == 0
@@ -298,7 +305,13 @@ class CutFlow:
 
     def targets(self, rank: int) -> list[int]:
         """The targets that a rank fills."""
-        return [self.number(shard, run) for shard, _ in self._held_by(rank) for run in self.runs_of(shard).tolist()]
+        return [self.number(shard, run) for shard, run in self.runs_held_by(rank)]
+
+    def runs_held_by(self, rank: int) -> Iterator[tuple[int, int]]:
+        """The shards of a rank that have something of the array, each with the runs that it needs."""
+        for shard, _ in self._held_by(rank):
+            for run in self.runs_of(shard).tolist():
+                yield shard, run
 
 
 @dataclass(frozen=True, eq=False)

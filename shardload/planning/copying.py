@@ -21,9 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardload.planning.blocks import aligned
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region, aligned
 from shardload.planning.shards import Shards
 from shardload.planning.staging import Item, plan_rounds
 

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
-from shardload.planning.grid import Grid, IntArray
-from shardload.planning.schedule import DIRECT, PARALLEL, Schedule
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.region import NEAR_NBYTES, Grid, IntArray, count_runs, run_stride
+from shardload.planning.schedule import DIRECT, PARALLEL, Schedule, SourceLayout
 from shardload.units import format_nbytes, number_text
 
 # To share reads pays off if each rank then reads so much less, in bytes and as a factor of the array. From the page cache,

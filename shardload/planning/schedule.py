@@ -1,10 +1,11 @@
-"""Which rank owns which block of the file, and which parts of shards lie in it?
+"""How does the loaded array lie in its file, which rank owns which block, and which parts of shards lie in it?
 
 Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files. Ranks with the same integers make the same schedule. A
 schedule does not say in which direction values go: a load moves them from blocks to pieces, a save from pieces to blocks.
 
-1. An array is cut in three ways: into the chunks of the file, into blocks for the owners (whole chunks, so that no chunk is
-   decoded twice; `blocks`), and into shards. Each axis is cut independently of the others.
+1. `SourceLayout` is how the loaded array lies in its file. It is cut in three ways: into the chunks of the file, into blocks
+   for the owners (whole chunks, so that no chunk is decoded twice; `plan_blocks`), and into shards. Each axis is cut
+   independently of the others.
 2. `Shards` is the cut into shards, with the ranks that hold each shard.
 3. `Owners` are the ranks that share the blocks: one or several, each with a run of blocks that follow each other in the file.
    Without them every rank reads what it holds: nothing is sent, and a chunk that several ranks need is decoded by each.
@@ -24,11 +25,112 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.blocks import BLOCKS_PER_OWNER, NEAR_NBYTES, count_runs, most_chunks, plan_blocks, run_stride
-from shardload.planning.grid import Grid, IntArray
-from shardload.planning.region import Region
+from shardload.planning.region import (
+    BLOCKS_PER_OWNER,
+    NEAR_NBYTES,
+    Grid,
+    IntArray,
+    Region,
+    count_runs,
+    most_chunks,
+    plan_blocks,
+    plan_row_chunks,
+    run_stride,
+)
+from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
-from shardload.planning.source_layout import SourceLayout
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLayout:
+    """The loaded array, as a selection of an array in a file.
+
+    Parameters
+    ----------
+    selection : Selection
+        The elements of the file's array that make up the loaded array.
+    chunks : Grid
+        The loaded array cut into the file's chunks. If the file has none, into stand-ins: any part can be read by itself.
+    chunk_shape : tuple of int or None
+        Shape of a chunk in the file, including the axes that the selection drops; None if the file has no chunks.
+    file_dtype, dtype : dtype
+        Type in the file (in native byte order), and type of the loaded array.
+    codec : str
+        Encoding of the chunks: ``"none"``, ``"gzip+shuffle"``.
+    is_decoded : bool
+        True if stored numbers become values by more than a cast.
+    """
+
+    selection: Selection
+    chunks: Grid
+    chunk_shape: tuple[int, ...] | None
+    file_dtype: np.dtype[Any]
+    dtype: np.dtype[Any]
+    codec: str = "none"
+    is_decoded: bool = False
+
+    @classmethod
+    def cut(
+        cls,
+        selection: Selection,
+        chunk_shape: tuple[int, ...] | None,
+        file_dtype: np.dtype[Any],
+        dtype: np.dtype[Any],
+        codec: str = "none",
+        is_decoded: bool = False,
+    ) -> SourceLayout:
+        """Make the layout, with the grid of chunks that a selection of a file's array has.
+
+        >>> from shardload.planning.selection import select_axes
+        >>> f4 = np.dtype("f4")
+        >>> SourceLayout.cut(select_axes((5, slice(3, 12)), (8, 16)), (4, 4), f4, f4).chunks
+        Grid(shape=(9,), cell=(4,), phase=(3,))
+        """
+        if chunk_shape is None:
+            cell, phase = plan_row_chunks(selection.shape, file_dtype.itemsize), (0,) * len(selection.kept)
+        else:
+            cell = tuple(chunk_shape[k] for k in selection.kept)
+            phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
+        chunks = Grid(selection.shape, cell, phase)
+        return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, is_decoded)
+
+    @staticmethod
+    def pattern(selection: Selection, chunk_shape: tuple[int, ...] | None) -> tuple[Any, ...]:
+        """What is equal for selections that are cut by the chunks in the same way, wherever they are: planning takes long.
+
+        >>> from shardload.planning.selection import select_axes
+        >>> [SourceLayout.pattern(select_axes(index, (8, 16)), (4, 4)) for index in (0, 5, (7, slice(4, 16)))]
+        [((16,), (1,), (0,)), ((16,), (1,), (0,)), ((12,), (1,), (0,))]
+        """
+        kept = selection.kept
+        phase = () if chunk_shape is None else tuple(o % chunk_shape[k] for k, o in zip(kept, selection.offset, strict=True))
+        return selection.shape, kept, phase
+
+    @property
+    def has_chunks(self) -> bool:
+        """True if the file has chunks, so that `chunks` are not stand-ins."""
+        return self.chunk_shape is not None
+
+    @property
+    def casts(self) -> bool:
+        """True if values are decoded or cast while they are loaded."""
+        return self.is_decoded or self.dtype != self.file_dtype
+
+    @property
+    def wide_itemsize(self) -> int:
+        """Bytes per element of the wider of the two types."""
+        return max(self.dtype.itemsize, self.file_dtype.itemsize)
+
+    @property
+    def chunk_size(self) -> int:
+        """Number of elements of one chunk in the file; 0 without chunks."""
+        return 0 if self.chunk_shape is None else math.prod(self.chunk_shape)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one decoded chunk; 0 without chunks."""
+        return self.chunk_size * self.file_dtype.itemsize
+
 
 _MAX_KEPT = 4096
 
@@ -147,14 +249,6 @@ class Schedule:
     max_message_nbytes: int = MAX_MESSAGE_NBYTES
     is_merged: bool = False
 
-    def __post_init__(self) -> None:
-        owners = self.owners
-        if owners is None:
-            return
-        n_roots = self.n_ranks if owners.n == 1 else 1  # several owners are spread over all ranks, from rank 0 on
-        if not (1 <= owners.n <= self.n_ranks and 0 <= owners.root < n_roots):
-            raise ValueError(f"{owners} cannot own the blocks: there are {self.n_ranks} ranks")
-
     @property
     def is_direct(self) -> bool:
         """True if every rank reads its own shards, so that nothing is sent."""
@@ -188,7 +282,7 @@ class Schedule:
 
     def target(self, section: int) -> Region | None:
         """See `Flow`: the elements of a section of a shard, without padding; None if all of it is padding."""
-        return self.shards.section(section).intersect(Region.whole(self.blocks.shape))
+        return self.shards.grid.region(section).intersect(Region.whole(self.blocks.shape))
 
     # --- blocks
 
@@ -244,7 +338,7 @@ class Schedule:
         pairs = zip(*(each.tolist() for each in self.pairs_of(rank)), strict=True)
         for number, pairs_of_block in itertools.groupby(pairs, key=lambda pair: pair[0]):
             block, sections = self.blocks.region(number), [section for _, section in pairs_of_block]
-            common = [(block.intersect(self.shards.section(section)), section) for section in sections]
+            common = [(block.intersect(self.shards.grid.region(section)), section) for section in sections]
             parts = tuple(Part(region, section, rank) for region, section in common if region is not None)
             yield Block(_box_around([part.region for part in parts]), parts)
 
@@ -296,7 +390,7 @@ class Schedule:
 
     def messages(self, region: Region, section: int) -> Iterator[Region]:
         """The region that a block and a section have in common, cut into messages."""
-        common = region.intersect(self.shards.section(section))
+        common = region.intersect(self.shards.grid.region(section))
         cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
         return iter(()) if common is None else common.split(max(1, cap // self.itemsize))
 

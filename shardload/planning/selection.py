@@ -220,15 +220,6 @@ def between(low: Any, high: Any) -> Between:
     return Between(low, high)
 
 
-def is_by_name(select: Any) -> bool:
-    """True if a selection of one array is by names of axes.
-
-    >>> is_by_name({"time": 0}), is_by_name((0, ...))
-    (True, False)
-    """
-    return isinstance(select, Mapping)
-
-
 def needs_coordinates(select: Any) -> bool:
     """True if a selection names values of coordinates."""
     return isinstance(select, Mapping) and any(isinstance(part, Near | Between) for part in select.values())

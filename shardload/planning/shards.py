@@ -32,8 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardload.planning.grid import Cells, IntArray, numbers_of, ravel, strides, unravel
-from shardload.planning.region import Region
+from shardload.planning.region import Cells, IntArray, Region, numbers_of, ravel, strides, unravel
 
 WRAP, EDGE = "wrap", "edge"
 
@@ -121,13 +120,9 @@ class SectionGrid(Cells):
 
     def __post_init__(self) -> None:
         # For each axis: shards, width of the halo, core, size of the (padded) array, and whether it wraps.
-        axes = []
-        for axis, (n, c, h) in enumerate(zip(self.core, self.cuts, self.halo.widths, strict=True)):
-            if h > n:
-                raise ValueError(f"a halo of {h} on axis {axis} is wider than a shard, which has {n} elements")
-            axes.append((c, h, n, c * n, self.halo.wraps(axis)))
-        object.__setattr__(self, "_axes", tuple(axes))
-        object.__setattr__(self, "counts", tuple(c + 2 * wraps for c, _, _, _, wraps in axes))
+        axes = enumerate(zip(self.core, self.cuts, self.halo.widths, strict=True))
+        object.__setattr__(self, "_axes", tuple((c, h, n, c * n, self.halo.wraps(axis)) for axis, (n, c, h) in axes))
+        object.__setattr__(self, "counts", tuple(c + 2 * wraps for c, _, _, _, wraps in self._axes))
 
     def bounds(self, number: int) -> list[tuple[int, int]]:
         """See `Cells`."""
@@ -159,10 +154,6 @@ class SectionGrid(Cells):
         index = zip(self.index(number), self.cuts, strict=True)
         return tuple(i if i < c else 0 if i == c else c - 1 for i, c in index)
 
-    def is_middle(self, number: int) -> bool:
-        """True if a section is the one in the middle of its shard, which has all the shard's own elements."""
-        return all(i < c for i, c in zip(self.index(number), self.cuts, strict=True))
-
     def sections_at(self, place: Sequence[int]) -> Iterator[int]:
         """Numbers of the sections of the shard at a place, ascending."""
         along = [
@@ -182,11 +173,6 @@ class SectionGrid(Cells):
         if wraps:
             low, high, place = np.append(low, [size - h, 0]), np.append(high, [size, h]), np.append(place, [0, c - 1])
         return np.minimum(low, n_true), np.minimum(high, n_true), place
-
-    def place_in_shard(self, number: int) -> tuple[int, ...]:
-        """Where a section begins in its shard, along each axis."""
-        index = zip(self.index(number), self.bounds(number), self._axes, strict=True)
-        return tuple(a - (i * n - h) if i < c else 0 if i == c else n + h for i, (a, _), (c, h, n, _, _) in index)
 
 
 # --- what a shard holds
@@ -325,12 +311,6 @@ class Shards:
     """The sections."""
 
     def __post_init__(self) -> None:
-        if any(n % c for n, c in zip(self.shape_global, self.cuts, strict=True)):
-            raise ValueError(f"shape {self.shape_global} is not divided by cuts {self.cuts}")
-        if self.ranks.shape[:-1] != (self.n_shards,):
-            raise ValueError(f"rank table of shape {self.ranks.shape} does not fit cuts {self.cuts}")
-        if self.ranks.min(initial=0) < 0:
-            raise ValueError("rank table has a negative rank")
         halo = Halo.none(len(self.cuts)) if self.halo is None else self.halo
         core = tuple(n // c - 2 * h for n, c, h in zip(self.shape_global, self.cuts, halo.widths, strict=True))
         object.__setattr__(self, "halo", halo)
@@ -439,15 +419,10 @@ class Shards:
 
     # --- sections
 
-    @property
-    def core_shape(self) -> tuple[int, ...]:
-        """Elements of a shard along each axis, without its halo."""
-        return self.grid.core
-
     @cached_property
     def section_shape(self) -> tuple[int, ...]:
         """Elements of the largest section along each axis."""
-        axes = zip(self.core_shape, self.cuts, self.halo.widths, strict=True)
+        axes = zip(self.grid.core, self.cuts, self.halo.widths, strict=True)
         return tuple(min(c * n, n + 2 * h) for n, c, h in axes)
 
     @property
@@ -456,15 +431,12 @@ class Shards:
         wrapped = [c for axis, c in enumerate(self.cuts) if self.halo.wraps(axis)]
         return self.most_held * math.prod(2 if c > 1 else 3 for c in wrapped)
 
-    def section(self, number: int) -> Region:
-        """The elements of a section in the array in the file, padding included."""
-        return self.grid.region(number)
-
     def place_of(self, section: int) -> Region:
         """Where a section lies in the jax.Array."""
-        shard, inside = self.region(self.shard_of(section)), self.grid.place_in_shard(section)
-        start = tuple(a + k for a, k in zip(shard.start, inside, strict=True))
-        return Region(start, tuple(a + n for a, n in zip(start, self.section(section).shape, strict=True)))
+        shard, region = self.region(self.shard_of(section)), self.grid.region(section)
+        axes = zip(shard.start, self.grid.index(section), region.start, self.grid._axes, strict=True)
+        start = tuple(s + (a - (i * n - h) if i < c else 0 if i == c else n + h) for s, i, a, (c, h, n, _, _) in axes)
+        return Region(start, tuple(a + n for a, n in zip(start, region.shape, strict=True)))
 
     def sections_of(self, rank: int) -> tuple[int, ...]:
         """The sections of a rank's shards, ascending."""
@@ -482,11 +454,13 @@ class Shards:
         """The elements of a region of a section that are the shard's own. Each element is so in one section of one shard."""
         if not self.has_halo:
             return region
-        return region.intersect(self._core(self.grid.places(section))) if self.grid.is_middle(section) else None
+        place = self.grid.index(section)
+        is_middle = all(i < c for i, c in zip(place, self.cuts, strict=True))  # it has all of the shard's own elements
+        return region.intersect(self._core(place)) if is_middle else None
 
     def _core(self, place: Sequence[int]) -> Region:
-        start = tuple(i * n for i, n in zip(place, self.core_shape, strict=True))
-        return Region(start, tuple(a + n for a, n in zip(start, self.core_shape, strict=True)))
+        start = tuple(i * n for i, n in zip(place, self.grid.core, strict=True))
+        return Region(start, tuple(a + n for a, n in zip(start, self.grid.core, strict=True)))
 
     def contents(self, shard: int, shape: tuple[int, ...]) -> Iterator[Content]:
         """What each region of a shard must hold, each element once; `shape` is that of the array in the file."""
@@ -500,7 +474,7 @@ class Shards:
                 HeldShard(
                     shard,
                     self.region(shard),
-                    tuple((section, self.section(section), self.place_of(section)) for section in self._sections_at(shard)),
+                    tuple((section, self.grid.region(section), self.place_of(section)) for section in self._sections_at(shard)),
                     tuple(self.contents(shard, shape)),
                 )
                 for shard in self.shards_of(rank)
@@ -526,7 +500,7 @@ class Shards:
 
         All of an axis that wraps around: its ends may be in one shard.
         """
-        axes = enumerate(zip(self.spans, self.core_shape, self.cuts, self.halo.widths, strict=True))
+        axes = enumerate(zip(self.spans, self.grid.core, self.cuts, self.halo.widths, strict=True))
         return tuple(c * n if self.halo.wraps(axis) else min(c * n, span * n + 2 * h) for axis, (span, n, c, h) in axes)
 
 

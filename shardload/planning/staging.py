@@ -13,10 +13,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardload.planning.blocks import aligned
-from shardload.planning.grid import Grid
-from shardload.planning.schedule import Schedule
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.region import Grid, aligned
+from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.tuning import default_tuning
 
 _SLOTS = 3  # one is filled, one is full, one is being copied from
@@ -53,18 +51,6 @@ class Staging:
         return self.n_slots + self.n_pack
 
 
-@dataclass(frozen=True)
-class _Need:
-    """What one array needs. `by_chunks` and `by_blocks` are bytes of scratch memory of a thread: if it decodes chunk by chunk
-    (buffers for stored, decompressed, decoded and cast values), and if the library reads whole blocks (in the file's dtype).
-    """
-
-    n_chunks: int
-    slot_nbytes: int
-    by_chunks: tuple[int, int, int, int]
-    by_blocks: int
-
-
 def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: int, n_threads: int = 1) -> Staging:
     """The sizes of buffers for all arrays of a job under one cap.
 
@@ -98,50 +84,46 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     True
     """
     batch_nbytes = min(default_tuning().batch_nbytes, cap_nbytes // _BATCHES_IN_CAP)
-    needs = [_need(schedule, layout, batch_nbytes) for schedule, layout in arrays]
-    slot_nbytes = max(need.slot_nbytes for need in needs)
-    scratch_nbytes = _scratch_nbytes(needs)
+    slot_nbytes, scratch_nbytes, n_chunks = _needs(arrays, batch_nbytes)
     wanted_threads = min(n_threads, MOST_THREADS, (cap_nbytes - 4 * slot_nbytes) // max(1, scratch_nbytes))
     n_threads = max(1, wanted_threads)
     left = cap_nbytes - n_threads * scratch_nbytes
     n_pack = 2 if 4 * slot_nbytes <= left else 1
-    wanted_slots = max(max(_SLOTS, n_threads * 2 // max(1, need.n_chunks) + 2) for need in needs)
+    wanted_slots = max(_SLOTS, n_threads * 2 // max(1, n_chunks) + 2)
     n_slots = max(1, min(wanted_slots, left // max(1, slot_nbytes) - n_pack))
     return Staging(n_threads, n_slots, n_pack, slot_nbytes, batch_nbytes)
 
 
 def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:
     """Fewest bytes with which several arrays can share buffers: one buffer of each kind, and scratch memory of one thread."""
-    needs = [_need(schedule, layout) for schedule, layout in arrays]
-    return 2 * max(need.slot_nbytes for need in needs) + _scratch_nbytes(needs)
+    slot_nbytes, scratch_nbytes, _ = _needs(arrays)
+    return 2 * slot_nbytes + scratch_nbytes
 
 
-def _need(schedule: Schedule, layout: SourceLayout, batch_nbytes: int = 0) -> _Need:
-    itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
-    n_chunks = _chunks_per_block(schedule, layout.chunks) if layout.has_chunks else 0
-    chunk_size = layout.chunk_size
-    is_small = layout.chunk_nbytes <= default_tuning().batched_chunk_nbytes
-    n_batch = max(1, min(n_chunks, batch_nbytes // max(1, layout.chunk_nbytes))) if is_small else 1
-    held_nbytes = n_batch * layout.chunk_nbytes  # stored, between two stages, and decoded
-    block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
-    return _Need(
-        n_chunks=n_chunks,
-        slot_nbytes=block_size * itemsize,
-        by_chunks=(
-            held_nbytes,
-            held_nbytes * (1 + (n_batch > 1)),
-            held_nbytes,
-            n_batch * layout.casts * chunk_size * (itemsize + (n_batch > 1) * file_itemsize),
-        ),
-        by_blocks=layout.casts * block_size * file_itemsize,
-    )
+def _needs(arrays: Sequence[tuple[Schedule, SourceLayout]], batch_nbytes: int = 0) -> tuple[int, int, int]:
+    """What some arrays need together: bytes of the largest block, bytes of scratch memory of a thread, and how many chunks a
+    block meets, of the array with the fewest.
 
-
-def _scratch_nbytes(needs: Sequence[_Need]) -> int:
-    """Scratch memory of a thread. Each buffer grows to the largest need of any array; several arrays may need both kinds."""
-    by_chunks: int = sum(max(sizes) for sizes in zip(*(need.by_chunks for need in needs), strict=True))
-    by_blocks = max(need.by_blocks for need in needs)
-    return max(by_chunks, by_blocks) if len(needs) == 1 else by_chunks + by_blocks
+    The scratch memory is what a thread needs if it decodes chunk by chunk (buffers for stored, decompressed, decoded and cast
+    values), or if the library reads whole blocks (in the file's dtype). Each buffer grows to the largest need of any array;
+    several arrays may need both kinds.
+    """
+    slots, of_chunks, of_blocks, n_met = list[int](), list[tuple[int, int, int, int]](), list[int](), list[int]()
+    for schedule, layout in arrays:
+        itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
+        n_chunks = _chunks_per_block(schedule, layout.chunks) if layout.has_chunks else 0
+        is_small = layout.chunk_nbytes <= default_tuning().batched_chunk_nbytes
+        n_batch = max(1, min(n_chunks, batch_nbytes // max(1, layout.chunk_nbytes))) if is_small else 1
+        held_nbytes = n_batch * layout.chunk_nbytes  # stored, between two stages, and decoded
+        cast_nbytes = n_batch * layout.casts * layout.chunk_size * (itemsize + (n_batch > 1) * file_itemsize)
+        block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
+        slots.append(block_size * itemsize)
+        of_chunks.append((held_nbytes, held_nbytes * (1 + (n_batch > 1)), held_nbytes, cast_nbytes))
+        of_blocks.append(layout.casts * block_size * file_itemsize)
+        n_met.append(n_chunks)
+    by_chunks, by_blocks = sum(max(sizes) for sizes in zip(*of_chunks, strict=True)), max(of_blocks)
+    scratch_nbytes = max(by_chunks, by_blocks) if len(arrays) == 1 else by_chunks + by_blocks
+    return max(slots), scratch_nbytes, min(n_met)
 
 
 def _chunks_per_block(schedule: Schedule, chunks: Grid) -> int:

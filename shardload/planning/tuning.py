@@ -4,7 +4,7 @@ They change how fast a load is, never what is loaded. A job reads them once, whe
 of it uses the same sizes. They must be the same on every rank of a job.
 
 The rates say how long one rank takes to read a small array, and to send it to all. They are round on purpose, for files in the
-page cache, and decide which arrays travel with the metadata (`formats.small`).
+page cache, and decide which arrays travel with the metadata (`formats.lookup`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardload.planning.blocks import BLOCKS_PER_OWNER
+from shardload.planning.region import BLOCKS_PER_OWNER
 
 
 @dataclass(frozen=True)

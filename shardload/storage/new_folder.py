@@ -25,15 +25,14 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from shardload.errors import ConfigError
 from shardload.storage.changes import AppendLock, take_lock
-from shardload.storage.containment import Fence
 from shardload.storage.leftovers import METADATA, ROOTS
-from shardload.storage.local import LocalFolder
+from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import UnsyncedError
-from shardload.storage.remote import RemoteFolder, without_secrets
+from shardload.storage.remote import RemoteChangedError, RemoteFolder, without_secrets
 from shardload.storage.remote.client import Client
 from shardload.storage.target import (
     FOLDER_MARK,
@@ -457,11 +456,13 @@ class NewRemoteFolder(RemoteFolder):
     def _put_new(self, key: str, data: bytes) -> None:
         """FileExistsError if there is another object. One that is the same was put by a request whose answer was lost."""
         try:
-            super().put(key, data, is_new=True)
-        except FileExistsError:
+            self._put(key, data, "create")
+        except RemoteChangedError:
             stored = self.open(key)
-            if stored is None or stored.nbytes != len(data) or stored.read_at_most(0, len(data)) != data:
-                raise
+        else:
+            return
+        if stored is None or stored.nbytes != len(data) or stored.read_at_most(0, len(data)) != data:
+            raise FileExistsError(errno.EEXIST, f"'{self._client.name(key)}' exists")
 
     def _end(self) -> None:
         """Remove the mark."""
@@ -502,11 +503,27 @@ class NewRemoteFolder(RemoteFolder):
 
     def keys(self, below: str) -> Iterator[str]:
         """See `WritableFolder`."""
-        return (key for key, _ in self.list(below) if key != FOLDER_MARK)
 
-    def put(self, key: str, content: Any, *, is_new: bool = False) -> None:
+        def listed(store: Any, key: str) -> list[str]:
+            import obstore
+
+            n = len(key) - len(below) if below or not key else len(key) + 1  # of the folder's own key
+            return [meta["path"][n:] for page in obstore.list(store, key or None) for meta in page]
+
+        keys: list[str] = self._client.run(self._client.call, below, listed).result()
+        return (key for key in keys if key != FOLDER_MARK)
+
+    def put(self, key: str, data: Any) -> None:
         """See `WritableFolder`. The mark says that nobody else puts it: so it is no error if a request is repeated."""
-        super().put(key, content, is_new=is_new)
+        self._put(key, data, "overwrite")
+
+    def _put(self, key: str, data: Any, mode: Literal["create", "overwrite"]) -> None:
+        def put(store: Any, path: str) -> None:
+            import obstore
+
+            obstore.put(store, path, bytes(data), mode=mode, use_multipart=False)
+
+        self._client.run(self._client.call, key, put).result()
 
     def write_at(self, key: str, data: Any, offset: int) -> None:
         """See `WritableFolder`."""

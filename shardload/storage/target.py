@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shardload.errors import ConfigError, SourceError
-from shardload.storage.containment import kind_of
-from shardload.storage.local import LocalFile
+from shardload.storage.local import LocalFile, kind_of
 from shardload.storage.objects import UnsyncedError
 
 MODES = ("w-", "w")

@@ -32,7 +32,9 @@ def limit_nbytes(n_processes: int = 1) -> float:
     They share the machine's memory and the limits of control groups. A limit of addresses is each process's own.
     """
     texts = [_read(path).strip() for path in _limits_of(_read(_GROUPS))]
-    shared = min([_in_machine(), *(float(text) for text in texts if text.isdigit())])  # an old kernel's "none" is huge
+    limits = [float(text) for text in texts if text.isdigit()]  # an old kernel's "none" is huge
+    limits += [1024.0 * int(line.split()[1]) for line in _read(_MEMINFO).splitlines() if line.startswith("MemTotal")]
+    shared = min(limits, default=math.inf)
     return min(shared / max(1, n_processes), _address_limit())
 
 
@@ -43,12 +45,6 @@ def _address_limit() -> float:
         return math.inf
     limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     return min((float(limit) for limit in limits if limit != resource.RLIM_INFINITY), default=math.inf)
-
-
-def _in_machine() -> float:
-    return next(
-        (1024.0 * int(line.split()[1]) for line in _read(_MEMINFO).splitlines() if line.startswith("MemTotal")), math.inf
-    )
 
 
 @cache

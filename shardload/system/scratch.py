@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -40,18 +41,12 @@ def aligned_bytes(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return raw[start : start + nbytes]
 
 
-class _Calls(threading.local):
-    """How many calls of this thread are under way, one inside the other."""
-
-    depth = 0
-
-
-_calls = _Calls()
+_depth = ContextVar("depth", default=0)  # how many calls of this thread are under way, one inside the other
 
 
 def is_in_a_call() -> bool:
     """True inside of `scratch_of_its_own`, in this thread."""
-    return _calls.depth > 0
+    return _depth.get() > 0
 
 
 @contextmanager
@@ -66,12 +61,12 @@ def scratch_of_its_own() -> Iterator[None]:
     >>> np.shares_memory(outer, scratch.bytes("chunk", 3))
     True
     """
-    before = _calls.depth
+    before = _depth.get()
     try:
-        _calls.depth = before + 1
+        _depth.set(before + 1)
         yield
     finally:
-        _calls.depth = before
+        _depth.set(before)
 
 
 class ThreadScratch(threading.local):
@@ -93,7 +88,7 @@ class ThreadScratch(threading.local):
 
         `at_least`: bytes to allocate if the buffer is too small, so that growing requests do not allocate each time.
         """
-        depth = _calls.depth
+        depth = _depth.get()
         while len(self._held) <= depth:
             self._held.append({})
         del self._held[depth + 1 :]  # of calls that have ended

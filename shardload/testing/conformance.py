@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo, native_dtype
 from shardload.formats.contract.chunk_reader import box_of, fresh
-from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.contract.format import Format, Source, open_alone
 from shardload.planning.region import Region
 

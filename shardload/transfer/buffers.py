@@ -21,8 +21,7 @@ import numpy as np
 
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import StallError
-from shardload.planning.blocks import aligned
-from shardload.planning.region import Region
+from shardload.planning.region import Region, aligned
 from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import ThreadScratch, aligned_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.contract.dtypes import is_added
+from shardload.formats.contract.array import is_added
 from shardload.planning.region import Region
 from shardload.values.decoding import Decoding
 

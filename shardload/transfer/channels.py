@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.collectives import Backoff
+from shardload.comm.collectives import backoff
 from shardload.comm.shared_memory import Bell
 from shardload.comm.transport import Integers, Receive, Transport
 from shardload.errors import PeerError
@@ -42,9 +42,9 @@ HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; th
 
 # Waiting for messages: at first only yield the core, because a pending message needs calls into MPI to progress; then sleep
 # for longer and longer.
-_BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_before_doubling=100)
+_pause_seconds = partial(backoff, n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_alike=100)
 # Waiting for the bell, which may ring before the message can be received: look all the same, less and less often.
-_LISTENING = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=3.2e-2, n_before_doubling=1)
+_listening_seconds = partial(backoff, first_seconds=2e-3, longest_seconds=3.2e-2)
 
 Array = np.ndarray[Any, Any]
 
@@ -219,12 +219,12 @@ class Channels:
         `n_idle` is how many looks in a row have found nothing.
         """
         if self.transport or self._n_by_message:
-            seconds = _BACKOFF.seconds(n_idle)
+            seconds = _pause_seconds(n_idle)
             if not seconds:
                 os.sched_yield()
                 return
         else:
-            seconds = _LISTENING.seconds(n_idle) if self._open or self._offered else longest_seconds
+            seconds = _listening_seconds(n_idle) if self._open or self._offered else longest_seconds
         bell.wait(seconds)
 
 

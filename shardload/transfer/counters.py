@@ -1,13 +1,32 @@
-"""What did reading and moving cost? Each task has its own counters; `SourceReader` and `Session` add them up."""
+"""What did reading and moving cost, and which chunks are missing? Each task counts; `SourceReader` and `Session` add up.
+
+A missing chunk is not stored, so that its values are the file's fill value. A file that lost chunks looks like a file that
+never had them; only its author knows. So the job counts them. Each is counted once, however many ranks read it: by the rank
+whose block has the chunk's first selected element or, if every rank reads its own shards, by the first rank that holds that
+element.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from shardload.errors import MissingChunksWarning, SourceError
+from shardload.formats.contract.array import ArrayInfo
+from shardload.planning.region import Grid, Region
+from shardload.planning.schedule import Block, Schedule
+from shardload.planning.selection import Selection
+from shardload.system.caller import warn_once
+from shardload.units import counted
+
 MOST_NAMED = 3  # missing chunks that are named in a message
+_NONE = 2**63 - 1
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Counter = Callable[[Block, Numbers, Grid], Numbers]
 
 
 @dataclass
@@ -44,3 +63,97 @@ class Counters:
         """Count missing chunks, given their numbers in ascending order."""
         self.chunks_missing += len(numbers)
         self.missing += numbers[: MOST_NAMED - len(self.missing)].tolist()
+
+
+def counter_of(plan: Schedule, rank: int) -> Counter:
+    """A function that chooses which missing chunks of a block `rank` counts. Each chunk is counted by one rank, in one read.
+
+    That is the read that has its first element. If each rank reads its own shards, the first holder of that shard counts.
+    """
+
+    def counts(read: Block, numbers: Numbers, chunks: Grid) -> Numbers:
+        if not plan.is_direct:
+            return _beginning_in(read.region, numbers, chunks)
+        shards = plan.shards
+        first_held = (part for part in read.parts if shards.holders(shards.shard_of(part.target))[0] == rank)
+        own = [shards.own(part.target, part.region) for part in first_held]
+        begin = (_beginning_in(region, numbers, chunks) for region in own if region is not None)
+        return np.sort(np.concatenate([numbers[:0], *begin]))
+
+    return counts
+
+
+def count_by_region(block: Block, numbers: Numbers, chunks: Grid) -> Numbers:
+    """The `Counter` for blocks with one owner: a chunk is counted by the block that has its first element."""
+    return _beginning_in(block.region, numbers, chunks)
+
+
+def _beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
+    """The chunks whose first element (of those that are selected) is in a region.
+
+    >>> _beginning_in(Region((3,), (9,)), np.array([0, 1, 2]), Grid((12,), (4,), (0,))).tolist()
+    [1, 2]
+    """
+    rest, begins = numbers, np.ones(len(numbers), dtype=bool)
+    axes = zip(chunks.counts, chunks.cell, chunks.phase, region.start, region.stop, strict=True)
+    for count, cell, phase, start, stop in reversed(list(axes)):
+        rest, at = np.divmod(rest, count)
+        first = np.maximum(at * cell - phase, 0)
+        begins &= (start <= first) & (first < stop)
+    return numbers[begins]
+
+
+def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> Numbers:
+    """The numbers of chunks of the file in the grid of the selected array.
+
+    >>> from shardload.planning.selection import select_axes
+    >>> selection = select_axes((5, slice(4, 12)), (8, 16))
+    >>> chunk_numbers([(1, 2)], selection, (4, 4), Grid((8,), (4,), (0,))).tolist()
+    [1]
+    """
+    at, numbers = np.array(indices, dtype=np.int64), np.zeros(len(indices), dtype=np.int64)
+    for k, count in zip(selection.kept, chunks.counts, strict=True):
+        numbers = numbers * count + at[:, k] - selection.region.start[k] // file_chunk[k]
+    return numbers
+
+
+def fold_first(numbers: Sequence[int]) -> list[int]:
+    """The first few numbers, padded to the same length on every rank, so that their minimum over the ranks can be taken."""
+    return [*numbers[:MOST_NAMED], *[_NONE] * (MOST_NAMED - len(numbers))]
+
+
+def unfold_first(least: Sequence[int]) -> list[int]:
+    """The inverse of `fold_first`: numbers that some rank had. The first is the least of all."""
+    return [n for n in least if n != _NONE]
+
+
+def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: Selection, chunks: Grid) -> str:
+    """Text that says how many chunks are missing, of how many, and which."""
+    if info.chunks is None:
+        return f"{info} was made but never written: every value is its fill value"
+    places = []
+    for number in first:
+        place = selection.to_file(chunks.region(number))
+        index = tuple(a // c for a, c in zip(place.start, info.chunks, strict=True))
+        places.append(f"{index} (elements {place})")
+    more = ", ..." if n > len(places) else ""
+    of_all = f"{n:,} of {counted(chunks.n_cells, 'chunk')}"
+    are, have = ("is", "has") if n == 1 else ("are", "have")
+    return f"{of_all} {are} not stored in {info}, and {have} its fill value: {', '.join(places)}{more}"
+
+
+def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
+    """Warn about missing chunks once in the job, or raise an error on every rank. The text says which option to pass.
+
+    Raises
+    ------
+    SourceError
+        If `missing` is "error".
+    """
+    known = "missing='fill' if you know that they were never written (writers leave out chunks that are all fill value, too)"
+    if missing == "error":
+        text = f"{text}. Nothing was loaded. Pass {known}; missing='warn' to have such a file all the same"
+        raise SourceError(text, path=info.path, dataset=info.dataset)
+    if missing == "warn":
+        text = f"{text}. Pass missing='error' to refuse such a file, {known}"
+        warn_once(text, MissingChunksWarning, rank)

@@ -21,8 +21,7 @@ import numpy as np
 
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError
-from shardload.planning.grid import IntArray
-from shardload.planning.region import Region
+from shardload.planning.region import IntArray, Region
 from shardload.planning.schedule import Block, Part, Schedule
 from shardload.system.interruption import FirstError
 from shardload.transfer.buffers import Piece, StagedBlock

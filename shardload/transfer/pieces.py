@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import PeerError, ShardloadError
-from shardload.planning.grid import unravel
-from shardload.planning.region import Region
+from shardload.planning.region import Region, unravel
 from shardload.planning.schedule import Part
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import Piece, view_of

@@ -11,10 +11,9 @@ import numpy as np
 from shardload.comm.watchdog import Activity
 from shardload.errors import SourceError
 from shardload.formats.contract.format import ChangedError, HelperError, Source, UndecodedError
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
-from shardload.storage.containment import NotAFileError, OutsideError
+from shardload.storage.local import NotAFileError, OutsideError
 from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 

@@ -23,21 +23,18 @@ import numpy as np
 
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError, StallError
+from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks
-from shardload.formats.contract.dtypes import settle_bools
 from shardload.formats.contract.format import Source
-from shardload.planning.grid import cut_box, numbers_in
-from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.region import Region, cut_box, numbers_in
+from shardload.planning.schedule import Block, Part, SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import done_here
 from shardload.transfer.buffers import Piece, Resources, StagedBlock, sendable, view_of
 from shardload.transfer.cast import Convert, cast_into
-from shardload.transfer.counters import Counters
-from shardload.transfer.missing import Counter, chunk_numbers, count_by_region
+from shardload.transfer.counters import Counter, Counters, chunk_numbers, count_by_region
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
 

@@ -28,10 +28,10 @@ PROGRAM = """
 import atexit, os, signal, sys
 from shardload.engine.session import Session
 from shardload.storage import new_folder
-from shardload.jobs.copying import plan as copy_plan
+from shardload.jobs.copying import copy as copying
 
 new_folder._MOST_OPEN = 4
-copy_plan._LEAST_READING_NBYTES = 1 << 14
+copying._LEAST_READING_NBYTES = 1 << 14
 rank, at, who = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))), *map(int, sys.argv[1:3])
 move = Session.move
 

@@ -26,9 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError
-from shardload.comm.agreement import Invocation
-from shardload.comm.group import group_of
-from shardload.formats.codecs import chains
+from shardload.comm.group import Invocation, group_of
+from shardload.formats.codecs import algorithms
 from shardload.planning.tuning import Tuning, tuned
 from tests.mpi.sources import CHUNKS, NAME, SOURCES
 from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
@@ -515,7 +514,7 @@ def test_a_call_in_the_middle_of_another(comm: Any, shared_tmp_path: Path, monke
 
     on_root(comm, write)
     own, alone = comm.Split(comm.rank), mesh_of(jax.local_devices())
-    right, found, is_inside = chains.Chain.__init__, list[Any](), False
+    right, found, is_inside = algorithms.Chain.__init__, list[Any](), False
 
     def call() -> None:
         nonlocal is_inside
@@ -525,7 +524,7 @@ def test_a_call_in_the_middle_of_another(comm: Any, shared_tmp_path: Path, monke
         except ConfigError as error:
             found.append(error)
 
-    def interrupted(self: chains.Chain, stages: Any, nbytes: int) -> None:
+    def interrupted(self: algorithms.Chain, stages: Any, nbytes: int) -> None:
         *first, last = stages
 
         def undo(data: Any, out: Any) -> Any:
@@ -535,7 +534,7 @@ def test_a_call_in_the_middle_of_another(comm: Any, shared_tmp_path: Path, monke
 
         right(self, [*first, replace(last, undo=undo)], nbytes)
 
-    monkeypatch.setattr(chains.Chain, "__init__", interrupted)
+    monkeypatch.setattr(algorithms.Chain, "__init__", interrupted)
     before = signal.signal(signal.SIGUSR1, lambda *_: call())
     try:
         with tuned(inline_nbytes=1 << 30, min_chunk_nbytes=1, batched_chunk_nbytes=0, small_nbytes=0, tiny_nbytes=0):

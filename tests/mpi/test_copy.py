@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError
 from shardload.engine.session import Session
-from shardload.jobs.copying import plan as copy_plan
+from shardload.jobs.copying import copy as copying
 from shardload.jobs.copying.copy import CopySource
 from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, ramp, same_error
@@ -86,7 +86,7 @@ def opened(path: Path) -> Any:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for rounds of a few chunks."""
-    monkeypatch.setattr(copy_plan, "_LEAST_READING_NBYTES", 1 << 14)
+    monkeypatch.setattr(copying, "_LEAST_READING_NBYTES", 1 << 14)
 
 
 def copy(comm: Any, source: Path | str, target: Path, **options: Any) -> shardload.CopyReport:

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from shardload.comm.group import group_of
-from shardload.planning.blocks import aligned
-from shardload.planning.grid import Grid
-from shardload.planning.schedule import Owners, Schedule
+from shardload.planning.region import Grid, aligned
+from shardload.planning.schedule import Owners, Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.buffers import Piece, Resources, Slots
 from shardload.transfer.exchange import exchange
 from shardload.transfer.moves import ArrayMove

@@ -293,13 +293,13 @@ FAULTS = {
     "open": "shardload.formats.hdf5.sink.Hdf5Sink.writer",
     "exchange": "shardload.arrays.local_shards.ShardSender.start",
     "encode": "shardload.formats.hdf5.sink.Hdf5Encoder._encode",
-    "place": "shardload.formats.hdf5.sink.Hdf5Catalog.allocate",
+    "place": "shardload.formats.hdf5.sink.Hdf5Sink.allocate",
     "put": "shardload.formats.sink.Writer.put",
     "sync": "shardload.formats.sink.Writer.sync",
-    "finish": "shardload.formats.hdf5.sink.Hdf5Catalog.finish",
+    "finish": "shardload.formats.hdf5.sink.Hdf5Sink.finish",
     "read back": "shardload.engine.read_back.ReadBack._compare_stored",
     "decode": "shardload.engine.read_back.ReadBack._compare_values",
-    "commit": "shardload.formats.hdf5.sink.Hdf5Catalog.commit",
+    "commit": "shardload.formats.hdf5.sink.Hdf5Sink.commit",
 }
 
 

@@ -165,7 +165,7 @@ def test_ctrl_c_while_helpers_are_at_work(
     info = ArrayInfo(files["chunked"], "/x", "HDF5", (64, 1024), "float32", (64, 1024))
     script = INTERRUPTS.replace("INFO", f"json.loads({info.to_json()!r})")
     on_root(comm, lambda: (shared_tmp_path / "helper.py").write_text(script))
-    monkeypatch.setattr("shardload.formats.untrusted.helper.SCRIPT", str(shared_tmp_path / "helper.py"))
+    monkeypatch.setattr("shardload.formats.untrusted.SCRIPT", str(shared_tmp_path / "helper.py"))
     before = set(psutil.Process().children())
     with pytest.raises(KeyboardInterrupt):
         shardload.load(files["chunked"], mesh, spec, dataset="x", readers="direct", untrusted=True)

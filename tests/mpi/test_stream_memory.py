@@ -50,12 +50,21 @@ def path(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(on_root(comm, write))
 
 
-@pytest.mark.parametrize(("shuffle", "prefetch"), quick_ones([(None, 0), (None, 2), (1, 0), (1, 2)], (1, 2)))
-def test_peak(comm: Any, path: str, shuffle: int | None, prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(13) Wrong if steps were kept after their last sample, a rank held more than its share, or an epoch left something."""
+OF_TWO, OF_ONE = (-1, 0), (0,)
+CASES = [(None, 0, OF_TWO), (None, 2, OF_TWO), (1, 0, OF_TWO), (1, 2, OF_TWO), (None, 2, OF_ONE)]
+
+
+@pytest.mark.parametrize(("shuffle", "prefetch", "window"), quick_ones(CASES, (1, 2, OF_TWO), (None, 2, OF_ONE)))
+def test_peak(
+    comm: Any, path: str, shuffle: int | None, prefetch: int, window: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(13) Wrong if steps were kept after their last sample, a rank held more than its share, or an epoch left something.
+
+    Without a window, steps in sequence are read into their batches: wrong if these were kept.
+    """
     monkeypatch.setattr(plan, "_ROUND_NBYTES", 1)
     step_nbytes, n = int(np.prod(shape()[1:])) * 4, comm.size
-    options = {"window": (-1, 0), "batch": BATCH, "shuffle": shuffle, "pool": 96 * step_nbytes, "epochs": EPOCHS}
+    options = {"window": window, "batch": BATCH, "shuffle": shuffle, "pool": 96 * step_nbytes, "epochs": EPOCHS}
     comm = comm.Dup()  # so that shared memory is made for this stream
     ds = shardload.stream(
         path, mesh_of(), P(None, None, "a", "b"), dataset="x", staging=STAGING, prefetch=prefetch, comm=comm, **options
@@ -66,7 +75,7 @@ def test_peak(comm: Any, path: str, shuffle: int | None, prefetch: int, monkeypa
     def take(n: int | None) -> None:
         with iter(ds) as batches:
             for batch in islice(batches, n):
-                assert np.asarray(batch.addressable_data(0))[0, 1, 0, 0] == batches.index[0]
+                assert np.asarray(batch.addressable_data(0))[0, -1, 0, 0] == batches.index[0]
                 del batch
 
     take(20)  # what is imported, compiled and kept for later is not counted

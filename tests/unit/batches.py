@@ -9,7 +9,7 @@ import numpy as np
 
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.format import Source
-from shardload.planning.grid import cut_box
+from shardload.planning.region import cut_box
 from tests.unit.files import assert_same
 
 Array = np.ndarray[Any, Any]

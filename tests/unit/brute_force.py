@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from shardload.planning.blocks import plan_blocks
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region, plan_blocks
 from shardload.planning.schedule import (
     DIRECT,
     MAX_MESSAGE_NBYTES,
@@ -21,12 +19,12 @@ from shardload.planning.schedule import (
     ROOT,
     Owners,
     Schedule,
+    SourceLayout,
     plan_direct,
     plan_shared,
 )
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards, plan_shards
-from shardload.planning.source_layout import SourceLayout
 
 MAX_SIZE = 1500  # elements of the global array
 MAX_DEVICES = 24

@@ -16,7 +16,7 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 def _start_one() -> None:
     """A helper process, so that the process is there of which all others are copies."""
     from shardload.formats.access import Limits
-    from shardload.formats.untrusted.helper import Helper
+    from shardload.formats.untrusted import Helper
 
     Helper(Limits()).end()
 
@@ -25,7 +25,7 @@ def _start_one() -> None:
 def quick_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helper processes of untrusted files are copies of one that has imported h5py and Zarr, which takes each a quarter of a
     second and more. Not for tests of how they start, of what they are as processes, or of their memory."""
-    from shardload.formats.untrusted import helper
+    from shardload.formats import untrusted as helper
     from tests.unit.copies import copy_of_a_helper
 
     names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}

@@ -31,7 +31,7 @@ def run_copy(arguments: Sequence[str | Path], *, env: Mapping[str, str] | None =
 
 
 class Copy:
-    """A copy that runs a program, as `subprocess.Popen` shows it to `shardload.formats.untrusted.helper`.
+    """A copy that runs a program, as `subprocess.Popen` shows it to `shardload.formats.untrusted`.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class Copy:
 def copy_of_a_helper(
     command: Sequence[str], *, stdin: int, stdout: int, stderr: int, env: Mapping[str, str], pass_fds: Sequence[int]
 ) -> Copy:
-    """A helper process, from what `shardload.formats.untrusted.helper` gives to Popen."""
+    """A helper process, from what `shardload.formats.untrusted` gives to Popen."""
     *_, script, channel, values, _ = command
     variables = {**env, "PYTHONPATH": str(Path(shardload.__file__).parents[1])}
     parent = server_for(variables).process.pid  # of which it makes sure, and with which it ends

@@ -14,11 +14,9 @@ import pytest
 
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, fresh
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part, Schedule
+from shardload.planning.region import Grid, Region
+from shardload.planning.schedule import Block, Part, Schedule, SourceLayout
 from shardload.planning.selection import select_axes
-from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 from shardload.storage.objects import Ranges
 from shardload.transfer.buffers import Piece, Resources, Slots, StagedBlock
@@ -250,7 +248,7 @@ def piece_of(region: Region, dtype: Any = "f4") -> Piece:
 
 def pieces_of(schedule: Schedule, rank: int, dtype: Any, untouched: int = -1) -> dict[int, Piece]:
     """The pieces of a rank, memory as it may well be."""
-    regions = {number: schedule.shards.section(number) for number in schedule.shards.sections_of(rank)}
+    regions = {number: schedule.shards.grid.region(number) for number in schedule.shards.sections_of(rank)}
     return {number: Piece(region, np.full(region.shape, untouched, dtype)) for number, region in regions.items()}
 
 

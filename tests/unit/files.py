@@ -167,9 +167,10 @@ def write_zarr(path: Path | str, arrays: dict[str, Any], zarr_format: Any = 3, *
 
 
 def read_small(path: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> Any:
-    """The values of an array that come with its metadata; None if it is not small, or they cannot be read."""
+    """The bytes of the values that come with the metadata of an array; None if it is not small, or they cannot be read."""
     with Finder(access, tuning or default_tuning()) as finder:
-        return finder.find(split_path(os.fspath(path))[0], info.dataset).values
+        values = finder.find(split_path(os.fspath(path))[0], info.dataset).values
+        return None if values is None else values.tobytes()
 
 
 def write_tensorstore(path: str | Path, data: np.ndarray[Any, Any], driver: str = "zarr3", **metadata: Any) -> Any:

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ticket, Writer
-from shardload.planning.grid import ravel
-from shardload.planning.region import Region
+from shardload.formats.sink import ArraySpec, Encoder, Sink, Stored, Ticket, Writer
+from shardload.planning.region import Region, ravel
 
 Array = np.ndarray[Any, Any]
 
@@ -44,7 +43,7 @@ def regions(encoder: Encoder, by_rows: bool = True) -> list[Region]:
 
 def write_all(
     sink: Sink,
-    catalog: Catalog,
+    catalog: Sink,
     values: Mapping[str, Array],
     *,
     n_writers: int = 3,
@@ -115,7 +114,7 @@ def forked() -> int:
         return os.fork()
 
 
-def put_whole(sink: Sink, writer: Writer, catalog: Catalog, name: str, values: Array, region: Region) -> int:
+def put_whole(sink: Sink, writer: Writer, catalog: Sink, name: str, values: Array, region: Region) -> int:
     """Write one chunk; returns its offset."""
     one = sink.arrays[name]
     stored, number = one.encode(region, values[region.slices()]), one.number(region)

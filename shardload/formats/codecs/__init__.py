@@ -2,6 +2,5 @@
 
 table        one object for each codec: its names and numbers, whether it is safe on damaged data, how it decodes and encodes;
              how a caller says how an array is compressed
-chains       the codecs of one array, one after the other: `Chain` decodes, `EncodeChain` encodes
-algorithms   shuffle, byte order, checksums; gzip, zlib, Zstandard, Blosc, LZ4
+algorithms   shuffle, byte order, checksums; gzip, zlib, Zstandard, Blosc, LZ4; the codecs of one array, one after the other
 """

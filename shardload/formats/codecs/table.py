@@ -18,7 +18,7 @@ from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.codecs import algorithms
-from shardload.formats.codecs.chains import Stage, Step
+from shardload.formats.codecs.algorithms import Stage, Step
 
 _TYPED = re.compile(
     r"(?P<name>[a-z0-9]+)(\((?P<inner>[a-z0-9]+)\))?(:(?P<level>-?\d+))?(?P<shuffle>\+shuffle|\+bitshuffle)?", re.ASCII

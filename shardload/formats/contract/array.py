@@ -1,21 +1,260 @@
 """What is known of an array before any of its values is read?
 
-`ArrayInfo` is what a load needs, `Properties` what another array like it needs besides.
+1. Which values can JAX hold, and is a buffer fit for them? `refusal`, `check_request`.
+2. What are the axes called, and what do they count? `Labels`: names of dimensions, attributes, and coordinates. netCDF and Zarr
+   name axes, and store the coordinates of an axis (longitudes, times) in an array of that name. A load needs none of it, so it
+   is read only where it is asked for: by `shardload.open`, for a selection by name, and when a plan's names are first looked at
+   (`OnDemand`). `Source.labels` gives a format's own names and attributes, and says which other arrays are coordinates;
+   `labelling.Labeller` reads those coordinates, if they are small.
+3. `ArrayInfo` is what a load needs, `Properties` what another array like it needs besides.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import printable
-from shardload.formats.labels import Coordinate, Labels, Note, OnDemand
+from shardload.planning.region import Region
 from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
+
+Dims = tuple[str | None, ...]
+LONGEST_NAME, MOST_ATTRS = 4096, 256  # that one rank takes from another process
+MIXED = (-1, -1)  # in the place of the state of a file that changed while labels were read: no file has it
+
+
+class Note(str):
+    """In the place of an attribute's value: a text for people that says why the value is not here."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinate:
+    """A coordinate of an array.
+
+    Attributes
+    ----------
+    dataset : str
+        Its full name in the file.
+    dims : tuple of str or None
+        The names of its axes.
+    attrs : mapping
+        Its attributes, as plain Python.
+    values : ndarray or None
+        Its values, decoded (times are numbers); None if they are not small, or no numbers.
+    """
+
+    dataset: str
+    dims: Dims = ()
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    values: np.ndarray[Any, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """The names and attributes of one array.
+
+    Attributes
+    ----------
+    dims : tuple of str or None
+        The name of each axis; None for an axis without one.
+    attrs : mapping
+        All attributes that are the author's, as plain Python.
+    coords : mapping of str to Coordinate
+        The coordinates, by name.
+    is_brief : bool
+        True if there is only what a selection by names needs: attributes, and other coordinates, were not asked for.
+    of_group : mapping
+        The attributes of the group that the array is in (of the file, for the root): title, history. Only of a single array.
+    read_in : tuple of int or None
+        The state of the file in which they were read (`Source.state`); None if it has none.
+    """
+
+    dims: Dims
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    coords: Mapping[str, Coordinate] = field(default_factory=dict)
+    is_brief: bool = False
+    of_group: Mapping[str, Any] = field(default_factory=dict)
+    read_in: tuple[int, ...] | None = None
+
+
+class OnDemand:
+    """Labels that are read from the file when they are first looked at.
+
+    Parameters
+    ----------
+    read : callable
+        Returns the labels.
+    brief : Labels, optional
+        Those in which a selection by names was looked up.
+    """
+
+    def __init__(self, read: Callable[[], Labels], brief: Labels | None = None) -> None:
+        self._read, self.brief = read, brief
+
+    @cached_property
+    def found(self) -> Labels:
+        """The labels."""
+        return self._read()
+
+    def read_again(self) -> None:
+        """Read them anew, because the file is another one than it was then."""
+        self.__dict__.pop("found", None)
+
+
+def names_in(text: Any) -> list[str]:
+    """The names in a ``coordinates`` attribute: ``"lat lon"``.
+
+    >>> names_in("lat  lon"), names_in(None)
+    (['lat', 'lon'], [])
+    """
+    return text.split() if isinstance(text, str) else []
+
+
+_MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
+_MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
+
+
+_KINDS = {
+    "f": "extended precision floats, which JAX does not have",
+    "c": "extended precision complex numbers, which JAX does not have",
+    "S": "strings",
+    "U": "strings",
+    "T": "variable-length strings",
+    "O": "Python objects",
+    "M": "dates: load them as the integers they are stored as",
+    "m": "time spans: load them as the integers they are stored as",
+}
+
+
+_NOT_IN_JAX = re.compile("float6|b?complex")
+
+
+def refusal(dtype: np.dtype[Any]) -> str | None:
+    """Why values of `dtype` cannot become a `jax.Array`, in words that follow "holds"; None if they can.
+
+    Booleans, integers, floats and complex numbers that JAX has are accepted in any byte order. So are the types of `ml_dtypes`
+    (``bfloat16`` and smaller floats), which have the same NumPy kind as records.
+
+    Examples
+    --------
+    >>> refusal(np.dtype(">f8")) is None
+    True
+    >>> refusal(np.dtype("S4"))
+    'strings'
+    """
+    if dtype.kind in "biu" or (dtype.kind in "fc" and dtype.itemsize <= {"f": 8, "c": 16}[dtype.kind]):
+        return None
+    if dtype.subdtype is not None:
+        return f"small arrays of shape {dtype.subdtype[1]} as elements"
+    if dtype.names is not None:
+        return f"records with fields {', '.join(dtype.names)}"
+    if dtype.type.__module__ == "ml_dtypes":
+        return f"numbers of type {dtype.name}, which JAX does not have" if _NOT_IN_JAX.match(dtype.name) else None
+    return _KINDS.get(dtype.kind, "raw bytes without a type")
+
+
+def is_added(dtype: np.dtype[Any]) -> bool:
+    """True for a type that another package has added to NumPy: bfloat16 and smaller floats, which may have the kind of NumPy's.
+
+    >>> is_added(np.dtype("float16"))
+    False
+    """
+    return dtype.isbuiltin == 2
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """A type as text of which `np.dtype` makes it again. Added types have a name alone, without a byte order.
+
+    >>> dtype_text(np.dtype(">f8"))
+    '>f8'
+    """
+    return dtype.name if is_added(dtype) else dtype.str
+
+
+def unaddressable(shape: Sequence[int], chunks: Sequence[int] | None) -> str | None:
+    """Why no region of an array with this shape and these chunks can be loaded, in words that follow "holds"; None if it can.
+
+    (A small region of an array that is too large as a whole can be loaded.)
+
+    >>> unaddressable((2**62,), (4,)), unaddressable((1,) * 65, None)
+    (None, 'an array of 65 axes; NumPy has 64 at most')
+    """
+    if len(shape) > _MOST_AXES:
+        return f"an array of {len(shape)} axes; NumPy has {_MOST_AXES} at most"
+    if max(shape, default=0) > _MOST_ELEMENTS:
+        return f"an array with an axis of {max(shape)} elements, which 64 bits cannot count"
+    if chunks is not None and _WIDEST * math.prod(max(1, n) for n in chunks) > _MOST_ELEMENTS:
+        return f"chunks of shape {tuple(chunks)}, of which 64 bits cannot count the bytes"
+    return None
+
+
+def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in this machine's byte order, without metadata such as HDF5 enum names. A refused type is returned unchanged.
+
+    >>> native_dtype(np.dtype(">f4")) == np.dtype("float32")
+    True
+    """
+    return np.dtype(dtype.type) if refusal(dtype) is None else dtype
+
+
+def cast_value(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Numbers in another type; None if that has them not. Floating point numbers are rounded.
+
+    >>> cast_value(1e20, np.dtype("f4")), cast_value(300, np.dtype("u1")), cast_value(1e300, np.dtype("f4"))
+    (np.float32(1e+20), None, None)
+    """
+    try:
+        before = np.asarray(value)
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+            after = before.astype(native_dtype(dtype))
+        is_rounded = dtype.kind in "fc" and not (before.dtype.kind == "c" and dtype.kind == "f")
+        same = np.isfinite(after) == np.isfinite(before) if is_rounded else (after == before)
+    except (TypeError, ValueError, OverflowError):  # text, or an integer that is too large for any type
+        return None
+    return after[()] if np.all(same) else None
+
+
+def check_request(info: ArrayInfo, dtype: np.dtype[Any], region: Region, out: np.ndarray[Any, Any]) -> None:
+    """Raise ValueError unless `region` is inside the array and `out` is a buffer as `Source.read_into` requires.
+
+    Without this check, libraries silently clamp a region that reaches outside the array, or broadcast into a buffer of another
+    shape.
+    """
+    if region.ndim != len(info.shape) or not Region.whole(info.shape).contains(region):
+        raise ValueError(f"region {region} reaches outside {info}, which has shape {info.shape}")
+    if out.shape != region.shape or out.dtype != dtype:
+        raise ValueError(
+            f"the buffer for region {region} of {info} is {out.shape} {out.dtype}, expected {region.shape} {dtype}"
+        )
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise ValueError(f"the buffer for region {region} of {info} must be C-contiguous and writable")
+
+
+def settle_bools(values: np.ndarray[Any, Any]) -> None:
+    """Make every byte of booleans 0 or 1, in place. Arrays of other types are not changed.
+
+    A file can hold other bytes, if its writer took any number but 0 as true. NumPy does too. XLA expects 0 or 1, and its
+    `where`, sums and comparisons give wrong results for other bytes.
+
+    >>> values = np.array([0, 1, 2, 128], dtype="u1").view(bool)
+    >>> settle_bools(values)
+    >>> values.view("u1").tolist()
+    [0, 1, 1, 1]
+    """
+    if values.dtype.kind == "b":
+        number = values.view(np.uint8)
+        np.minimum(number, 1, out=number)
+
 
 # `ArrayInfo.attributes`
 TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")

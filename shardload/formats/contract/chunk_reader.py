@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.grid import cut_box, stretches
-from shardload.planning.region import Region
+from shardload.planning.region import Region, cut_box, stretches
 from shardload.system.scratch import empty_bytes
 
 

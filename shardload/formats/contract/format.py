@@ -16,9 +16,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.contract.array import ArrayInfo, Properties
+from shardload.formats.contract.array import ArrayInfo, Labels, Properties
 from shardload.formats.contract.chunk_reader import ChunkReader
-from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
 

@@ -7,8 +7,7 @@ opened         what is asked once of a file and of a dataset
 metadata       describes an array, its attributes and the names of its axes
 links          follows a name, and finds the other files of a dataset
 source         reads values; those in one piece without the library and its lock
-chunks         where the chunks are, which are missing, and a reader of them
-chunk_index    ... by the file's own index, without the library
+chunks         where the chunks are, by the file's own index or the library, which are missing, and a reader of them
 tiles          reads a virtual dataset part by part
 told           reads a file in an object store by what the rank that opened it tells the others
 filters        checks filters before HDF5 decodes chunks with them, and applies those of a new dataset

@@ -24,8 +24,7 @@ import h5py
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import SCHEME, Concatenation
-from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
-from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, native_dtype, some
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, place_of, versions_of
@@ -47,8 +46,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import Opener, Versions, code_of, find_boxes, tell_parts
 from shardload.formats.hdf5.told import StoreSource, ToldSource
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.containment import Fence, NotAFileError, OutsideError, open_file
-from shardload.storage.local import state_of
+from shardload.storage.local import Fence, NotAFileError, OutsideError, open_file, state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 
 FileVersions = tuple[tuple[str, tuple[int, ...]], ...]

@@ -5,7 +5,7 @@ are on disk elsewhere:
 
 1. `read_file` says how arrays are stored: shapes, names of axes, filters. It refuses, with what to do instead, what could not
    grow so that a kill leaves a whole file. It runs on one rank, which tells the others.
-2. `Hdf5GrowthCatalog` opens the file on a `Ledger`, and makes each array as short as its whole chunks are (those of the rows
+2. `Hdf5Growth.create` opens the file on a `Ledger`, and makes each array as short as its whole chunks are (those of the rows
    that stay, if rows are replaced), then as long as it will be. So the library has no chunk at the old edge any more, and gives
    all chunks that come a place behind the end of the file.
 3. All ranks write chunks there, those at the old edge with their old rows. So does the library with new metadata.
@@ -23,14 +23,14 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Self
 
 import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.codecs.algorithms import numcodecs
-from shardload.formats.contract.dtypes import dtype_text, is_added, native_dtype, refusal
+from shardload.formats.contract.array import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.hdf5.filters import Hdf5Encoder, create_type
 from shardload.formats.hdf5.ledger import old_file
 from shardload.formats.hdf5.metadata import axes_of, is_scale, properties_of, scales_of, stands_for_axis
@@ -44,12 +44,11 @@ from shardload.formats.hdf5.opened import (
     has_signature,
     type_of_values,
 )
-from shardload.formats.hdf5.sink import Hdf5PlacedChunks, LedgerCatalog, OneFileSink
-from shardload.formats.sink import HOW_TO_GROW, ArraySpec, Catalog, Compression, Decode, Growing, Ticket, meaning_of
+from shardload.formats.hdf5.sink import Hdf5PlacedChunks, LedgerSink
+from shardload.formats.sink import HOW_TO_GROW, ArraySpec, Compression, Decode, Growing, Ticket, meaning_of
 from shardload.planning.region import Region
 from shardload.storage.changes import GrowingFile, changed_meanwhile, complete_append, read_changes, state_of_file
-from shardload.storage.containment import open_file
-from shardload.storage.local import LocalFile
+from shardload.storage.local import LocalFile, open_file
 from shardload.storage.target import Change, WritableFile
 
 Json = dict[str, Any]
@@ -264,7 +263,7 @@ class GrowingHdf5Array(Hdf5Encoder, Growing):
         self.is_placed_by_root = True
 
 
-class Hdf5Growth(OneFileSink):
+class Hdf5Growth(LedgerSink):
     """What is added to a file: see this module.
 
     Parameters
@@ -304,16 +303,35 @@ class Hdf5Growth(OneFileSink):
         """The shape that an array, or a dimension without values, will have."""
         return self.arrays[name].new_shape if name in self.arrays else (self.dimensions[name],)
 
-    def create(self) -> Catalog:
-        """See `Sink`."""
-        return Hdf5GrowthCatalog(self)
+    def create(self) -> Self:
+        """See `Sink`. The ticket leads to a small file beside the one that grows: what will be changed, for who reads back."""
+        chunks = {
+            name: Hdf5PlacedChunks(self.path, name, array.spec, name, array.in_file(Region.whole(array.spec.shape)).start)
+            for name, array in self.arrays.items()
+        }
+        self._is_put = False
+        file = GrowingFile(os.path.realpath(self.path), self.path, self.state)
+        self.ticket = Ticket(file.temporary)
+        try:
+            self._old_end = end_of(self.path, file.read_at_most(0, SUPERBLOCK_NBYTES))
+        except BaseException:
+            file.discard()
+            raise
+        self.begin(file, chunks, self._old_end)
+        file.is_as_before = self.ledger.is_as_before
+        try:
+            self._make_longer()
+        except BaseException:
+            self.abandon()
+            raise
+        return self
 
     def file_of(self, ticket: Ticket) -> str:
-        """See `OneFileSink`."""
+        """See `LedgerSink`."""
         return os.path.realpath(self.path)
 
     def open(self, ticket: Ticket) -> WritableFile:
-        """See `OneFileSink`."""
+        """See `LedgerSink`."""
         file = super().open(ticket)
         if state_of_file(file) != self.state:  # another file has the name by now, and there the place is not free
             raise changed_meanwhile(self.path)
@@ -327,30 +345,7 @@ class Hdf5Growth(OneFileSink):
             dataset, array = file[name], self.arrays[name]
             yield lambda region: np.asarray(dataset[array.in_file(region).slices()])
 
-
-class Hdf5GrowthCatalog(LedgerCatalog):
-    """See `Catalog`. Its ticket leads to a small file beside the one that grows: what will be changed, for who reads back."""
-
-    def __init__(self, sink: Hdf5Growth) -> None:
-        chunks = {
-            name: Hdf5PlacedChunks(sink.path, name, array.spec, name, array.in_file(Region.whole(array.spec.shape)).start)
-            for name, array in sink.arrays.items()
-        }
-        self._sink, self._is_put = sink, False
-        file = GrowingFile(os.path.realpath(sink.path), sink.path, sink.state)
-        self.ticket = Ticket(file.temporary)
-        try:
-            self._old_end = end_of(sink.path, file.read_at_most(0, SUPERBLOCK_NBYTES))
-        except BaseException:
-            file.discard()
-            raise
-        super().__init__(sink.path, file, chunks, sink.alignment, self._old_end)
-        file.is_as_before = self.ledger.is_as_before
-        try:
-            self._make_longer()
-        except BaseException:
-            self.abandon()
-            raise
+    # --- on the rank that creates it
 
     def _make_longer(self) -> None:
         try:
@@ -359,14 +354,14 @@ class Hdf5GrowthCatalog(LedgerCatalog):
                 self.close_library()
                 self._give_end_back()
                 file = self.open_library("r+")
-                for name in (*self._sink.arrays, *self._sink.dimensions):
-                    file[name].resize(self._sink.new_shape(name))
+                for name in (*self.arrays, *self.dimensions):
+                    file[name].resize(self.new_shape(name))
         except (OSError, RuntimeError, KeyError) as error:
             raise self.unread(error) from error
 
     def _shorten(self, file: h5py.File) -> None:
         """Take the chunks at the old edge out of their index: all that come are new then."""
-        for name, array in self._sink.arrays.items():
+        for name, array in self.arrays.items():
             if file[name].shape != array.stored_shape:
                 raise changed_meanwhile(self.path)
             file[name].resize(array.base, array.axis)
@@ -381,7 +376,7 @@ class Hdf5GrowthCatalog(LedgerCatalog):
         ledger.truncate(self._old_end)
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
-        """See `Catalog`."""
+        """See `Sink`."""
         if not self._is_put:  # no sooner: who opens the file to write looks if it is as it was
             self.ledger.put_from(self._old_end)
             self._is_put = True
@@ -392,10 +387,10 @@ class Hdf5GrowthCatalog(LedgerCatalog):
 
     @contextlib.contextmanager
     def finished(self, changes: list[Change]) -> Iterator[h5py.File]:
-        """See `LedgerCatalog`."""
+        """See `LedgerSink`."""
         with old_file(self._file, changes) as file:
-            for name in (*self._sink.arrays, *self._sink.dimensions):
-                if file[name].shape != self._sink.new_shape(name):
+            for name in (*self.arrays, *self.dimensions):
+                if file[name].shape != self.new_shape(name):
                     raise OSError(f"'{name}' would have the shape {file[name].shape}")
             yield file
 

@@ -26,10 +26,10 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.filters import Hdf5Encoder, let_list_grow
 from shardload.formats.hdf5.links import look_through
 from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory
-from shardload.formats.hdf5.sink import Hdf5Catalog, Hdf5Sink
+from shardload.formats.hdf5.sink import Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
-from shardload.storage.containment import Fence
+from shardload.storage.local import Fence
 
 Blocks = Iterable[tuple[Region, np.ndarray[Any, Any]]]
 
@@ -86,16 +86,16 @@ class JoinedFile(Hdf5Sink):
             If the name is taken, the file cannot be written, or a part is not found where it was said to be. What had the name
             before is as it was.
         """
-        with Hdf5Catalog(self) as catalog:
-            catalog.chunks.clear()  # HDF5 itself writes all values
-            with catalog.calls():
-                self._put(catalog.library, values)
-            catalog.finish()
-            temporary = catalog.ticket.temporary
+        with self.create():
+            self.chunks.clear()  # HDF5 itself writes all values
+            with self.calls():
+                self._put(self.library, values)
+            self.finish()
+            temporary = self.ticket.temporary
             with contextlib.closing(OpenFacts.at(temporary)) as facts:
                 self._check(facts, os.path.dirname(temporary), Fence(), Access(allow_external=True))
             check()
-            catalog.commit()
+            self.commit()
 
     def image(self, values: Mapping[str, Blocks], fence: Fence) -> bytes:
         """The bytes of the file, which is nowhere on disk. Its parts are absolute paths in a fence. Raises as `write` does."""

@@ -46,8 +46,7 @@ from shardload.formats.hdf5.opened import (
     inode_of,
 )
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
-from shardload.storage.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
-from shardload.storage.local import LocalFile, state_of
+from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, state_of, why_not_a_file
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets

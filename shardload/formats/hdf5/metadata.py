@@ -22,12 +22,25 @@ import h5py
 import numpy as np
 
 from shardload.formats.codecs.table import HDF5_CODECS, compression_told
-from shardload.formats.contract.array import MOST_KEPT, NOTHING, TOLD, ArrayInfo, Properties, json_value
-from shardload.formats.contract.dtypes import dtype_text, native_dtype, refusal, unaddressable
+from shardload.formats.contract.array import (
+    MOST_KEPT,
+    NOTHING,
+    TOLD,
+    ArrayInfo,
+    Coordinate,
+    Labels,
+    Note,
+    Properties,
+    dtype_text,
+    json_value,
+    names_in,
+    native_dtype,
+    refusal,
+    unaddressable,
+)
 from shardload.formats.hdf5.filters import LOSSY, NAMES, name_of, parameters_of, refuse_filters
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.opened import OpenDataset, decoded, encoded, names_below, type_of_values
-from shardload.formats.labels import Coordinate, Labels, Note, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
 _MOST_PLAIN_NBYTES = 1 << 16

@@ -4,7 +4,7 @@
 2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Contiguous arrays and
    chunks without filters get their places when they are made, because their sizes are known.
 3. Any rank writes chunks at these offsets into the temporary file (`Hdf5Writer`).
-4. `Hdf5Catalog.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
+4. `Hdf5Sink.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
    compares the place of every chunk with what was noted.
 
 What one rank keeps for a million chunks fits into 64 MiB: places as arrays, and of the metadata what HDF5 itself keeps.
@@ -16,13 +16,13 @@ import abc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, Self
 
 import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.array import native_dtype
 from shardload.formats.hdf5.chunks import list_chunks
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
 from shardload.formats.hdf5.file import open_explained
@@ -31,7 +31,6 @@ from shardload.formats.hdf5.ledger import Ledger, limit_cache
 from shardload.formats.hdf5.opened import file_in_memory
 from shardload.formats.sink import (
     ArraySpec,
-    Catalog,
     PlacedChunks,
     Places,
     Sink,
@@ -39,10 +38,9 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.planning.grid import unravel
+from shardload.planning.region import unravel
 from shardload.storage.changes import GrowingFile
-from shardload.storage.containment import Fence
-from shardload.storage.local import LocalFolder
+from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import ObjectFolder
 from shardload.storage.target import Change, NewFile, Target, WritableFile, check_mark, named
 
@@ -51,8 +49,27 @@ _AT_ONCE = 4096  # chunks
 _RENEWED_AFTER = 1 << 16  # chunks
 
 
-class OneFileSink(Sink):
-    """A sink of one file: see `Sink`."""
+class LedgerSink(Sink):
+    """One file, which the HDF5 library writes to a ledger: see `Sink`.
+
+    Attributes
+    ----------
+    alignment : int
+        Chunks begin at multiples of this. 4096 if ranks on several nodes write: clients of Lustre and NFS that write to the
+        same page can lose each other's bytes.
+    chunks : dict of str to Hdf5PlacedChunks
+        Once it is created: where the chunks of each array are.
+    """
+
+    alignment: int
+    chunks: dict[str, Hdf5PlacedChunks]
+
+    def begin(self, file: NewFile | GrowingFile, chunks: dict[str, Hdf5PlacedChunks], old_nbytes: int = 0) -> None:
+        """Begin to write to a file, which ends at `old_nbytes` for HDF5, if it grows."""
+        self.chunks, self._file, self._is_finished = chunks, file, False
+        self.ledger = Ledger(file, old_nbytes)
+        self._library: h5py.File | None = None
+        self._n_placed = 0
 
     def file_of(self, ticket: Ticket) -> str:
         """Where its chunks go, without links."""
@@ -76,8 +93,122 @@ class OneFileSink(Sink):
         """See `Sink`."""
         return os.path.basename(self.file_of(ticket))
 
+    # --- on the rank that creates it
 
-class Hdf5Sink(OneFileSink):
+    @property
+    def library(self) -> h5py.File:
+        """The file as the library has it open. ValueError if it is closed: then its places are settled."""
+        if self._library is None:
+            raise ValueError(f"'{self.path}' is finished")
+        return self._library
+
+    def open_library(self, mode: str, track_order: bool | None = None) -> h5py.File:
+        """Have the library begin a new file (``"w"``), or go on with one (``"r+"``)."""
+        self._library = h5py.File(
+            self.ledger,
+            mode,
+            libver="earliest",
+            track_order=track_order,
+            alignment_threshold=1,
+            alignment_interval=self.alignment,
+            meta_block_size=max(self.alignment, 2048),
+        )
+        limit_cache(self._library)
+        return self._library
+
+    def close_library(self) -> None:
+        """Have the library write the rest of the metadata. May be called again."""
+        file, self._library = self._library, None
+        if file is not None:
+            file.close()
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Around calls of HDF5: raises what the ledger could not write or read meanwhile."""
+        try:
+            yield
+        finally:
+            if self.ledger.failed is not None:
+                with named(self.path):
+                    raise self.ledger.failed
+
+    def place(self, name: str, starts: Int64s, sizes: Int64s, masks: Int64s) -> list[int]:
+        """Have the library give some chunks of an array a place: by the first element of each, its bytes, and filters that are
+        left out. Now and then the file is closed and opened again: HDF5 remembers each gap between aligned chunks, 250 bytes
+        each.
+        """
+        dataset = self.library[name].id
+        offsets = [
+            self.ledger.place(dataset, tuple(start), size, mask)
+            for start, size, mask in zip(starts.tolist(), sizes.tolist(), masks.tolist(), strict=True)
+        ]
+        self._n_placed += len(offsets)
+        if self._n_placed >= _RENEWED_AFTER and self.alignment > 1:
+            self._n_placed = 0
+            self.close_library()
+            self.open_library("r+")
+        return offsets
+
+    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+        """See `Sink`."""
+        with self.calls():
+            return self.chunks[name].place(self, numbers, nbytes, masks)
+
+    def finish(self) -> None:
+        """See `Sink`. ValueError if a chunk has no place; RuntimeError if two have one."""
+        _ = self.library  # ValueError if that was done before
+        for chunks in self.chunks.values():
+            chunks.check_complete()
+        with self.calls():
+            self.close_library()
+        self._check_apart()
+        changes = self.ledger.changes()
+        with named(self.path):
+            self._file.finish(self.ledger.nbytes, changes)
+        try:
+            with self.finished(changes) as file:
+                for placed in self.chunks.values():
+                    placed.compare(file[placed.stored_name].id)
+        except (OSError, RuntimeError, KeyError) as error:
+            if isinstance(error, SourceError) and error.path == self.path:
+                raise
+            raise self.unread(error) from error
+        self._is_finished = True
+
+    @abc.abstractmethod
+    def finished(self, changes: list[Change]) -> AbstractContextManager[h5py.File]:
+        """The file as it will be, as HDF5 reads it. `changes` were given to `NewFile.finish` or `GrowingFile.finish`."""
+
+    def _check_apart(self) -> None:
+        stored = [chunks.stored() for chunks in self.chunks.values()] or [(np.zeros(0, np.int64),) * 2]
+        offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(some) for some in zip(*stored, strict=True)]
+        order = np.argsort(offsets)
+        starts, sizes = offsets[order], sizes[order]
+        clash = np.flatnonzero(starts[:-1] + sizes[:-1] > starts[1:])
+        if len(clash):
+            first, second = starts[clash[0] : clash[0] + 2].tolist()
+            raise RuntimeError(f"HDF5 gave the same bytes of '{self.path}' twice, at {first} and {second}")
+
+    def unread(self, error: Exception) -> SourceError:
+        """The error about a file that HDF5 cannot read."""
+        return SourceError(
+            f"the new file of '{self.path}' cannot be read by HDF5: {error}. What had this name before is as it was",
+            path=self.path,
+        )
+
+    def _publish(self) -> None:
+        self._file.publish()
+        self.abandon()
+
+    def abandon(self, *, keeps: bool = False) -> None:
+        """See `Sink`."""
+        self.ledger.is_given_up = True
+        with suppress(OSError, RuntimeError):  # of HDF5, if metadata could not be read back
+            self.close_library()
+        self._file.discard()
+
+
+class Hdf5Sink(LedgerSink):
     """A new HDF5 file.
 
     Parameters
@@ -91,8 +222,7 @@ class Hdf5Sink(OneFileSink):
     is_netcdf : bool
         Whether it shall be a netCDF4 file: each axis gets a dimension, and only netCDF's types are allowed.
     alignment : int
-        Chunks begin at multiples of this. 4096 if ranks on several nodes write: clients of Lustre and NFS that write to the
-        same page can lose each other's bytes.
+        See `LedgerSink`.
     attrs : mapping
         Attributes of the file.
     group_attrs : mapping
@@ -137,9 +267,32 @@ class Hdf5Sink(OneFileSink):
         with file_in_memory(track_order=is_netcdf or None) as file:
             self.describe(file, is_trial=True)
 
-    def create(self) -> Catalog:
+    def create(self) -> Self:
         """See `Sink`."""
-        return Hdf5Catalog(self)
+        chunks = {
+            name: Hdf5PlacedChunks(self.path, name, one.spec, self.stored_names[name]) for name, one in self.arrays.items()
+        }
+        early = [chunks[name] for name, one in self.arrays.items() if not one.is_placed_by_root]
+        file = NewFile(self.path, self.mode)
+        self.begin(file, chunks)
+        try:
+            with self.calls():
+                self.describe(self.open_library("w", track_order=self.is_netcdf or None))
+                for placed in early:
+                    placed.note(self.library[placed.stored_name].id)
+            _reserve(file, early)
+        except BaseException:
+            self.abandon()
+            raise
+        self.ticket = Ticket(file.temporary, {placed.name: Places.of(placed.offsets) for placed in early})
+        return self
+
+    @contextmanager
+    def finished(self, changes: list[Change]) -> Iterator[h5py.File]:
+        """See `LedgerSink`."""
+        with open_explained(self.ticket.temporary) as file:
+            limit_cache(file)
+            yield file
 
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
@@ -206,176 +359,6 @@ def _making(name: str) -> Iterator[None]:
         raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
 
 
-class LedgerCatalog(Catalog):
-    """A catalog of a file that the HDF5 library writes to a ledger: see `Catalog`.
-
-    Parameters
-    ----------
-    path : str
-        The file, for messages.
-    file : NewFile or GrowingFile
-        Where its bytes go.
-    chunks : dict of str to Hdf5PlacedChunks
-        Where the chunks of each array are.
-    alignment : int
-        Chunks begin at multiples of this.
-    old_nbytes : int
-        Where the file ends for HDF5, if it grows.
-    """
-
-    def __init__(
-        self, path: str, file: NewFile | GrowingFile, chunks: dict[str, Hdf5PlacedChunks], alignment: int, old_nbytes: int = 0
-    ) -> None:
-        self.path, self.chunks, self._file, self._is_finished = path, chunks, file, False
-        self.ledger, self._alignment = Ledger(file, old_nbytes), alignment
-        self._library: h5py.File | None = None
-        self._n_placed = 0
-
-    @property
-    def library(self) -> h5py.File:
-        """The file as the library has it open. ValueError if it is closed: then its places are settled."""
-        if self._library is None:
-            raise ValueError(f"the catalog of '{self.path}' is finished")
-        return self._library
-
-    def open_library(self, mode: str, track_order: bool | None = None) -> h5py.File:
-        """Have the library begin a new file (``"w"``), or go on with one (``"r+"``)."""
-        self._library = h5py.File(
-            self.ledger,
-            mode,
-            libver="earliest",
-            track_order=track_order,
-            alignment_threshold=1,
-            alignment_interval=self._alignment,
-            meta_block_size=max(self._alignment, 2048),
-        )
-        limit_cache(self._library)
-        return self._library
-
-    def close_library(self) -> None:
-        """Have the library write the rest of the metadata. May be called again."""
-        file, self._library = self._library, None
-        if file is not None:
-            file.close()
-
-    @contextmanager
-    def calls(self) -> Iterator[None]:
-        """Around calls of HDF5: raises what the ledger could not write or read meanwhile."""
-        try:
-            yield
-        finally:
-            if self.ledger.failed is not None:
-                with named(self.path):
-                    raise self.ledger.failed
-
-    def place(self, name: str, starts: Int64s, sizes: Int64s, masks: Int64s) -> list[int]:
-        """Have the library give some chunks of an array a place: by the first element of each, its bytes, and filters that are
-        left out. Now and then the file is closed and opened again: HDF5 remembers each gap between aligned chunks, 250 bytes
-        each.
-        """
-        dataset = self.library[name].id
-        offsets = [
-            self.ledger.place(dataset, tuple(start), size, mask)
-            for start, size, mask in zip(starts.tolist(), sizes.tolist(), masks.tolist(), strict=True)
-        ]
-        self._n_placed += len(offsets)
-        if self._n_placed >= _RENEWED_AFTER and self._alignment > 1:
-            self._n_placed = 0
-            self.close_library()
-            self.open_library("r+")
-        return offsets
-
-    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
-        """See `Catalog`."""
-        with self.calls():
-            return self.chunks[name].place(self, numbers, nbytes, masks)
-
-    def finish(self) -> None:
-        """See `Catalog`. ValueError if a chunk has no place; RuntimeError if two have one."""
-        _ = self.library  # ValueError if that was done before
-        for chunks in self.chunks.values():
-            chunks.check_complete()
-        with self.calls():
-            self.close_library()
-        self._check_apart()
-        changes = self.ledger.changes()
-        with named(self.path):
-            self._file.finish(self.ledger.nbytes, changes)
-        try:
-            with self.finished(changes) as file:
-                for placed in self.chunks.values():
-                    placed.compare(file[placed.stored_name].id)
-        except (OSError, RuntimeError, KeyError) as error:
-            if isinstance(error, SourceError) and error.path == self.path:
-                raise
-            raise self.unread(error) from error
-        self._is_finished = True
-
-    @abc.abstractmethod
-    def finished(self, changes: list[Change]) -> AbstractContextManager[h5py.File]:
-        """The file as it will be, as HDF5 reads it. `changes` were given to `NewFile.finish` or `GrowingFile.finish`."""
-
-    def _check_apart(self) -> None:
-        stored = [chunks.stored() for chunks in self.chunks.values()] or [(np.zeros(0, np.int64),) * 2]
-        offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(some) for some in zip(*stored, strict=True)]
-        order = np.argsort(offsets)
-        starts, sizes = offsets[order], sizes[order]
-        clash = np.flatnonzero(starts[:-1] + sizes[:-1] > starts[1:])
-        if len(clash):
-            first, second = starts[clash[0] : clash[0] + 2].tolist()
-            raise RuntimeError(f"HDF5 gave the same bytes of '{self.path}' twice, at {first} and {second}")
-
-    def unread(self, error: Exception) -> SourceError:
-        """The error about a file that HDF5 cannot read."""
-        return SourceError(
-            f"the new file of '{self.path}' cannot be read by HDF5: {error}. What had this name before is as it was",
-            path=self.path,
-        )
-
-    def commit(self) -> None:
-        """See `Catalog`."""
-        if not self._is_finished:
-            raise ValueError("finish the catalog first")
-        self._file.publish()
-        self.abandon()
-
-    def abandon(self, *, keeps: bool = False) -> None:
-        """See `Catalog`."""
-        self.ledger.is_given_up = True
-        with suppress(OSError, RuntimeError):  # of HDF5, if metadata could not be read back
-            self.close_library()
-        self._file.discard()
-
-
-class Hdf5Catalog(LedgerCatalog):
-    """See `Catalog`."""
-
-    def __init__(self, sink: Hdf5Sink) -> None:
-        chunks = {
-            name: Hdf5PlacedChunks(sink.path, name, one.spec, sink.stored_names[name]) for name, one in sink.arrays.items()
-        }
-        early = [chunks[name] for name, one in sink.arrays.items() if not one.is_placed_by_root]
-        file = NewFile(sink.path, sink.mode)
-        super().__init__(sink.path, file, chunks, sink.alignment)
-        try:
-            with self.calls():
-                sink.describe(self.open_library("w", track_order=sink.is_netcdf or None))
-                for placed in early:
-                    placed.note(self.library[placed.stored_name].id)
-            _reserve(file, early)
-        except BaseException:
-            self.abandon()
-            raise
-        self.ticket = Ticket(file.temporary, {placed.name: Places.of(placed.offsets) for placed in early})
-
-    @contextmanager
-    def finished(self, changes: list[Change]) -> Iterator[h5py.File]:
-        """See `LedgerCatalog`."""
-        with open_explained(self.ticket.temporary) as file:
-            limit_cache(file)
-            yield file
-
-
 def _reserve(file: WritableFile, arrays: Sequence[Hdf5PlacedChunks]) -> None:
     """Have the file system reserve the space of arrays that have their places."""
     arrays = [placed for placed in arrays if placed.sizes.any()]
@@ -412,8 +395,8 @@ class Hdf5PlacedChunks(PlacedChunks):
         has_place = self.sizes > 0
         return (self.offsets, self.sizes) if np.all(has_place) else (self.offsets[has_place], self.sizes[has_place])
 
-    def place(self, catalog: LedgerCatalog, numbers: Any, nbytes: Any, masks: Any) -> Int64s:
-        """Have the library give places to chunks: see `Catalog.allocate`."""
+    def place(self, sink: LedgerSink, numbers: Any, nbytes: Any, masks: Any) -> Int64s:
+        """Have the library give places to chunks: see `Sink.allocate`."""
         which, sizes = self.checked(numbers, nbytes)
         kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
         order = np.argsort(which, kind="stable")  # the index of chunks is smaller, and faster, if they come in order
@@ -421,7 +404,7 @@ class Hdf5PlacedChunks(PlacedChunks):
         for at in range(0, len(which), _AT_ONCE):
             some = order[at : at + _AT_ONCE]
             starts = np.stack(np.unravel_index(which[some], self.grid), axis=-1) * self._chunks + self._origin
-            offsets[some] = catalog.place(self.stored_name, starts, sizes[some], kinds[some])
+            offsets[some] = sink.place(self.stored_name, starts, sizes[some], kinds[some])
         self._note(which, offsets, sizes, kinds)
         return offsets
 

@@ -24,9 +24,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.contract.array import ArrayInfo, Properties
+from shardload.formats.contract.array import ArrayInfo, Labels, Properties, check_request
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, index_in_parts, read_by_chunks
-from shardload.formats.contract.dtypes import check_request
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, open_chunks
 from shardload.formats.hdf5.filters import NAMES
@@ -34,9 +33,7 @@ from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.metadata import group_attrs_of, labels_of, properties_of
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, kept, swap_size, type_in_file
 from shardload.formats.hdf5.tiles import Opener, Tiles, find_boxes
-from shardload.formats.labels import Labels
-from shardload.planning.blocks import NEAR_NBYTES
-from shardload.planning.region import Region
+from shardload.planning.region import NEAR_NBYTES, Region
 from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.system.scratch import shared_scratch
 

@@ -28,7 +28,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo, native_dtype, refusal
 from shardload.formats.contract.chunk_reader import (
     ChunkReader,
     Encoded,
@@ -39,7 +39,6 @@ from shardload.formats.contract.chunk_reader import (
     read_by_chunks,
     region_of,
 )
-from shardload.formats.contract.dtypes import native_dtype, refusal
 from shardload.formats.contract.format import ChangedError, Source
 from shardload.formats.hdf5.chunks import fill_value
 from shardload.formats.hdf5.opened import OpenDataset, type_of_values

@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo, Properties
+from shardload.formats.contract.array import ArrayInfo, Labels, Properties
 from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.contract.format import Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
@@ -31,7 +31,6 @@ from shardload.formats.hdf5.filters import missing_filter
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, file_in_memory, file_of, image_of, kept
 from shardload.formats.hdf5.source import Hdf5Source, open_contiguous
-from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.objects import Ints, Ranges, StoredObject

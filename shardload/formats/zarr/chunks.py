@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import zarr
 
-from shardload.formats.codecs.chains import Chain
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.codecs.algorithms import Chain
+from shardload.formats.contract.array import ArrayInfo, native_dtype
 from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
-from shardload.formats.contract.dtypes import native_dtype
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, NotCovered, ZarrLayout, layout_of
 from shardload.formats.zarr.nodes import ArrayNode

@@ -18,19 +18,19 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.contract.dtypes import native_dtype, refusal
-from shardload.formats.sink import ArraySpec, Catalog, Compression, Growing, meaning_of
+from shardload.formats.contract.array import native_dtype, refusal
+from shardload.formats.sink import ArraySpec, Compression, Growing, meaning_of
 from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_of
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
 from shardload.formats.zarr.store import WatchedStore, open_store
-from shardload.planning.grid import unravel
+from shardload.planning.region import unravel
 from shardload.storage.changes import changed_meanwhile
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.new_folder import AddedFolder
@@ -183,8 +183,8 @@ class GrowthEncoder(ZarrEncoder, Growing):
         shape = self.begin(known, axis, self._per_file, n_new)
         fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
         packed = Compression(codec_of(document)) if layout.chain else None
-        spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, shards=layout.shards, compression=packed)
-        super().__init__(path, name, spec, document | {"shape": list(shape)}, layout, fill)
+        spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, layout.shards, packed, fill_value=fill)
+        super().__init__(path, name, spec, document | {"shape": list(shape)}, layout)
         self.old_document = document
 
     def beside(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -244,7 +244,7 @@ class GrowthSink(ZarrSink):
         self.folder = AddedFolder(path)
         self._short_keys = dict[str, str]()  # of metadata with the length of what stays, if rows are replaced
 
-    def create(self) -> Catalog:
+    def create(self) -> Self:
         """See `Sink`."""
         super().create()
         try:
@@ -278,7 +278,7 @@ class GrowthSink(ZarrSink):
         return seen
 
     def finish(self) -> None:
-        """See `Catalog`. The new metadata are beside the store too, but for their place."""
+        """See `Sink`. The new metadata are beside the store too, but for their place."""
         super().finish()
         with named(self.path):
             self._new_keys = self._put_documents("", {name: one.new_shape for name, one in self.arrays.items()})
@@ -300,10 +300,8 @@ class GrowthSink(ZarrSink):
             self.folder.put(keys[key], json.dumps(document, indent=2).encode())
         return keys
 
-    def commit(self) -> None:
-        """See `Catalog`. If rows are replaced, the store first has those alone that stay."""
-        if not self._is_finished:
-            raise ValueError("finish the catalog first")
+    def _publish(self) -> None:
+        """If rows are replaced, the store first has those alone that stay."""
         folder = self.folder
         with named(self.path):
             self._refuse_changed()

@@ -23,10 +23,9 @@ import numpy as np
 
 from shardload.errors import ConfigError, printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.codecs.algorithms import decode_byte_order, decode_crc32c
-from shardload.formats.codecs.chains import Stage, Step
+from shardload.formats.codecs.algorithms import Stage, Step, decode_byte_order, decode_crc32c
 from shardload.formats.codecs.table import BLOSC_CODES, BLOSC_SHUFFLES, ZARR_CODECS, Codec, Parameters
-from shardload.formats.contract.dtypes import native_dtype, refusal
+from shardload.formats.contract.array import native_dtype, refusal
 
 Json = dict[str, Any]
 Chain = Sequence[tuple[str, Mapping[str, Any]]]

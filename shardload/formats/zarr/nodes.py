@@ -23,16 +23,22 @@ import numcodecs
 import numcodecs.errors
 import numpy as np
 import zarr
+import zarr.dtype
 import zarr.errors
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.dtype.common import HasEndianness
 from zarr.core.metadata import ArrayV2Metadata, ArrayV3Metadata
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+from zarr.dtype import ZDType, data_type_registry
 
 from shardload.errors import printable
 from shardload.formats.codecs.algorithms import blosc_error, check_blosc
-from shardload.formats.contract.dtypes import is_added, refusal
+from shardload.formats.contract.array import is_added, refusal
 from shardload.formats.zarr.metadata import SURVIVED, Json, names_of
+
+if hasattr(zarr.errors, "DataTypeValidationError"):
+    NotThisTypeError = zarr.errors.DataTypeValidationError
+else:  # zarr 3.1.3
+    NotThisTypeError = zarr.dtype.DataTypeValidationError
 
 
 class UnknownCodecError(ValueError):
@@ -245,7 +251,7 @@ class _Added(ZDType[Any, Any]):
     @classmethod
     def from_native_dtype(cls, dtype: Any) -> Self:
         if type(dtype) is not cls.dtype_cls:
-            raise DataTypeValidationError(f"{dtype} is not {cls.dtype}")
+            raise NotThisTypeError(f"{dtype} is not {cls.dtype}")
         return cls() if dtype == cls.dtype else cls(**{"endianness": "big"})
 
     def to_native_dtype(self) -> Any:
@@ -259,7 +265,7 @@ class _Added(ZDType[Any, Any]):
     @classmethod
     def _from_json_v3(cls, data: Any) -> Self:
         if data != cls.dtype.name:
-            raise DataTypeValidationError(f"{data!r} is not {cls.dtype}")
+            raise NotThisTypeError(f"{data!r} is not {cls.dtype}")
         return cls()
 
     def to_json(self, zarr_format: Any) -> Any:

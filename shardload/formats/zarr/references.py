@@ -26,9 +26,8 @@ import zstandard
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
 from shardload.storage.leftovers import METADATA, ROOTS
-from shardload.storage.local import LocalFile, LocalFolder, state_of
+from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, state_of
 from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 

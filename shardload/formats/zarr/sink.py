@@ -1,8 +1,8 @@
 """How is a Zarr store written by many processes? Each puts whole chunk files, or chunks into shard files; metadata comes last.
 
 1. Without shards a chunk is a file of its own: nobody is asked where it goes.
-2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the
-   index behind the last one, with its CRC-32C.
+2. The chunks of a shard are encoded by anyone. The rank that created the store gives each its offset by a running sum, and at
+   the end writes the index behind the last one, with its CRC-32C.
 3. The store is a folder with a temporary name, or at its URL, without metadata. `ZarrSink.finish` writes that of the arrays,
    then that of the groups, the root's last.
 """
@@ -16,32 +16,29 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import google_crc32c
 import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.codecs.chains import EncodeChain
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
-from shardload.formats.contract.dtypes import dtype_text, is_added
+from shardload.formats.contract.array import dtype_text, is_added
 from shardload.formats.sink import (
     ArraySpec,
-    Catalog,
     Compression,
     Decode,
     Encoder,
     PlacedChunks,
     Places,
     Sink,
-    Stored,
     Ticket,
     Writer,
     with_dims,
 )
 from shardload.formats.zarr.metadata import INDEX_CODECS, Json, ZarrLayout, codec_of, options_of
-from shardload.planning.grid import unravel
+from shardload.planning.region import unravel
 from shardload.storage.leftovers import METADATA
 from shardload.storage.new_folder import NewFolder, NewRemoteFolder
 from shardload.storage.objects import ObjectFolder, WritableFolder
@@ -60,20 +57,16 @@ _NAMES = {3: ("gzip", "zstd", "blosc"), 2: ("gzip", "zstd", "blosc", "lz4")}  # 
 class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
-        is_placed_by_root = layout.per_shard is not None
-        super().__init__(path, name, spec, f"Zarr v{layout.version}", codec_of(document), is_placed_by_root=is_placed_by_root)
+    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout) -> None:
+        is_sharded, kind = layout.per_shard is not None, f"Zarr v{layout.version}"
+        super().__init__(path, name, spec, kind, codec_of(document), layout.steps, is_placed_by_root=is_sharded)
         self.document, self.layout = document, layout
-        self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
 
     @classmethod
     def new(cls, path: str, name: str, spec: ArraySpec, version: int) -> ZarrEncoder:
         """That of a new array."""
         document = document_of(name, spec, version)
-        return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype), fill_of(spec))
-
-    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        return Stored(self._chain.encode(values))
+        return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype))
 
     def shard_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """The shard of a chunk; the chunk's own position if there are no shards."""
@@ -91,8 +84,8 @@ class ZarrEncoder(Encoder):
         return os.path.join(self.name.strip("/"), self.layout.key(self.shard_of(unravel(number, self.spec.grid))))
 
 
-class ZarrSink(Sink, Catalog):
-    """A new Zarr store in a folder. On the rank that calls `create` it is the catalog, too.
+class ZarrSink(Sink):
+    """A new Zarr store in a folder.
 
     Parameters
     ----------
@@ -117,7 +110,7 @@ class ZarrSink(Sink, Catalog):
     Attributes
     ----------
     folder : WritableFolder
-        That of the rank with the catalog.
+        That of the rank that creates it.
     taken_up : set of str
         The keys of what another job has left, with which this one goes on.
     """
@@ -218,9 +211,9 @@ class ZarrSink(Sink, Catalog):
         """See `Sink`."""
         return self.arrays[name].key_of(number)
 
-    # --- as the catalog
+    # --- on the rank that creates it
 
-    def create(self) -> Catalog:
+    def create(self) -> Self:
         """See `Sink`."""
         with named(self.path):
             address = self.folder.create()
@@ -230,13 +223,13 @@ class ZarrSink(Sink, Catalog):
         return self
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
-        """See `Catalog`."""
+        """See `Sink`."""
         return self._shards[name].allocate(numbers, nbytes)
 
     def finish(self) -> None:
-        """See `Catalog`."""
+        """See `Sink`."""
         if self._is_finished:
-            raise ValueError("the catalog is finished")
+            raise ValueError(f"'{self.path}' is finished")
         with named(self.path):
             for name in self.arrays:
                 if name in self._shards:
@@ -269,14 +262,11 @@ class ZarrSink(Sink, Catalog):
         if n_here != n:
             raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
 
-    def commit(self) -> None:
-        """See `Catalog`."""
-        if not self._is_finished:
-            raise ValueError("finish the catalog first")
+    def _publish(self) -> None:
         self.folder.publish()
 
     def abandon(self, *, keeps: bool = False) -> None:
-        """See `Catalog`."""
+        """See `Sink`."""
         self.folder.discard(keeps=keeps)
 
     def documents(self) -> Iterator[tuple[str, Any]]:
@@ -400,11 +390,6 @@ def document_of(name: str, spec: ArraySpec, version: int) -> Json:
     return (_document_2 if version == 2 else _document_3)(name, spec, chunks)
 
 
-def fill_of(spec: ArraySpec) -> Any:
-    """The value of elements that are not stored."""
-    return np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
-
-
 def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
     codecs: list[Json] = [{"name": "bytes"}]
     if spec.dtype.itemsize > 1:
@@ -430,7 +415,7 @@ def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
         "data_type": spec.dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.shards or chunks)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": _fill(fill_of(spec)),
+        "fill_value": _fill(spec.fill),
         "codecs": codecs,
         "attributes": plain_attrs(name, spec.attrs),
         "dimension_names": list(spec.dims or ()),

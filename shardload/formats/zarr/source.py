@@ -32,11 +32,25 @@ import zarr.buffer
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs.table import ZARR_CODECS, compression_told
-from shardload.formats.contract.array import MOST_KEPT, TOLD, ArrayInfo, Properties, group_info, json_value, some
+from shardload.formats.contract.array import (
+    MOST_KEPT,
+    TOLD,
+    ArrayInfo,
+    Coordinate,
+    Labels,
+    Properties,
+    check_request,
+    group_info,
+    is_added,
+    json_value,
+    names_in,
+    native_dtype,
+    refusal,
+    some,
+    unaddressable,
+)
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, chunks_met, index_in_parts, read_by_chunks
-from shardload.formats.contract.dtypes import check_request, is_added, native_dtype, refusal, unaddressable
 from shardload.formats.contract.format import Format, OpenFile, Source
-from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.metadata import (
     codec_of,

@@ -33,8 +33,7 @@ from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, parse_node
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
-from shardload.storage.containment import TARGET_HINT, Fence, OutsideError
-from shardload.storage.local import LocalFolder, state_of
+from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, OutsideError, state_of
 from shardload.storage.objects import NoListingError, ObjectFolder
 from shardload.storage.remote import RemoteFolder, is_remote, open_remote, without_secrets
 

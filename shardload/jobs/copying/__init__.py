@@ -1,4 +1,4 @@
 """How does a file become one in another layout or format, without a device?
 
-`request` says what, `plan` in which slabs, and `copy` reads these, and has them written by a `FileTarget`.
+`request` says what; `copy` plans in which slabs, reads these, and has them written by a `FileTarget`.
 """

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
@@ -25,10 +25,10 @@ from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xar
 from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options
-from shardload.planning.blocks import growing_chunks
 from shardload.planning.region import Region
+from shardload.planning.saving import growing_chunks
+from shardload.planning.schedule import SourceLayout
 from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
-from shardload.planning.source_layout import SourceLayout
 from shardload.storage.remote import without_secrets
 from shardload.values.dates import has_dates, in_numbers
 

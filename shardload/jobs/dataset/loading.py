@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardload.arrays.padding import loaded_as
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, LeftOutWarning
 from shardload.formats.concatenation import Concatenation

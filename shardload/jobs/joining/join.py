@@ -23,7 +23,7 @@ from shardload.formats.saving import SUFFIXES, format_for
 from shardload.jobs.joining.parts import JoinedParts
 from shardload.jobs.joining.request import JoinReport, PartsRequest
 from shardload.options import OPTIONS, TIMEOUT, Progress
-from shardload.storage.containment import Fence
+from shardload.storage.local import Fence
 from shardload.system.caller import warn_once
 from shardload.units import counted
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.errors import ConfigError
 from shardload.options import TIMEOUT
 from shardload.units import PrintedReport, counted, format_nbytes

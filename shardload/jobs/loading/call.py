@@ -19,23 +19,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import check_sent
 from shardload.engine.call import Call, begin_call, unforeseen
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand
 from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
-from shardload.formats.labels import Labels, OnDemand
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_names, check_unchanged
@@ -44,20 +43,18 @@ from shardload.jobs.loading.execution import Loader, LoadResult, execute
 from shardload.jobs.loading.plan import Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of, staging_together
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
-from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, keys_text, naming_errors, where_text
+from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors, where_text
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
 from shardload.planning.selection import (
     Selection,
-    is_by_name,
     named_coordinates,
     needs_coordinates,
 )
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait
-from shardload.system.interruption import let_interruption_pass
 
 SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
@@ -272,38 +269,30 @@ class LoadCall:
         is_read = self.kind == "load" and options.readers == AUTO
         how = (replace(tuning, **caps) if is_read else None, most_nbytes, not self.tree.is_single)
         with Finder(options.access, *how, tells=True) as finder:
-            return packed(self._find_all(finder))
+            return pickle.dumps(self._find_all(finder), protocol=5)  # with fewer copies of values
 
     def _labeller(self, finder: Finder) -> Labeller | None:
         """What reads names of axes, and coordinates, if a selection needs them."""
         selections = [*(request.options.select for request in self.requests), self._given.get("select")]
         room = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        is_named = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
+        is_named = any(isinstance(select, Mapping) for select in selections)
+        is_named = is_named or any(request.by_name is not None for request in self.requests)
         return Labeller(finder, room, named_coordinates(selections)) if is_named else None
 
     def _find_all(self, finder: Finder) -> Any:
-        """What was found of each place. Of an array: its metadata, its values (None: they are not sent) with the state of the
-        file in which they were read, and the region of which they are, if that is not all of it.
-        """
+        """What was found of each place: a `FoundArray`, or of a pattern all of them, and what is left out."""
         found = list[Any]()
         labeller = self._labeller(finder)
-
-        def find_one(place: Place, request: Request) -> Any:
-            if not place.is_pattern:
-                return _sent(
-                    finder.find(place.path, place.dataset, partial(_look, labeller, place.path, request.options.select))
-                )
-            below, left_out = finder.find_below(place.path, place.group)
-            if labeller is not None:
-                below = [array._replace(info=labeller.label(place.path, array.info)) for array in below]
-            return {"all": list(map(_sent, below)), "left_out": left_out}
-
         for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
-            try:
-                found.append(find_one(place, request))
-            except Exception:  # a context around each array would take longer
-                with naming_errors(where_text(keys)):
-                    raise
+            with naming_errors(where_text(keys)):
+                if not place.is_pattern:
+                    look = partial(_look, labeller, place.path, request.options.select)
+                    found.append(finder.find(place.path, place.dataset, look))
+                    continue
+                below, left_out = finder.find_below(place.path, place.group)
+                if labeller is not None:
+                    below = [array._replace(info=labeller.label(place.path, array.info)) for array in below]
+                found.append({"all": below, "left_out": left_out})
         for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
             check_unchanged(f"'{path}'", before, now, path, "")
         return found
@@ -312,11 +301,11 @@ class LoadCall:
 
     def make(self, told: Any) -> list[ArrayLoad]:
         """Plan all arrays from their metadata."""
-        found = unpacked(told)
+        found = pickle.loads(told)  # of this job's rank 0, never of a file
         if self.tree.has_patterns:
             found = self._grow(found)
         if self.tree.is_single:
-            return [self._plan_found(self.requests[0], self.tree.places[0], "", found[0])]
+            return [self.plan_file(self.requests[0], self.tree.places[0], "", found[0])]
         self._tuning = self._tuning.for_many(len(found))
         if any(request.by_name for request in self.requests):
             self._check_names([info.dims for info, *_ in found])
@@ -324,15 +313,11 @@ class LoadCall:
         for k, (request, place, keys) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
             where = where_text(keys)
             try:
-                loads.append(self._plan_found(request, place, where, found[k]))
-            except Exception as error:
-                let_interruption_pass(error)
-                named = in_array(where, error)
-                if isinstance(named, ConfigError):
-                    self._explain(named, k, found[k][0])
-                if named is error:
-                    raise
-                raise named from error
+                with naming_errors(where):
+                    loads.append(self.plan_file(request, place, where, found[k]))
+            except ConfigError as error:
+                self._explain(error, k, found[k].info)
+                raise
         if len(loads) == 1:
             return loads
         request = self.requests[0]
@@ -343,31 +328,15 @@ class LoadCall:
             loads = [load if load.plan is plan else replace(load, plan=plan) for load, plan in pairs]
         return share_staging(request, ranks, loads)
 
-    def _plan_found(self, request: Request, place: Place, where: str, found: Any) -> ArrayLoad:
-        """Plan the load of an array of which `find` told this."""
-        info, values, state, part = found
-        if values is None:
-            return self.plan_file(request, info, place.path, None, where)
-        source = MemorySource(values, info, state, None if part is None else part.start)
-        return self.plan_file(request, info, source, place.path, where)
-
-    def plan_file(self, request: Request, info: ArrayInfo, handle: Any, origin: Any = None, where: str = "") -> ArrayLoad:
-        """Plan the load of an array in a file. Arrays of a kind share a plan.
-
-        Parameters
-        ----------
-        request : Request
-            What is asked of it.
-        info : ArrayInfo
-            Its metadata.
-        handle, origin, where : object
-            As in `ArrayLoad`.
-        """
-        options, is_sent = request.options, origin is not None
+    def plan_file(self, request: Request, place: Place, where: str, found: FoundArray) -> ArrayLoad:
+        """Plan the load of an array that `find` has found. Arrays of a kind share a plan."""
+        options, info, is_sent = request.options, found.info, found.values is not None
+        begin = None if found.region is None else found.region.start
+        values = MemorySource(found.values, info, found.read_in, begin) if found.values is not None else None
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
-        if is_by_name(options.select):
+        if isinstance(options.select, Mapping):
             kind = (*kind, selection_of(options.select, info))
         key = (id(request), is_sent, None if request.by_name is None else info.dims, *kind)
         if key not in self._planned:
@@ -378,9 +347,9 @@ class LoadCall:
             if options.staging_nbytes != plan.staging_nbytes:
                 options = replace(options, staging=plan.staging_nbytes)
             self._planned[key] = plan, options
-            return ArrayLoad(plan, options, handle, origin, where)
+            return ArrayLoad(plan, options, place.path, values, where)
         plan, options = self._planned[key]
-        return ArrayLoad(replace(plan, info=info), options, handle, origin, where)
+        return ArrayLoad(replace(plan, info=info), options, place.path, values, where)
 
     def _check_names(self, dims: Sequence[Sequence[str | None]]) -> None:
         """ConfigError if a spec by names of axes has one that no array has. `dims` are those of each array."""
@@ -500,33 +469,6 @@ def _look(
         return info, selection_of(select, info).region
     except ConfigError:
         return info, None
-
-
-def _sent(found: FoundArray) -> tuple[Any, ...]:
-    """What the other ranks are told of an array."""
-    info, values, region, state = found
-    if values is None:
-        return info, None, None, None
-    shape = info.shape if region is None else region.shape
-    return info, np.ndarray(shape, info.dtype, values), state, region
-
-
-def packed(found: Any) -> bytes:
-    """What one rank has found as a message: the values of arrays lie behind the rest."""
-    buffers = list[pickle.PickleBuffer]()
-    text = pickle.dumps(found, protocol=5, buffer_callback=buffers.append)
-    parts = [memoryview(text), *(buffer.raw() for buffer in buffers)]
-    return b"".join([np.array([len(parts), *map(len, parts)], dtype=np.int64).tobytes(), *parts])
-
-
-def unpacked(told: Any) -> Any:
-    """The inverse of `packed`: arrays are views of the message, which is from a rank of this job, never from a file."""
-    whole = memoryview(told)
-    n_parts = int(np.frombuffer(whole[:8], dtype=np.int64)[0])
-    sizes = np.frombuffer(whole[8 : 8 + 8 * n_parts], dtype=np.int64)
-    ends = np.cumsum([8 + 8 * n_parts, *sizes]).tolist()
-    text, *buffers = (whole[start:stop] for start, stop in pairwise(ends))
-    return pickle.loads(text, buffers=buffers)
 
 
 def describe_path(path: Any) -> str:

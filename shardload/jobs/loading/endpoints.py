@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,12 +25,9 @@ from shardload.engine.file_source import FileSource, OpenArray
 from shardload.engine.session import Round, Session
 from shardload.errors import StallError, printable
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.dtypes import settle_bools
+from shardload.formats.contract.array import ArrayInfo, OnDemand, settle_bools
 from shardload.formats.contract.format import OpenFile, Source
-from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import file_of, open_file, open_source
-from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import (
     State,
     as_planned,
@@ -68,9 +65,10 @@ class ArrayLoad:
     options : Options
         Its options.
     handle : object
-        A path, an open array, or a source in memory (None on the ranks that do not have it).
-    origin : object
-        The path that opens the file, if `handle` is a source that has the values already.
+        A path, or an open array; None of a `scatter`.
+    values : MemorySource or None
+        The values, where they are in memory already: of a small array, which came with the metadata, on every rank; of a
+        `scatter` on the root.
     where : str
         Which array of a tree it is, for messages: ``"array ['gas']"``; empty if it is the only one.
     """
@@ -78,7 +76,7 @@ class ArrayLoad:
     plan: Plan
     options: Options
     handle: Any
-    origin: Any = None
+    values: Any = None
     where: str = ""
 
     @property
@@ -112,23 +110,23 @@ class ArrayLoad:
     @property
     def is_here(self) -> bool:
         """True if every rank has all values in memory, as they are to be loaded: they came with the metadata."""
-        return self.origin is not None and not self.layout.source.casts
+        return self.handle is not None and self.values is not None and not self.layout.source.casts
 
     @property
     def read_in(self) -> State:
         """The state of the file in which values that are in memory already were read; None if that is not known."""
-        return self.handle.read_in if self.origin is not None else None
+        return None if self.values is None else self.values.read_in
 
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""
         source_layout = self.layout.source
-        with closing(self.open_source(self.handle)) as source:
+        with closing(self.open_source()) as source:
             chunks = source_layout.chunks if source_layout.has_chunks else None
             return contents_of(source, self.handle, source_layout.selection, chunks)
 
-    def open_source(self, handle: Any, access: Access | None = None) -> Source:
-        """Open the array by a path or object. Raises as `as_planned`."""
-        return self.as_planned(open_source(handle, self.info.dataset, access or self.options.access, self.info))
+    def open_source(self, access: Access | None = None) -> Source:
+        """Open the array by its handle. Raises as `as_planned`."""
+        return self.as_planned(open_source(self.handle, self.info.dataset, access or self.options.access, self.info))
 
     def as_planned(self, source: Source) -> Source:
         """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
@@ -141,16 +139,6 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
         ArrayMove(k, load.layout.schedule, load.plan.dtype, load.name if len(loads) > 1 else "", load.named)
         for k, load in enumerate(loads)
     ]
-
-
-def _each(items: Iterable[Any], do: Callable[[Any], None]) -> None:
-    """Do something for each load, or each item that has one. An error names its array."""
-    for item in items:
-        try:
-            do(item)
-        except Exception:  # a context around each call would take longer than some of the calls
-            with getattr(item, "load", item).naming_errors():
-                raise
 
 
 # --- where values come from
@@ -174,36 +162,33 @@ class OpenSources:
 
     def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
         self._opened = opened
-        keys = (self._file_of(load, handle) for load in loads for handle in (load.handle, load.origin))
-        self._n = Counter(key for key in keys if key is not None)
+        self._n = Counter(key for key in map(self._file_of, loads) if key is not None)
         self._files: dict[Any, OpenFile] = {}
         self.states: dict[str, State] = {}
 
     @staticmethod
-    def _file_of(load: ArrayLoad, handle: Any) -> Any:
+    def _file_of(load: ArrayLoad) -> Any:
         """A key that is equal for arrays of one file; None if the array is not in a file that is opened here.
 
         What `access` has must be of the call: arrays with other values would open their file twice.
         """
-        is_path = isinstance(handle, (str, os.PathLike)) and not is_open(handle)
-        return (file_of(os.fspath(handle)), load.options.access) if is_path else None
+        is_path = isinstance(load.handle, (str, os.PathLike))
+        return (file_of(os.fspath(load.handle)), load.options.access) if is_path else None
 
     def open(self, load: ArrayLoad) -> Source:
         """Open the source of an array. Raises SourceError if its shape, dtype or chunks differ from the plan's."""
-        if isinstance(load.handle, MemorySource):
-            return load.handle
-        return self.open_again(load, load.handle)
+        return self.open_again(load) if load.values is None else load.values
 
-    def open_again(self, load: ArrayLoad, handle: Any) -> Source:
-        """Open the source of an array by `handle`, also if its values are in memory already."""
-        key, access = self._file_of(load, handle), load.options.access.shared_by(len(self._n))
+    def open_again(self, load: ArrayLoad) -> Source:
+        """Open the source of an array by its handle, also if its values are in memory already."""
+        key, access = self._file_of(load), load.options.access.shared_by(len(self._n))
         if key is None or self._n[key] == 1:
-            source = load.open_source(handle, access)
+            source = load.open_source(access)
             self._opened.push(partial(_close, source))
             return source
         file = self._files.get(key)
         if file is None:
-            file = self._files[key] = open_file(handle, access, load.info)
+            file = self._files[key] = open_file(load.handle, access, load.info)
             self._opened.push(partial(_close, file))
             self.states[load.info.path] = file.state()
         source = load.as_planned(file.open(load.info.dataset, load.info))
@@ -251,29 +236,25 @@ class LoadSource(FileSource):
         arrays: list[OpenArray] = []
         compared: list[tuple[ArrayLoad, Source, State]] = []  # in the end, with how they were
 
-        def open_one(load: ArrayLoad) -> None:
+        for k, load in enumerate(loads):
             layout, info, source = load.layout, load.info, None
-            if layout.schedule.is_owner(rank):
-                source = sources.open(load)
-                state = self.contents[len(arrays)] = source.opened_in()
-                if is_compared(info.path, rank, layout.schedule.first_reader):
-                    compared.append((load, source, state))
-                # The labels are there if a selection by names was looked up in them.
-                labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
-                check_names(load.name, None if labels is None else labels.read_in, state, info.path, info.dataset)
-            if load.is_open:
-                self.contents[len(arrays)] = load.contents()
+            with load.naming_errors():
+                if layout.schedule.is_owner(rank):
+                    source = sources.open(load)
+                    state = self.contents[k] = source.opened_in()
+                    if is_compared(info.path, rank, layout.schedule.first_reader):
+                        compared.append((load, source, state))
+                    # The labels are there if a selection by names was looked up in them.
+                    labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
+                    check_names(load.name, None if labels is None else labels.read_in, state, info.path, info.dataset)
+                if load.is_open:
+                    self.contents[k] = load.contents()
             arrays.append(OpenArray(info, source, layout.source, layout.schedule, layout.decoding))
-
-        def check_small(load: ArrayLoad) -> None:
-            """Raise SourceError if one rank has read a small array in another file than the one that is open here."""
-            info, handle = load.info, load.handle
-            if isinstance(handle, MemorySource) and info.path in sources.states:
-                check_same_file(load.name, handle.read_in, sources.states[info.path], info.path, info.dataset)
-
-        _each(loads, open_one)
         self.files = sources.states
-        _each(loads, check_small)
+        for load in loads:  # one rank may have read a small array in another file than the one that is open here
+            if load.values is not None and load.info.path in self.files:
+                with load.naming_errors():
+                    check_same_file(load.name, load.read_in, self.files[load.info.path], load.info.path, load.info.dataset)
         opened.push(partial(_check_unchanged, compared))
         return arrays
 
@@ -332,7 +313,7 @@ class ShardedArray:
 
     def fill(self) -> None:
         """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""
-        layout, source, counters = self.load.layout, self.load.handle, self.counters
+        layout, source, counters = self.load.layout, self.load.values, self.counters
         started = time.perf_counter()
         whole = Region.whole(self.load.plan.shape)
         for piece in self.pieces.sections.values():
@@ -387,8 +368,10 @@ class DeviceTarget:
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """See `TargetEndpoint`. All pieces are allocated at once: the memory of an earlier load is then used again."""
-        rooms = iter(empty_pieces([array.wanted for array in self.arrays]))
-        _each(self.arrays, lambda array: array.make_room(next(rooms)))
+        rooms = empty_pieces([array.wanted for array in self.arrays])
+        for array, room in zip(self.arrays, rooms, strict=True):
+            with array.load.naming_errors():
+                array.make_room(room)
         for move in moves:
             array = self.arrays[move.array]
             move.targets, move.on_complete = array.pieces.sections, array.start_early
@@ -396,17 +379,15 @@ class DeviceTarget:
     def fill(self, session: Session) -> None:
         """Make the arrays of values that every process has already: nothing moves."""
         self.make_room(())
-
-        def fill(array: ShardedArray) -> None:
-            array.fill()
-            array.assemble()
+        for array in self.arrays:
+            with array.load.naming_errors():
+                array.fill()
+                array.assemble()
             if session.on_progress is not None:
                 session.on_progress(array.nbytes)
 
-        _each(self.arrays, fill)
-
     def take(self, round_: Round) -> None:
         """See `TargetEndpoint`."""
-        if not self._errors:
-            with self._errors:
-                _each(self.arrays, ShardedArray.assemble)
+        for array in self.arrays if not self._errors else ():
+            with self._errors, array.load.naming_errors():
+                array.assemble()

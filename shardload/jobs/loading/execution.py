@@ -24,16 +24,14 @@ import numpy as np
 
 from shardload.arrays.padding import loaded_as
 from shardload.arrays.verification import ShardFindings, Verifier, VerifyReport, agree_all
-from shardload.comm.agreement import Invocation
-from shardload.comm.group import Group
+from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import ConfigError, PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, OpenSources, moves_of
-from shardload.jobs.loading.plan import staging_of
-from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, phases_of
+from shardload.jobs.loading.plan import ArrayReport, LoadReport, Phase, join_proven, phases_of, staging_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
 from shardload.options import INDEX, Options
@@ -43,8 +41,7 @@ from shardload.planning.tuning import Tuning
 from shardload.storage.remote import Counts, counts
 from shardload.system.caller import warn_once
 from shardload.system.interruption import FirstError
-from shardload.transfer.counters import Counters
-from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
+from shardload.transfer.counters import Counters, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.values.decoding import packed_by
 
 _log = logging.getLogger("shardload")
@@ -199,8 +196,7 @@ class Loader:
         with ExitStack() as opened:
             sources = OpenSources(self._loads, opened)
             for load, array, pieces_of_load in zip(self._loads, arrays, pieces, strict=True):
-                layout, handle = load.layout, load.handle if load.origin is None else load.origin
-                again = partial(sources.open_again, load, handle)
+                layout, again = load.layout, partial(sources.open_again, load)
                 how = (load.name, layout.schedule, layout.source, layout.decoding, load.options, seed, again)
                 with load.naming_errors():
                     checked.append(Verifier(*how).check(array, self._group.rank, pieces_of_load))

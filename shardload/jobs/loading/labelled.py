@@ -15,8 +15,7 @@ import numpy as np
 
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.contract.array import ArrayInfo, some
-from shardload.formats.labels import Labels, Note, OnDemand, names_in
+from shardload.formats.contract.array import ArrayInfo, Labels, Note, OnDemand, names_in, some
 from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.trees import Where, node_of, rebuilt, text_of

@@ -26,13 +26,11 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, plan_blocks, plan_row_chunks
 from shardload.planning.cost import Cost, choose_mode, count_readers
-from shardload.planning.grid import Grid
-from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, plan_direct, plan_shared
-from shardload.planning.selection import Between, Near, Selection, is_by_name, name_axes, select_axes
+from shardload.planning.region import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
+from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
+from shardload.planning.selection import Between, Near, Selection, name_axes, select_axes
 from shardload.planning.shards import Shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
@@ -102,7 +100,7 @@ def max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) 
 def selection_of(select: Any, info: ArrayInfo) -> Selection:
     """The elements that a selection means in an array. ConfigError if the array has no such elements."""
     try:
-        return select_axes(_index_of(select, info) if is_by_name(select) else select, info.shape, info.dims)
+        return select_axes(_index_of(select, info) if isinstance(select, Mapping) else select, info.shape, info.dims)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
 

@@ -26,8 +26,7 @@ from shardload.comm.group import Group
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
-from shardload.formats.contract.array import some
-from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.array import native_dtype, some
 from shardload.formats.contract.format import Source, open_alone
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import HOW_TO_GROW, Growing, Sink

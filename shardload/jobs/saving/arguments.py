@@ -18,10 +18,9 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, extent_of, loaded_as, padded_like
 from shardload.arrays.sharding import describe_sharding
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.errors import ConfigError
-from shardload.formats.contract.array import some
-from shardload.formats.contract.dtypes import dtype_text, refusal
+from shardload.formats.contract.array import dtype_text, refusal, some
 from shardload.formats.saving import check_target, format_for
 from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan, TreePlan

@@ -16,20 +16,19 @@ from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import RATE, check_sent
 from shardload.errors import ConfigError
-from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.dtypes import native_dtype
+from shardload.formats.contract.array import ArrayInfo, native_dtype
 from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink, unopened_by_xarray
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.jobs.saving.like import Model, apply_like
 from shardload.options import AUTO
-from shardload.planning.blocks import plan_chunks
 from shardload.planning.saving import (
     StoredArray,
     WriteLayout,
     least_save_memory,
     plan_array,
+    plan_chunks,
     plan_save_memory,
     plan_save_rounds,
 )

@@ -10,15 +10,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 (see `_wait_at_exit`)
 import itertools
 import logging
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -29,24 +31,25 @@ from shardload.comm.mpi import check_threads
 from shardload.engine.call import begin_request, watched
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session, shared_nbytes
-from shardload.errors import ConfigError, LeftOutWarning, PaddingWarning, ShardloadWarning
+from shardload.errors import ConfigError, LeftOutWarning, PaddingWarning, ShardloadError, ShardloadWarning
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveRequest
-from shardload.jobs.saving.background import BackgroundSave, wait_for_unfinished
 from shardload.jobs.saving.like import read_like
 from shardload.jobs.saving.plan import SavePlan, plan_file
 from shardload.options import INDEX
-from shardload.planning.blocks import aligned
-from shardload.planning.region import Region
+from shardload.planning.region import Region, aligned
 from shardload.planning.saving import count_packs, part_nbytes
 from shardload.planning.staging import Item, Staging
 from shardload.planning.tuning import default_tuning
 from shardload.system.caller import warn_once
+from shardload.system.garbage import let_go
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _log = logging.getLogger("shardload")
+
+_unfinished: list[BackgroundSave] = []  # and those that have failed without a `wait`
 
 Array = np.ndarray[Any, Any]
 
@@ -182,6 +185,92 @@ def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveRepor
                 own.free()
 
         return BackgroundSave(plan.path, own.rank, write)
+
+
+if TYPE_CHECKING:
+    from shardload.jobs.saving.save import SaveReport
+
+
+class BackgroundSave:
+    """A save that goes on while the program computes, as `save(..., background=True)` returns it.
+
+    Parameters
+    ----------
+    path : str
+        The new file.
+    rank : int
+        This rank. Rank 0 logs an error at once, for the case that nobody waits.
+    write : callable
+        Saves, and returns the report. It calls the function that it gets when it needs the arrays no longer.
+    """
+
+    def __init__(self, path: str, rank: int, write: Callable[[Callable[[], None]], SaveReport]) -> None:
+        self.path, self._rank = path, rank
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._are_copied = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="shardload-save")
+        _unfinished.append(self)
+        _wait_at_exit()
+        self._thread.start()
+        self._are_copied.wait()
+
+    def _run(self, write: Callable[[Callable[[], None]], SaveReport]) -> None:
+        try:
+            self._report = write(self._are_copied.set)
+        except BaseException as error:
+            let_go(error)
+            self._error = error
+            _log.log(
+                logging.DEBUG if self._rank else logging.ERROR,
+                "the save of '%s' in the background failed: %s",
+                self.path,
+                error,
+            )
+        finally:
+            self._are_copied.set()
+
+    @property
+    def is_done(self) -> bool:
+        """True if the file is there, or the save has failed. Collective: no; ranks may see it at different times."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> SaveReport:
+        """Wait until the file is there, and return the report; or raise the error of the save, which all ranks get.
+
+        Collective: no. A rank that never calls it takes part in the save all the same.
+        """
+        self._thread.join()
+        if self in _unfinished:
+            _unfinished.remove(self)
+        if self._report is None:
+            raise self._error or ShardloadError("the save has ended without a report")
+        return self._report
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_done else "going on"
+        return f"<BackgroundSave of {self.path!r}: {'failed' if self._error is not None else state}>"
+
+
+@cache
+def _wait_at_exit() -> None:
+    """Let the end of the program wait for the threads, while Python still gives out threads and executors: zarr takes them.
+
+    Python waits for a thread that is no daemon, and calls what `atexit` has, only after it has closed its executors. Of what is
+    registered here the last is called first: before `concurrent.futures.thread`, which registers itself when it is imported.
+    """
+    threading._register_atexit(_join_all)  # type: ignore[attr-defined]
+
+
+def _join_all() -> None:
+    for save in list(_unfinished):
+        save._thread.join()
+
+
+def wait_for_unfinished() -> None:
+    """Wait for the saves in the background. Raises the error of one that failed, if nobody has seen it."""
+    for save in list(_unfinished):
+        save.wait()
 
 
 class Saving:

@@ -1,6 +1,7 @@
 """What are the two ends of a stream?
 
-A `StreamSource` keeps files open, and a `BatchTarget` makes batches of the steps that came.
+A `StreamSource` keeps files open, and a `BatchTarget` makes batches of the steps that came. A step that has one place, in a
+batch that comes soon, is read straight into it (`StreamPlan.in_place`); others wait in `Steps`, from which they are copied.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
-from shardload.transfer.counters import Counters
-from shardload.transfer.missing import describe_missing, settle_missing
+from shardload.transfer.counters import Counters, describe_missing, settle_missing
 from shardload.transfer.moves import ArrayMove
 
 Array = np.ndarray[Any, Any]
@@ -182,18 +182,34 @@ class BatchTarget:
     def __init__(self, plan: StreamPlan, rank: int) -> None:
         self._plan, self._rank = plan, rank
         self._shards = [_shards_of(plan, leaf, rank) for leaf in plan.leaves]
+        self._pieces: dict[tuple[EpochRounds, int, int, int], Array] = {}  # by epoch, batch, leaf and shard: read in place
         self._steps: dict[_Key, Steps] = {}
         self._ends: dict[tuple[EpochRounds, int], list[tuple[_Key, int]]] = {}
 
-    def make_room(self, moves: Sequence[ArrayMove]) -> None:
+    def make_room(self, moves: Sequence[Any]) -> None:
         """See `TargetEndpoint`."""
         for move in moves:
-            targets = {number: move.flow.target(number) for number in move.flow.targets(self._rank)}
-            move.targets = {
-                number: Piece(region, np.empty(region.shape, dtype=move.dtype))
-                for number, region in targets.items()
-                if region is not None
-            }
+            move.targets = {}
+            for cut, flow in enumerate(move.flows):
+                for shard, run in flow.runs_held_by(self._rank):
+                    number = flow.number(shard, run)
+                    region = flow.target(number)
+                    if region is not None:
+                        room = self._room(move, cut, shard, run, region.shape)
+                        move.targets[move.batches.number(cut, number)] = Piece(region, room)
+
+    def _room(self, move: Any, cut: int, shard_number: int, run: int, shape: tuple[int, ...]) -> Array:
+        """Memory for a run of steps of a shard."""
+        leaf = self._plan.in_place.get((move.array, cut))
+        if leaf is None:
+            return np.empty(shape, dtype=move.dtype)
+        n, last = shape[move.of.schedule.axis], int(move.flows[cut].runs.last[run])
+        batch, slot = divmod(last + 1 - n, self._plan.batch)
+        shard, key = self._shards[leaf][shard_number], (move.epoch, batch, leaf, shard_number)
+        if key not in self._pieces:
+            self._pieces[key] = self._new_piece(leaf, shard, move.epoch, batch)
+        of_samples = self._pieces[key][slot - shard.first : slot - shard.first + n, 0]
+        return np.moveaxis(of_samples[(slice(None), *shard.inside)], 0, move.of.schedule.axis)
 
     def take(self, round_: Round) -> None:
         """See `TargetEndpoint`. The ranks have agreed that all has come."""
@@ -202,21 +218,18 @@ class BatchTarget:
 
     def _keep(self, move: Any) -> None:
         for cut, flow in enumerate(move.flows):
-            self._keep_cut(move, cut, flow)
+            if (move.array, cut) not in self._plan.in_place:
+                self._keep_cut(move, cut, flow)
         move.targets = {}
 
     def _keep_cut(self, move: Any, cut: int, flow: CutFlow) -> None:
         axis, runs = move.of.schedule.axis, flow.runs
-        from_axis = (axis, *(k for k in range(move.flow.ndim) if k != axis))
         places, ends = runs.column.tolist(), (runs.last // self._plan.batch).tolist()
-        for shard in flow.schedule.shards.shards_of(self._rank):
-            if flow.schedule.held(shard) is None:
-                continue
-            for run in flow.runs_of(shard).tolist():
-                key, start = (move.epoch, move.array, move.places[places[run]], cut, shard), runs.steps[run][0]
-                piece = move.targets[move.batches.number(cut, flow.number(shard, run))]
-                self._steps.setdefault(key, Steps()).add(start, piece.data.transpose(from_axis))
-                self._ends.setdefault((move.epoch, ends[run]), []).append((key, start))
+        for shard, run in flow.runs_held_by(self._rank):
+            key, start = (move.epoch, move.array, move.places[places[run]], cut, shard), runs.steps[run][0]
+            piece = move.targets[move.batches.number(cut, flow.number(shard, run))]
+            self._steps.setdefault(key, Steps()).add(start, np.moveaxis(piece.data, axis, 0))
+            self._ends.setdefault((move.epoch, ends[run]), []).append((key, start))
 
     def batch(self, epoch: EpochRounds, number: int) -> list[jax.Array]:
         """Make the arrays of a batch, and let go of the steps that no later batch needs. Collective: no.
@@ -231,7 +244,7 @@ class BatchTarget:
             )
         for k, leaf in enumerate(plan.leaves):
             if k not in made:
-                made[k] = _assemble_early(leaf.shape, leaf.sharding, leaf.dtype, self._pieces(k, epoch, number))
+                made[k] = _assemble_early(leaf.shape, leaf.sharding, leaf.dtype, self._pieces_of(k, epoch, number))
         for key, start in self._ends.pop((epoch, number), ()):
             steps = self._steps[key]
             steps.drop(start)
@@ -242,7 +255,7 @@ class BatchTarget:
     def _pieces_of_stack(self, stack: Stack, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
         """What this rank's devices have of a stack."""
         join: Any = np.stack if stack.is_new else np.concatenate
-        for same in zip(*(self._pieces(k, epoch, number) for k in stack.leaves), strict=True):  # one shard of each leaf
+        for same in zip(*(self._pieces_of(k, epoch, number) for k in stack.leaves), strict=True):  # one shard of each leaf
             bounds = list(zip(same[0][0].start, same[0][0].stop, strict=True))
             bounds[stack.axis : stack.axis + (not stack.is_new)] = [(0, stack.shape[stack.axis])]
             start, stop = zip(*bounds, strict=True)
@@ -250,21 +263,20 @@ class BatchTarget:
             out = _aligned(region.shape, same[0][1].dtype)
             yield region, join([data for _, data in same], axis=stack.axis, out=out)
 
-    def _pieces(self, leaf_number: int, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
+    def _pieces_of(self, leaf_number: int, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
         """What this rank's devices have of a leaf."""
         plan, leaf = self._plan, self._plan.leaves[leaf_number]
         of = plan.arrays[leaf.array]
         samples = slice(number * plan.batch, (number + 1) * plan.batch)
         anchors, reading_of = epoch.anchors[samples], epoch.readings[leaf.array].of_use[samples]
-        for shard in self._shards[leaf_number]:
-            out = _aligned(shard.shape, leaf.dtype)
-            slots = slice(min(shard.first, len(anchors)), min(shard.first + shard.shape[0], len(anchors)))
+        for shard in self._shards[leaf_number].values():
+            in_place = self._pieces.pop((epoch, number, leaf_number, shard.number), None)
+            out = self._new_piece(leaf_number, shard, epoch, number) if in_place is None else in_place
+            slots = shard.slots(len(anchors))
             n = slots.stop - slots.start
-            if shard.is_padded or n < shard.shape[0]:
-                out[...] = pad_value(0 if leaf.pad is None else leaf.pad, leaf.dtype)
             if shard.held is not None and n:
                 real = out[(slice(n), slice(None), *shard.inside)]
-                for k, place in enumerate(leaf.places):
+                for k, place in enumerate(leaf.places if in_place is None else ()):
                     steps, readings = anchors[slots] + of.offsets[place], reading_of[slots, place]
                     for i, j in _neighbours(steps, readings):
                         key = epoch, leaf.array, int(readings[i]), leaf.cut, shard.number
@@ -273,6 +285,14 @@ class BatchTarget:
                     np.subtract(real, shard.scale[0], out=real)
                     np.divide(real, shard.scale[1], out=real)
             yield shard.region, out.reshape(shard.region.shape)
+
+    def _new_piece(self, leaf_number: int, shard: _LeafShard, epoch: EpochRounds, number: int) -> Array:
+        """Memory for a shard of a batch, padded where there is no sample or no element."""
+        leaf, slots = self._plan.leaves[leaf_number], shard.slots(len(epoch.anchors) - number * self._plan.batch)
+        out = _aligned(shard.shape, leaf.dtype)
+        if shard.is_padded or slots.stop - slots.start < shard.shape[0]:
+            out[...] = pad_value(0 if leaf.pad is None else leaf.pad, leaf.dtype)
+        return out
 
 
 def _assemble_early(
@@ -318,14 +338,18 @@ class _LeafShard:
         """Whether it has elements that the array has not."""
         return self.held is None or self.held.shape != self.shape[2:]
 
+    def slots(self, n_samples: int) -> slice:
+        """Its slots of a batch that has so many samples."""
+        return slice(min(self.first, n_samples), min(self.first + self.shape[0], n_samples))
+
     @property
     def inside(self) -> tuple[slice, ...]:
         """Where the elements of the array are in its other axes."""
         return () if self.held is None else tuple(slice(n) for n in self.held.shape)
 
 
-def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> list[_LeafShard]:
-    schedule, made = plan.arrays[leaf.array].cuts[leaf.cut], []
+def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> dict[int, _LeafShard]:
+    schedule, made = plan.arrays[leaf.array].cuts[leaf.cut], dict[int, _LeafShard]()
     for number in schedule.shards.shards_of(rank):
         of_samples, held = schedule.shards.region(number), schedule.held(number)
         start, stop = list(of_samples.start), list(of_samples.stop)
@@ -336,7 +360,7 @@ def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> list[_LeafShard]:
         region = Region(tuple(start[first:]), tuple(stop[first:]))
         shape = (of_samples.shape[0], len(leaf.places), *of_samples.shape[1:])
         scale = None if held is None or leaf.scale is None else (_part(leaf.scale[0], held), _part(leaf.scale[1], held))
-        made.append(_LeafShard(number, region, of_samples.start[0], shape, held, scale))
+        made[number] = _LeafShard(number, region, of_samples.start[0], shape, held, scale)
     return made
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +23,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.options import Options
 from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
-from shardload.planning.schedule import Schedule
-from shardload.planning.source_layout import SourceLayout
+from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import counted, format_nbytes
@@ -234,6 +233,24 @@ class StreamPlan:
         return -(-n_samples // self.batch) if self.remainder == "pad" else n_samples // self.batch
 
     @cached_property
+    def in_place(self) -> dict[tuple[int, int], int]:
+        """By array and cut: the leaf into whose batches steps are read at once, without a copy in between.
+
+        Each step then has one place, in a batch that comes soon: steps of long chunks that are shuffled wait for batches that
+        are far apart, which would all be in memory.
+        """
+        of_cut: dict[tuple[int, int], list[int]] = {}
+        for number, leaf in enumerate(self.leaves):
+            of_cut.setdefault((leaf.array, leaf.cut), []).append(number)
+        found: dict[tuple[int, int], int] = {}
+        for (array, cut), (number, *others) in of_cut.items():
+            of = self.arrays[array]
+            comes_soon = self.sample_order.seed is None or of.chunk_steps == 1
+            if comes_soon and not others and len(of.offsets) == 1 and self.leaves[number].dtype == of.source.dtype:
+                found[array, cut] = number
+        return found
+
+    @cached_property
     def horizon(self) -> int:
         """Batches that a step waits in memory at most between two samples."""
         return self.sample_order.horizon(self.batch, max(array.chunk_steps for array in self.arrays))
@@ -245,9 +262,11 @@ class StreamPlan:
 
     @cached_property
     def staging(self) -> Staging:
-        """The buffers of each rank."""
+        """The buffers of each rank: no more than the blocks that it reads in a round."""
         needs = [(array.region_schedule, array.source) for array in self.arrays]
-        return plan_staging(needs, self.staging_nbytes, self.n_threads)
+        staging = plan_staging(needs, self.staging_nbytes, self.n_threads)
+        block_nbytes = min(schedule.max_block_size * schedule.itemsize for schedule, _ in needs)
+        return replace(staging, n_slots=min(staging.n_slots, 1 + -(-_ROUND_NBYTES // max(1, block_nbytes))))
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -426,10 +445,12 @@ class EpochRounds:
         column, step, sample = readings.uses(places[0], places[-1] + 1)
         columns = readings.chunks[places[0] : places[-1] + 1].tolist()
         made: list[CutFlow] = []
-        for schedule in of.cuts:
+        for cut, schedule in enumerate(of.cuts):
             step_nbytes = of.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
             most = 1 << 30 if self._plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
-            runs = Runs.of(column, schedule.part_of_samples(sample % self._plan.batch), step, sample, most)
+            part = schedule.part_of_samples(sample % self._plan.batch)
+            batch = self._plan.batch if (array, cut) in self._plan.in_place else None
+            runs = Runs.of(column, part, step, sample, most, batch)
             owners = made[0].owners if made else share_blocks(schedule, runs, len(columns))
             made.append(CutFlow(schedule, columns, runs, owners))
         return made
@@ -445,10 +466,15 @@ class EpochRounds:
         for batch, round_ in zip(begins, self.rounds, strict=True):
             for array, k in round_.readings:
                 begin_of[array][k] = batch
-        for of, begin, readings in zip(self._plan.arrays, begin_of, self.readings, strict=True):
+        for number, (of, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):
             reading, last = readings.stays()
-            np.add.at(change, begin[reading], of.step_nbytes * len(of.cuts))
-            np.subtract.at(change, last // self._plan.batch + 1, of.step_nbytes * len(of.cuts))
+            begin, end = begin_of[number][reading], last // self._plan.batch
+            of_batch = np.full(self.n_batches, self.n_batches)  # what is read in place: from the first step of a batch on
+            np.minimum.at(of_batch, end, begin)
+            for cut in range(len(of.cuts)):
+                is_in_place = (number, cut) in self._plan.in_place
+                np.add.at(change, of_batch[end] if is_in_place else begin, of.step_nbytes)
+                np.subtract.at(change, end + 1, of.step_nbytes)
         return int(np.cumsum(change).max(initial=0))
 
     def __iter__(self) -> Iterator[RoundReadings]:

@@ -31,13 +31,11 @@ from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
 from shardload.options import OPTIONS
 from shardload.planning.batch_flow import BatchSchedule
-from shardload.planning.blocks import plan_blocks
-from shardload.planning.grid import Grid
+from shardload.planning.region import Grid, plan_blocks
 from shardload.planning.sample_order import Ints, SampleOrder, block_steps, spread_in
-from shardload.planning.schedule import Owners, Schedule
+from shardload.planning.schedule import Owners, Schedule, SourceLayout
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.units import format_nbytes
 
 _SHARE_OF_SELECTION = 10  # pool="auto" is a tenth of what is selected

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import spec_text
-from shardload.comm.agreement import Invocation
+from shardload.comm.group import Invocation
 from shardload.comm.mpi import check_threads
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, SourceError
@@ -25,7 +26,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import Labeller
 from shardload.formats.lookup import Finder, open_source
 from shardload.jobs.consistency import checksum_of_samples
-from shardload.jobs.loading.call import SEARCHED_NBYTES, LoadCall, unpacked
+from shardload.jobs.loading.call import SEARCHED_NBYTES, LoadCall
 from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
@@ -35,10 +36,9 @@ from shardload.jobs.streaming.reader import RoundReader
 from shardload.jobs.streaming.stream import Stream
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_one_spec, naming_errors, where_text
 from shardload.options import FILE, FULL, OPTIONS
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import DIRECT
-from shardload.planning.selection import Selection, is_by_name, named_coordinates
+from shardload.planning.selection import Selection, named_coordinates
 
 
 class StreamCall(LoadCall):
@@ -118,7 +118,8 @@ class StreamCall(LoadCall):
         along, names = self._given["along"], named_coordinates(selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
         looks_for_gaps = len(steps) > 1 and self._given["gaps"] != IGNORE
-        by_name = any(map(is_by_name, selections)) or any(request.by_name is not None for request in self.requests)
+        by_name = any(isinstance(select, Mapping) for select in selections)
+        by_name = by_name or any(request.by_name is not None for request in self.requests)
         if not (looks_for_gaps or isinstance(along, str) or self.stacks or by_name):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)
@@ -200,7 +201,7 @@ class StreamCall(LoadCall):
         if self.sampling is None:
             raise ConfigError("the arguments were not read")
         leaves = []
-        for k, (info, sum_of_values) in enumerate(unpacked(told)):
+        for k, (info, sum_of_values) in enumerate(pickle.loads(told)):
             with naming_errors(where_text(self.tree.where[k])):
                 leaves.append(self._leaf_request(k, info, sum_of_values))
         return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()

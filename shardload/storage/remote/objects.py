@@ -17,7 +17,7 @@ import numpy as np
 from shardload.errors import ShardloadWarning
 from shardload.storage.objects import Bytes, Content, Ints, NoListingError, Ranges, StoredObject
 from shardload.storage.remote.ahead import PIECE_NBYTES, Wanted, plan_pieces
-from shardload.storage.remote.client import Answer, Client, Pin, RemoteChangedError, RemoteError, ahead
+from shardload.storage.remote.client import Answer, Client, Pin, RemoteError, ahead
 
 State = tuple[int, ...]
 
@@ -359,34 +359,6 @@ class RemoteFolder:
             if error.errno == errno.EACCES:
                 raise NoListingError(f"what is in '{self.name}' may not be listed ({error})") from None
             raise
-
-    def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Keys below a key of this folder, and their bytes. RemoteError on a plain HTTP server, which has no list."""
-
-        def listed(store: Any, key: str) -> list[tuple[str, int]]:
-            import obstore
-
-            n = len(key) - len(prefix) if prefix or not key else len(key) + 1  # of the folder's own key
-            return [(meta["path"][n:], meta["size"]) for page in obstore.list(store, key or None) for meta in page]
-
-        found: list[tuple[str, int]] = self._client.run(self._client.call, prefix, listed).result()
-        return found
-
-    def put(self, key: str, content: Content, *, is_new: bool = False) -> None:
-        """Store an object. FileExistsError if there must be none of this key (`is_new`), and there is."""
-
-        def put(store: Any, path: str) -> None:
-            import obstore
-
-            obstore.put(store, path, bytes(content), mode="create" if is_new else "overwrite", use_multipart=False)
-
-        try:
-            self._client.run(self._client.call, key, put).result()
-        except RemoteChangedError:
-            exists = f"'{self._client.name(key)}' exists"
-        else:
-            return
-        raise FileExistsError(errno.EEXIST, exists)
 
 
 def _numbers(pin: Pin) -> State:

@@ -189,7 +189,7 @@ def saving(what: Any) -> None:
     signal.signal(signal.SIGALRM, interrupt)
     sink = importlib.import_module("shardload.formats.hdf5.sink")
     if what == "metadata":
-        sink.Hdf5Catalog.finish = wait
+        sink.Hdf5Sink.finish = wait
     else:
         sink.Hdf5Encoder._encode = wait
     shardload.save("new.h5", {"x": ramp(SHAPE)}, chunks=CHUNKS, timeout=TIMEOUT)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from shardload.arrays.compare import Truth, first_difference, sample_regions
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.memory import MemorySource
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.selection import select_axes
 
 TABLE = np.arange(30, dtype=np.float32).reshape(5, 6)

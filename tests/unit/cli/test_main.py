@@ -25,7 +25,7 @@ from shardload.cli.arguments import as_typed, parse_mesh, parse_pad, parse_selec
 from shardload.cli.main import app
 from shardload.formats.access import Access
 from shardload.formats.lookup import open_file
-from shardload.storage.containment import TARGET_HINT
+from shardload.storage.local import TARGET_HINT
 from shardload.values.decoding import ATTRIBUTES
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy

@@ -14,8 +14,7 @@ import pytest
 
 from shardload.comm import collectives, mpi
 from shardload.comm import group as groups
-from shardload.comm.agreement import Invocation
-from shardload.comm.group import Group, group_of
+from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
 from shardload.comm.mpi import mpi_problem, world
 from shardload.comm.shared_errors import as_shardload, from_json, to_json

@@ -10,7 +10,7 @@ import pytest
 
 from shardload.formats.access import STRICT, Access, Limits
 from shardload.options import Options
-from shardload.storage.containment import NotAFileError, OutsideError
+from shardload.storage.local import NotAFileError, OutsideError
 
 
 def test_options_say_what_may_be_done() -> None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 import shardload
 from shardload.errors import SourceError
 from shardload.formats.contract.chunk_reader import read_by_chunks
-from shardload.formats.hdf5.chunk_index import DamagedIndexError, tree_of
+from shardload.formats.hdf5.chunks import DamagedIndexError, tree_of
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.planning.tuning import tuned

@@ -23,9 +23,9 @@ import pytest
 import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.hdf5.growth import Hdf5GrowthCatalog, read_file
+from shardload.formats.hdf5.growth import Hdf5Growth, read_file
 from shardload.formats.hdf5.ledger import Ledger
-from shardload.formats.hdf5.sink import LedgerCatalog
+from shardload.formats.hdf5.sink import LedgerSink
 from shardload.formats.lookup import find_array, format_of
 from shardload.storage import target
 from shardload.storage.changes import changes_of, complete_append
@@ -696,16 +696,16 @@ def _shifted(self: Any, name: str, starts: Any, sizes: Any, masks: Any) -> Any:
     return _place(self, name, starts, sizes, masks)
 
 
-_place = LedgerCatalog.place
+_place = LedgerSink.place
 
 
 @pytest.mark.parametrize(
     ("holder", "name", "wrong", "error", "words"),
     [
-        (LedgerCatalog, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
-        (LedgerCatalog, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
-        (Hdf5GrowthCatalog, "_shorten", lambda self, file: None, ConfigError, "among old bytes"),
-        (Hdf5GrowthCatalog, "_give_end_back", lambda self: None, ConfigError, "among old bytes"),
+        (LedgerSink, "place", _swapped, (SourceError, RuntimeError), "chunk|twice"),
+        (LedgerSink, "place", _shifted, (SourceError, RuntimeError), "chunk|twice"),
+        (Hdf5Growth, "_shorten", lambda self, file: None, ConfigError, "among old bytes"),
+        (Hdf5Growth, "_give_end_back", lambda self: None, ConfigError, "among old bytes"),
         (Ledger, "changes", lambda self: [(0, os.pread(self.file.descriptor, 512, 0))], SourceError, "shape"),
     ],
 )

@@ -17,13 +17,13 @@ import zarr
 
 import shardload
 from shardload.errors import ConfigError, SourceError
+from shardload.formats import untrusted as untrusted_source
 from shardload.formats.access import Access, Limits
+from shardload.formats.contract.array import Note
 from shardload.formats.contract.format import HelperError
 from shardload.formats.labelling import Labeller, read_labels
-from shardload.formats.labels import Note
 from shardload.formats.lookup import Finder, find_array
-from shardload.formats.untrusted import source as untrusted_source
-from shardload.formats.untrusted.source import labels_of
+from shardload.formats.untrusted import labels_of
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
 

@@ -23,8 +23,7 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.array import ArrayInfo, json_value
-from shardload.formats.contract.dtypes import refusal
+from shardload.formats.contract.array import ArrayInfo, json_value, refusal
 from shardload.formats.contract.format import Format, Source
 from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import file as hdf5_module

@@ -20,7 +20,7 @@ from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr.references import ReferenceFolder
 from shardload.planning.region import Region
-from shardload.storage.containment import OutsideError
+from shardload.storage.local import OutsideError
 from shardload.storage.remote import StorageOptions
 from tests.servers import ObjectServer
 from tests.unit.files import check_source, flat, load_all

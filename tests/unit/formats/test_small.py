@@ -13,8 +13,7 @@ import zarr
 
 from shardload.formats import lookup
 from shardload.formats.hdf5 import file as hdf5
-from shardload.formats.hdf5.chunk_index import ChunkTree
-from shardload.formats.hdf5.chunks import Hdf5Chunks
+from shardload.formats.hdf5.chunks import ChunkTree, Hdf5Chunks
 from shardload.formats.lookup import Finder
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning

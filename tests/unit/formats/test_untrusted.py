@@ -22,7 +22,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from shardload.storage.containment import Fence
+from shardload.storage.local import Fence
 from tests.unit.files import flat, load_all, read_all, write_hdf5, write_zarr
 
 SHAPE = (6, 5, 4)

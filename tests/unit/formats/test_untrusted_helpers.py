@@ -23,17 +23,15 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats import untrusted as untrusted
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import HelperError, Source, open_alone
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
-from shardload.formats.untrusted import helper as helper_module
-from shardload.formats.untrusted import source as untrusted
-from shardload.formats.untrusted.helper import Helper
-from shardload.formats.untrusted.source import UntrustedFile, info_of
+from shardload.formats.untrusted import Helper, UntrustedFile, info_of
 from shardload.planning.region import Region
 from shardload.planning.tuning import default_tuning
-from shardload.storage.containment import NotAFileError, OutsideError
+from shardload.storage.local import NotAFileError, OutsideError
 from tests.jobs.launch import ROOT
 from tests.tiers import quick_ones
 from tests.unit.fakes import fetch, reader_of, whole
@@ -270,7 +268,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     def make(*actions: str) -> None:
         steps = "".join(f"request = receive()\n{action}\n" for action in actions)
         (tmp_path / "fake.py").write_text(f"{FAKE}{steps}receive()\n")
-        monkeypatch.setattr(helper_module, "SCRIPT", str(tmp_path / "fake.py"))
+        monkeypatch.setattr(untrusted, "SCRIPT", str(tmp_path / "fake.py"))
 
     return make
 
@@ -488,7 +486,7 @@ def test_a_process_that_ends_leaves_no_helper(end: str) -> None:
     """Wrong if a rank that dies left one behind, which a batch system then waits for."""
     script = (
         "import os, signal, sys\nfrom shardload.formats.access import Limits\n"
-        "from shardload.formats.untrusted.helper import Helper\n"
+        "from shardload.formats.untrusted import Helper\n"
         f"helper = Helper(Limits())\nprint(helper.pid, flush=True)\n"
         f"os.kill(helper.pid, signal.SIGSTOP)  # it notices nothing, as in the loop of a filter\n{end}\n"
     )

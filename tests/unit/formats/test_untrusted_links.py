@@ -28,7 +28,7 @@ from shardload.formats.hdf5 import links as hdf5_links
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import store as zarr_store
 from shardload.planning.region import Region
-from shardload.storage.containment import Fence, OutsideError
+from shardload.storage.local import Fence, OutsideError
 from tests.tiers import examples
 from tests.unit.files import flat, load_all, read_all, write_hdf5, write_zarr
 

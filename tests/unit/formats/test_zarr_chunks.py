@@ -21,7 +21,7 @@ import zarr.storage
 
 from shardload.errors import SourceError
 from shardload.formats.access import Access
-from shardload.formats.codecs.chains import Chain
+from shardload.formats.codecs.algorithms import Chain
 from shardload.formats.contract.chunk_reader import Encoded, box_of
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source

@@ -19,7 +19,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, open_source
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_same, check_unchanged, contents_of, is_open, to_sums
-from shardload.planning.grid import Grid
+from shardload.planning.region import Grid
 from shardload.planning.selection import select_axes
 from tests.unit.files import read_small
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.batch_flow import BatchFlow, BatchSchedule, CutFlow, Runs, share_blocks
-from shardload.planning.grid import Grid
+from shardload.planning.region import Grid
 from shardload.planning.schedule import Owners
 from shardload.planning.shards import plan_shards
 from tests.tiers import examples

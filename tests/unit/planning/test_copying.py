@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.blocks import aligned, plan_rows
 from shardload.planning.copying import CopiedArray, count_rounds, plan_array, plan_copy_rounds
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region, aligned
+from shardload.planning.saving import plan_rows
 from shardload.planning.staging import least_memory, plan_memory
 from tests.tiers import examples, quick_ones
 

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from shardload.planning.blocks import count_runs, run_stride
 from shardload.planning.cost import Cost, choose_mode, count_readers, plan_cost
-from shardload.planning.region import Region
-from shardload.planning.schedule import DIRECT, PARALLEL
+from shardload.planning.region import Region, count_runs, run_stride
+from shardload.planning.schedule import DIRECT, PARALLEL, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.planning.source_layout import SourceLayout
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read, elements_read, every_way, flat_index, held_regions, simulate
 

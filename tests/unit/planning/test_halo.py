@@ -7,15 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.blocks import plan_blocks
 from shardload.planning.cost import plan_cost
-from shardload.planning.region import Region
+from shardload.planning.region import Region, plan_blocks
 from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_direct
-from shardload.planning.shards import Halo, SectionGrid, plan_shards
+from shardload.planning.shards import Halo, plan_shards
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, every_way, flat_index, grids
 
@@ -85,7 +83,7 @@ def carry_out(case: Case, halo: Halo, plan: Schedule) -> None:
                 assert read.region.contains(part.region)
                 assert part.region.size > 0
                 assert plan.is_direct or part.region.size * case.itemsize <= plan.max_message_nbytes
-                whole, shard = shards.section(part.target), shards.shard_of(part.target)
+                whole, shard = shards.grid.region(part.target), shards.shard_of(part.target)
                 assert whole.contains(part.region)
                 held = shards.place_of(part.target)
                 place = part.region.slices([s - p + o for s, p, o in zip(
@@ -187,18 +185,12 @@ def test_each_element_is_the_own_of_one_shard(data: st.DataObject) -> None:
             held = around[shard][place.slices(shards.region(shard).start)]
             np.testing.assert_array_equal(held, flat_index(case.shape)[source.slices()])
     for section in range(shards.grid.n_cells):
-        true = shards.section(section).intersect(Region.whole(case.shape))
+        true = shards.grid.region(section).intersect(Region.whole(case.shape))
         own = None if true is None else shards.own(section, true)
         if own is not None:
             by_section[own.slices()] += 1
     assert (by_core == 1).all()
     assert (by_section == 1).all()
-
-
-def test_a_halo_wider_than_a_shard() -> None:
-    with pytest.raises(ValueError, match="a halo of 4 on axis 1 is wider than a shard, which has 3"):
-        SectionGrid((9, 3), (1, 2), Halo((0, 4), ("wrap", "wrap")))
-    assert SectionGrid((9, 3), (1, 2), Halo((0, 3), ("wrap", "wrap"))).counts == (1, 4)
 
 
 def test_a_contiguous_array_is_read_section_by_section() -> None:

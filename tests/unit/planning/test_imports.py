@@ -19,7 +19,7 @@ import shardload.planning
 names = [module.name for module in pkgutil.iter_modules(shardload.planning.__path__)]
 modules = {name: importlib.import_module("shardload.planning." + name) for name in names}
 shape, f4 = (128, 128, 128), np.dtype("f4")
-layout = modules["source_layout"].SourceLayout.cut(modules["selection"].select_axes(None, shape), (1, 128, 128), f4, f4, "gzip")
+layout = modules["schedule"].SourceLayout.cut(modules["selection"].select_axes(None, shape), (1, 128, 128), f4, f4, "gzip")
 shards = modules["shards"].plan_shards(shape, [(), (0,), (1,)], np.arange(4).reshape(2, 2))
 scheduling, owners = modules["schedule"], modules["schedule"].Owners(4)
 schedules = {

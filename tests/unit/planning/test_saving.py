@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from shardload.engine.read_back import plan_partners
-from shardload.planning.blocks import plan_chunks, run_of
-from shardload.planning.region import Region
+from shardload.planning.region import Region, run_of
 from shardload.planning.saving import (
     StoredArray,
     least_save_memory,
     plan_array,
+    plan_chunks,
     plan_save_memory,
     plan_save_rounds,
 )

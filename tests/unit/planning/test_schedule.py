@@ -12,13 +12,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_blocks, plan_row_chunks
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
-from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, plan_direct
+from shardload.planning.region import BLOCKS_PER_OWNER, Grid, Region, plan_blocks, plan_row_chunks
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, SourceLayout, plan_direct
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import Shards, plan_shards
-from shardload.planning.source_layout import SourceLayout
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, grids, held_regions, simulate
 
@@ -304,22 +301,6 @@ def test_shards_against_every_device(case: Case) -> None:
     for rank in range(case.n_ranks):
         assert {shards.region(s) for s in shards.shards_of(rank)} == held[rank]
         assert list(shards.shards_of(rank)) == sorted(set(shards.shards_of(rank)))
-
-
-def test_shards_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"shape \(5,\) is not divided by cuts \(2,\)"):
-        Shards((5,), (2,), np.zeros((2, 1), dtype=np.int64))
-    with pytest.raises(ValueError, match=r"rank table of shape \(3, 1\) does not fit cuts \(2,\)"):
-        Shards((4,), (2,), np.zeros((3, 1), dtype=np.int64))
-    with pytest.raises(ValueError, match="rank table"):
-        Shards((4,), (2,), np.zeros(2, dtype=np.int64))
-
-
-@pytest.mark.parametrize("owners", [Owners(5), Owners(-1), Owners(0), Owners(1, 4), Owners(1, -1), Owners(2, 2)], ids=str)
-def test_plans_that_cannot_be(owners: Owners) -> None:
-    shards = plan_shards((4,), [()], np.zeros(1, dtype=np.int64))
-    with pytest.raises(ValueError, match="cannot own the blocks: there are 4 ranks"):
-        Schedule(Grid((4,), (1,), (0,)), shards, 4, 4, owners)
 
 
 # --- blocks

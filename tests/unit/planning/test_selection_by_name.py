@@ -13,7 +13,7 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.selection import between, is_by_name, name_axes, named_coordinates, near, needs_coordinates, select_axes
+from shardload.planning.selection import between, name_axes, near, select_axes
 
 DIMS = ("time", "lat", "lon")
 SHAPE = (4, 5, 7)
@@ -156,13 +156,3 @@ def test_names_that_are_not_clear() -> None:
         name_axes({"x": 0}, (None, None), {})
     with pytest.raises(ValueError, match="not beside each other"):
         name_axes({"x": between(0, 1)}, ("x",), {"x": np.array([0.0, 5.0, 1.0])})
-
-
-def test_what_is_by_name() -> None:
-    assert is_by_name({"time": 0, "lat": 1}) and is_by_name({})
-    assert not is_by_name((0, ...)) and not is_by_name(None)
-    assert needs_coordinates({"a": 0, "b": near(1)}) and not needs_coordinates({"a": 0}) and not needs_coordinates(near(1))
-    assert named_coordinates({"a": 0, "b": near(1), "c": -1, "d": slice(None, -2), "e": slice(1, 3)}) == {"b", "c", "d"}
-    assert named_coordinates([{"a": near(1)}, {"x": {"c": between(1, 2)}}, (0, -1), near(3), None]) == {"a", "c"}
-    with pytest.raises(ValueError, match="For coordinates and dates pass select="):
-        select_axes(near(3), (4, 5))

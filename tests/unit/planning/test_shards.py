@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 
-from shardload.planning.shards import Shards, plan_shards
+from shardload.planning.shards import plan_shards
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases
 
@@ -28,11 +27,6 @@ def test_the_table_against_each_rank(case: Case) -> None:
     for axis, span in enumerate(shards.spans):
         places = [[int(np.unravel_index(s, shards.cuts)[axis]) for s in mine] for mine in held if mine]
         assert span == max(max(mine) - min(mine) + 1 for mine in places)
-
-
-def test_ranks_below_zero_are_no_ranks() -> None:
-    with pytest.raises(ValueError, match="negative rank"):
-        Shards((4,), (2,), np.array([[0], [-1]]))
 
 
 @given(cases())

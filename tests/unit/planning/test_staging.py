@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.schedule import Schedule
+from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging, plan_staging
 from tests.tiers import examples
 from tests.unit.brute_force import every_way

@@ -16,7 +16,7 @@ import pytest
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.comm.transport import Integers, MpiTransport, Receive
 from shardload.comm.watchdog import Watchdog
-from shardload.planning.blocks import aligned
+from shardload.planning.region import aligned
 from shardload.transfer import exchange as engine
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.counters import Counters

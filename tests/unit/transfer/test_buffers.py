@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.planning.blocks import aligned
-from shardload.planning.region import Region
+from shardload.planning.region import Region, aligned
 from shardload.planning.schedule import Block
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned_empty, view_of
 from tests.unit.fakes import TABLE, piece_of, rows

@@ -19,12 +19,10 @@ import pytest
 
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Owners, Schedule
+from shardload.planning.region import Grid, Region
+from shardload.planning.schedule import Block, Owners, Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, Resources, StagedBlock
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks

@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import open_source
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.transfer.missing import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
+from shardload.transfer.counters import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from tests.unit.brute_force import Case, cases
 from tests.unit.fakes import FakeSource, chunked, fetch, reader_of, tune, whole
 from tests.unit.files import flat, read_small

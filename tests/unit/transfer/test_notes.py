@@ -15,8 +15,7 @@ import pytest
 from shardload.comm.shared_memory import Segment
 from shardload.comm.transport import MpiTransport
 from shardload.errors import PeerError
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import plan_shards
 from shardload.transfer.buffers import Packer, Piece, Slots, StagedBlock

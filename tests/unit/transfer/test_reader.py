@@ -15,11 +15,10 @@ import pytest
 
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.formats.contract.format import HelperError
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import select_axes
-from shardload.storage.containment import NotAFileError, OutsideError
+from shardload.storage.local import NotAFileError, OutsideError
 from shardload.transfer.buffers import Resources, Slots, StagedBlock
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole

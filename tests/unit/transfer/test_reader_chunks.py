@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.formats.contract.chunk_reader import Encoded
-from shardload.planning.grid import Grid
-from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Part
+from shardload.planning.region import Grid, Region
+from shardload.planning.schedule import Block, Part, SourceLayout
 from shardload.planning.selection import Selection, select_axes
-from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.pieces import LocalPieces
