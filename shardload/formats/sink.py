@@ -23,11 +23,13 @@ from typing import Any, Self
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.codecs.algorithms import Step
 from shardload.formats.codecs.table import compression_typed, has_own_shuffle
 from shardload.formats.contract.array import ArrayInfo, cast_value, json_value, native_dtype, refusal
 from shardload.planning.region import Region, ravel, unravel
 from shardload.storage.objects import ObjectFolder
 from shardload.storage.target import named
+from shardload.system.scratch import shared_scratch
 from shardload.values.decoding import PACKING, packed_by, typed
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -199,6 +201,11 @@ class ArraySpec:
         return chunks, cut(self.shards, [-(-(n or 1) // c) * c for n, c in zip(shape, chunks, strict=True)])
 
     @property
+    def fill(self) -> Any:
+        """The value of elements that are not stored."""
+        return np.zeros((), self.dtype)[()] if self.fill_value is None else self.fill_value
+
+    @property
     def grid(self) -> tuple[int, ...]:
         """Chunks along each axis."""
         chunks = self.chunks if self.chunks is not None else tuple(max(1, n) for n in self.shape)
@@ -281,8 +288,19 @@ class Stored:
         return memoryview(self.data).nbytes
 
 
-class Encoder(abc.ABC):
+class Encoder:
     """One array of the new file: how its values are stored. Safe to use from several threads at once.
+
+    Parameters
+    ----------
+    path, name : str
+        The file and the array.
+    spec : ArraySpec
+        A checked spec.
+    format, codec : str
+        As in `ArrayInfo`.
+    steps : sequence of callable
+        What is done to the bytes of a chunk, in order. Each takes a flat array of bytes and returns something bytes-like.
 
     Attributes
     ----------
@@ -293,10 +311,21 @@ class Encoder(abc.ABC):
         Otherwise `Ticket.places` has it.
     """
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, format: str, codec: str, *, is_placed_by_root: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        spec: ArraySpec,
+        format: str,
+        codec: str,
+        steps: Sequence[Step] = (),
+        *,
+        is_placed_by_root: bool = False,
+    ) -> None:
         self.name, self.spec, self.is_placed_by_root = name, spec, is_placed_by_root
         dtype = native_dtype(spec.dtype).name
         self.info = ArrayInfo(path, name, format, spec.shape, dtype, chunks=spec.chunks, codec=codec, shards=spec.shards)
+        self._steps, self._scratch = tuple(steps), shared_scratch()
 
     def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
         """Encode the values of one chunk, which ends at the array's edge if the chunk reaches over it; any region of an array
@@ -309,9 +338,30 @@ class Encoder(abc.ABC):
             raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
         return self._encode(values)
 
-    @abc.abstractmethod
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        """Encode values that have the shape of their region."""
+        """Values as the file has them (C order, its byte order, a whole chunk), after the steps of the format."""
+        data: Any = self._packed(values)
+        for step in self._steps:
+            data = step(data)
+        # A step may leave its result in scratch memory, for the next step. After the last one it must stay what it is.
+        is_scratch = bool(self._steps) and isinstance(data, np.ndarray) and data.base is not None
+        return Stored(data.copy() if is_scratch else data)
+
+    def _packed(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        dtype, shape = self.spec.dtype, self.spec.chunks or values.shape
+        # First, because in a contiguous array nothing else is done for a chunk.
+        if values.dtype == dtype and values.flags.c_contiguous and values.shape == shape:
+            return values.reshape(-1).view(np.uint8)
+        if native_dtype(values.dtype) != native_dtype(dtype):
+            raise ValueError(f"values of type {values.dtype} for an array of {dtype}: nothing is converted silently")
+        # Bytes that go on to a step are gone when `encode` returns, so that the next chunk can use their memory.
+        nbytes = math.prod(shape) * dtype.itemsize
+        room = self._scratch.bytes("encode", nbytes) if self._steps else np.empty(nbytes, dtype=np.uint8)
+        out = room.view(dtype).reshape(shape)
+        for axis, n in enumerate(values.shape if values.shape != shape else ()):  # what reaches over the edge
+            out[(*(slice(m) for m in values.shape[:axis]), slice(n, None))] = self.spec.fill
+        out[tuple(slice(n) for n in values.shape)] = values
+        return room
 
     def number(self, region: Region) -> int:
         """The number, in C order, of the chunk whose part inside of the array is `region`. ValueError if there is none."""

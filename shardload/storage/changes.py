@@ -32,8 +32,8 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from shardload.errors import ConfigError, SourceError
-from shardload.storage.local import LocalFile, NotAFileError, open_file
-from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Change, Target, WritableFile, mark, named, put_at, sync_folder
+from shardload.storage.local import LocalFile, open_file
+from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Change, Target, WritableFile, mark, named, sync_folder
 
 _log = logging.getLogger("shardload")
 
@@ -93,11 +93,7 @@ def _mark(path: str, nbytes: int) -> bytes:
 
 def changes_of(path: str) -> str | None:
     """The file of changes that the first bytes of a file name; None if they are no mark. `path` has no links."""
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            head = file.read(HEAD_NBYTES)
-    except (OSError, NotAFileError):
-        return None
+    head = _head(path, HEAD_NBYTES)
     named_there = _NAME.search(head) if head.startswith(_BEGINS) else None
     return None if named_there is None else os.path.join(os.path.dirname(path), os.fsdecode(named_there[1]))
 
@@ -126,7 +122,7 @@ def complete_append(path: str) -> bool:
             if changes_of(path) == changes:
                 make_changes(file, changes)
                 _log.info("'%s': completed an append that was killed at its very end", path)
-    except (OSError, NotAFileError) as error:
+    except OSError as error:
         if isinstance(error, FileNotFoundError) and changes_of(path) is None:
             return True
         raise SourceError(
@@ -278,11 +274,9 @@ _LOCK_BEGINS = b"shardload append "
 
 def locked_path(path: str) -> str | None:
     """The path that this lock is for; None if it is none, by its name and its first bytes."""
-    if not path.endswith(_LOCK_SUFFIX):
+    if not path.endswith(_LOCK_SUFFIX) or not os.path.isfile(path):
         return None
-    if not os.path.isfile(path):
-        return None
-    head = _content(path)
+    head = _head(path)
     return path[: -len(_LOCK_SUFFIX)] if head.startswith(_LOCK_BEGINS) or not head else None
 
 
@@ -300,9 +294,9 @@ class AppendLock:
         about = f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
         self._text = _LOCK_BEGINS + os.fsencode(about)
         try:
-            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            file = WritableFile(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
-            words = _content(self.path).decode(errors="replace").split()
+            words = _head(self.path).decode(errors="replace").split()
             by = f" (process {words[-1]} of {words[-2]})" if len(words) >= 6 else ""
             raise ConfigError(
                 f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{by}. "
@@ -311,17 +305,15 @@ class AppendLock:
         except PermissionError:
             raise ConfigError(f"'{path}' cannot grow: no right to write in its folder '{os.path.dirname(path)}'") from None
         try:
-            with named(path):
-                put_at(descriptor, self._text, 0)
+            with named(path), contextlib.closing(file):
+                file.write_at(self._text, 0)
         except BaseException:
             os.unlink(self.path)
             raise
-        finally:
-            os.close(descriptor)
 
     def release(self) -> None:
         """Give it back. May be called again. If somebody has removed it meanwhile, that of another append stays."""
-        if _content(self.path) == self._text:
+        if _head(self.path) == self._text:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
 
@@ -331,11 +323,11 @@ def changed_meanwhile(path: str) -> ConfigError:
     return ConfigError(f"'{path}' was changed by somebody else during this append. Nothing was appended; run it again")
 
 
-def _content(path: str) -> bytes:
-    """The first bytes of a lock; none if it is gone."""
+def _head(path: str, nbytes: int = 4096) -> bytes:
+    """The first bytes of a file; none if it is gone, or cannot be read."""
     try:
         with os.fdopen(open_file(path), "rb") as file:
-            return file.read(4096)
+            return file.read(nbytes)
     except OSError:
         return b""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardload.errors import SourceError
 from shardload.storage.changes import changes_of, locked_path
-from shardload.storage.local import NotAFileError, open_file
+from shardload.storage.local import open_file
 from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
@@ -121,7 +121,7 @@ def find_leftover(path: str) -> Leftover | None:
             file.seek(MARK_NBYTES)
             if file.read(len(GROWTH_MARK)) == GROWTH_MARK.encode():
                 return Leftover(path, target, "appended")
-    except (OSError, NotAFileError):
+    except OSError:
         return None
     if os.path.exists(target) and os.path.samefile(path, target):
         return Leftover(path, target, "linked")

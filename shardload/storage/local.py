@@ -21,6 +21,7 @@ import numpy as np
 
 from shardload.storage.objects import Bytes, Content, Ranges
 
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe would wait for its writer
 TARGET_HINT = "pass allow_external=True if you trust it"
 
 
@@ -119,7 +120,7 @@ def open_file(path: str) -> int:
         If it does not exist or cannot be opened.
     """
     _check_is_file(os.stat(path).st_mode, path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = os.open(path, _TO_READ)
     try:
         _check_is_file(os.fstat(descriptor).st_mode, path)
         return descriptor
@@ -131,9 +132,6 @@ def open_file(path: str) -> int:
 def _check_is_file(mode: int, path: str) -> None:
     if not stat.S_ISREG(mode):
         raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
-
-
-_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe would wait for its writer
 
 
 def state_of(file: int | str) -> tuple[int, ...] | None:

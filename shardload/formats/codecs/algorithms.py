@@ -20,7 +20,6 @@ import contextlib
 import gzip
 import importlib
 import io
-import math
 import struct
 import threading
 import zlib
@@ -34,7 +33,6 @@ import google_crc32c
 import numpy as np
 import zstandard
 
-from shardload.formats.contract.array import native_dtype
 from shardload.formats.contract.format import UndecodedError
 from shardload.system.scratch import shared_scratch
 
@@ -142,7 +140,7 @@ class Chain:
             rest = [later.n_more for later in stages[k + 1 :]]
             if None in rest:  # what a compressor made has any length
                 n_less = stage.n_more or 0
-                data = [stage.undo([one], np.empty((1, max(0, len(one) - n_less)), dtype=np.uint8))[0] for one in data]
+                data = [stage.undo([chunk], np.empty((1, max(0, len(chunk) - n_less)), dtype=np.uint8))[0] for chunk in data]
                 continue
             nbytes = self.nbytes + sum(more for more in rest if more)
             rows = target if k == len(stages) - 1 else self._scratch.bytes(f"stage{k}", n * nbytes).reshape(n, nbytes)
@@ -158,77 +156,17 @@ class Chain:
 def _copy_rows(data: Many, rows: Bytes) -> None:
     nbytes = rows.shape[1]
     if nbytes >= _WORTH_RELEASING:
-        for one, row in zip(data, rows, strict=True):
-            row[...] = np.frombuffer(one, dtype=np.uint8)
+        for chunk, row in zip(data, rows, strict=True):
+            row[...] = np.frombuffer(chunk, dtype=np.uint8)
         return
     whole = rows.reshape(-1).data
-    for k, one in enumerate(data):
-        whole[k * nbytes : (k + 1) * nbytes] = memoryview(one)
+    for k, chunk in enumerate(data):
+        whole[k * nbytes : (k + 1) * nbytes] = memoryview(chunk)
 
 
 def have_other_sizes(data: Many, nbytes: int) -> bool:
     """True unless each of several chunks has `nbytes` bytes."""
     return bool(set(map(len, data)) - {nbytes})
-
-
-class EncodeChain:
-    """How the chunks of one array are encoded. Safe to use from several threads at once.
-
-    Parameters
-    ----------
-    steps : sequence of callable
-        What is done to the bytes of a chunk, in order. Each takes a flat array of bytes and returns something bytes-like.
-    chunk_shape : tuple of int or None
-        Elements of a chunk along each axis; None if regions of any shape are encoded as they are.
-    dtype : dtype
-        The type as it is stored, in the file's byte order.
-    fill : scalar
-        What pads a chunk that reaches over the array's edge.
-
-    Examples
-    --------
-    >>> chain = EncodeChain([], (2, 2), np.dtype(">i2"), 7)
-    >>> bytes(chain.encode(np.array([[1], [2]], dtype="<i2"))).hex(" ", 2)
-    '0001 0007 0002 0007'
-    """
-
-    def __init__(self, steps: Sequence[Step], chunk_shape: tuple[int, ...] | None, dtype: np.dtype[Any], fill: Any) -> None:
-        self._steps, self._chunk_shape, self._dtype, self._fill = tuple(steps), chunk_shape, dtype, fill
-        self._scratch = shared_scratch()
-
-    def encode(self, values: np.ndarray[Any, Any]) -> Any:
-        """The stored bytes of a chunk. Without steps they may be the memory of `values` itself."""
-        data: Any = self._packed(values)
-        for step in self._steps:
-            data = step(data)
-        # A step may leave its result in scratch memory, for the next step. After the last one it must stay what it is.
-        is_scratch = bool(self._steps) and isinstance(data, np.ndarray) and data.base is not None
-        return data.copy() if is_scratch else data
-
-    def _packed(self, values: np.ndarray[Any, Any]) -> Bytes:
-        # First, because in a contiguous array nothing else is done for a chunk.
-        if values.dtype == self._dtype and values.flags.c_contiguous and self._chunk_shape in (None, values.shape):
-            return values.reshape(-1).view(np.uint8)
-        if native_dtype(values.dtype) != native_dtype(self._dtype):
-            raise ValueError(f"values of type {values.dtype} for an array of {self._dtype}: nothing is converted silently")
-        shape = values.shape if self._chunk_shape is None else self._chunk_shape
-        is_whole = values.shape == shape
-        if not is_whole and (len(values.shape) != len(shape) or any(n > m for n, m in zip(values.shape, shape, strict=True))):
-            raise ValueError(f"values of shape {values.shape} for a chunk of {shape}")
-        # Bytes that go on to a step are gone when `encode` returns, so that the next chunk can use their memory.
-        nbytes = math.prod(shape) * self._dtype.itemsize
-        room = self._scratch.bytes("encode", nbytes) if self._steps else np.empty(nbytes, dtype=np.uint8)
-        out = room.view(self._dtype).reshape(shape)
-        if not is_whole:
-            _pad(out, values.shape, self._fill)
-        out[tuple(slice(n) for n in values.shape)] = values
-        return room
-
-
-def _pad(out: np.ndarray[Any, Any], inner: tuple[int, ...], fill: Any) -> None:
-    """Fill what of `out` lies outside of a box of shape `inner` at its start."""
-    for k, n in enumerate(inner):
-        out[(*(slice(m) for m in inner[:k]), slice(n, None))] = fill
 
 
 @cache
@@ -247,8 +185,8 @@ def decode_shuffle(itemsize: int) -> Stage:
         if itemsize in (2, 4, 8, 16) and n * itemsize == nbytes and out.flags.c_contiguous and _blosc_takes(*out.shape):
             _unshuffle_by_blosc(data, out, itemsize)
             return out
-        for one, row in zip(data, out, strict=True):
-            planes, elements = np.frombuffer(one, dtype=np.uint8), row[: n * itemsize].reshape(n, itemsize)
+        for chunk, row in zip(data, out, strict=True):
+            planes, elements = np.frombuffer(chunk, dtype=np.uint8), row[: n * itemsize].reshape(n, itemsize)
             for k in range(itemsize):  # NumPy releases the GIL here; measured as fast as numcodecs, which does not release it
                 elements[:, k] = planes[k * n : (k + 1) * n]
             row[n * itemsize :] = planes[n * itemsize :]
@@ -321,8 +259,8 @@ def decode_byte_order(itemsize: int) -> Stage:
     def undo(data: Many, out: Bytes) -> Many:
         if have_other_sizes(data, out.shape[1]):
             raise ValueError(f"other sizes are stored than the {out.shape[1]} bytes of a chunk")
-        for one, row in zip(data, out, strict=True):
-            np.copyto(row.view(kind), np.frombuffer(one, kind.newbyteorder()))
+        for chunk, row in zip(data, out, strict=True):
+            np.copyto(row.view(kind), np.frombuffer(chunk, kind.newbyteorder()))
         return out
 
     return Stage("byte order", undo, 0)
@@ -332,7 +270,7 @@ def _checked(name: str, check: Callable[[Bytes], None]) -> Stage:
     """A stage that takes away a checksum of 4 bytes, after `check` of the data with it. ValueError if that is wrong."""
 
     def undo(data: Many, out: Bytes) -> Many:
-        chunks = [np.frombuffer(one, dtype=np.uint8) for one in data]
+        chunks = [np.frombuffer(encoded, dtype=np.uint8) for encoded in data]
         for chunk in chunks:
             if len(chunk) < 4:
                 raise ValueError(f"{len(chunk)} bytes are too few to hold a checksum of {name}")
@@ -371,9 +309,9 @@ def decode_crc32c() -> Stage:
 
     def check(data: Bytes) -> None:
         stored = int.from_bytes(data[-4:].tobytes(), "little")
-        found = google_crc32c.value(data[:-4])  # takes arrays, but no memoryview
-        if stored != found:
-            raise ValueError(f"CRC-32C is {found:08x}, stored is {stored:08x}")
+        computed = google_crc32c.value(data[:-4])  # takes arrays, but no memoryview
+        if stored != computed:
+            raise ValueError(f"CRC-32C is {computed:08x}, stored is {stored:08x}")
 
     return _checked("crc32c", check)
 
@@ -400,7 +338,7 @@ def decode_zlib() -> Stage:
 
     def undo(data: Many, out: Bytes) -> Many:
         try:
-            return [deflate.zlib_decompress(one, out.shape[1]) for one in data]
+            return [deflate.zlib_decompress(chunk, out.shape[1]) for chunk in data]
         except deflate.DeflateError as error:
             raise ValueError(f"the gzip stream is damaged, or longer than the chunk ({error})") from None
 
@@ -416,7 +354,7 @@ def decode_gzip() -> Stage:
     """Zarr's gzip: gzip members, with their CRC-32 checked. Uses libdeflate for a single member, gzip for several."""
 
     def undo(data: Many, out: Bytes) -> Many:
-        return [_gunzip(one, out.shape[1]) for one in data]
+        return [_gunzip(chunk, out.shape[1]) for chunk in data]
 
     return Stage("gzip", undo, None)
 
@@ -430,9 +368,9 @@ def _gunzip(data: Any, nbytes: int) -> Any:
                 return single
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as members:
-            found = members.read(nbytes)
-            if len(found) == nbytes and not members.read(1):
-                return found
+            content = members.read(nbytes)
+            if len(content) == nbytes and not members.read(1):
+                return content
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"the gzip stream is damaged ({error})") from None
     raise ValueError(f"the gzip stream is damaged: it does not give the {nbytes} bytes of the chunk")
@@ -462,15 +400,15 @@ def decode_zstd() -> Stage:
     def undo(data: Many, out: Bytes) -> Many:
         nbytes, rows = out.shape[1], out.reshape(-1).data
         try:
-            for k, one in enumerate(data):
-                size = zstandard.frame_content_size(one)
+            for k, chunk in enumerate(data):
+                size = zstandard.frame_content_size(chunk)
                 if size not in (nbytes, -1):
                     raise ValueError(f"the frame declares {size} bytes, the chunk has {nbytes}")
                 if size == nbytes <= _SMALL_NBYTES:
-                    rows[k * nbytes : (k + 1) * nbytes] = _of_thread.decompress(one, allow_extra_data=False)
+                    rows[k * nbytes : (k + 1) * nbytes] = _of_thread.decompress(chunk, allow_extra_data=False)
                 else:
                     # Always into `out`: a frame written as a stream declares no size, and would get any amount of memory.
-                    numcodecs().zstd.decompress(one, out[k])
+                    numcodecs().zstd.decompress(chunk, out[k])
         except (RuntimeError, ValueError, zstandard.ZstdError) as error:
             raise ValueError(f"the zstd data is damaged ({error})") from None
         return out
@@ -511,12 +449,12 @@ def decode_blosc() -> Stage:
     """A Blosc 1 buffer, with any compressor (lz4, zstd, ...), shuffled or not. Uses numcodecs, which trusts its header."""
 
     def undo(data: Many, out: Bytes) -> Many:
-        for one, row in zip(data, out, strict=True):
-            check_blosc(one, out.shape[1])
+        for chunk, row in zip(data, out, strict=True):
+            check_blosc(chunk, out.shape[1])
             try:
-                numcodecs().blosc.decompress(one, row)
+                numcodecs().blosc.decompress(chunk, row)
             except (RuntimeError, ValueError) as error:
-                raise blosc_error(one, error) from None
+                raise blosc_error(chunk, error) from None
         return out
 
     return Stage("blosc", undo, None)
@@ -529,7 +467,7 @@ def blosc_error(data: Any, error: Exception) -> ValueError:
     """The error about a buffer that numcodecs cannot decode: its build may lack what the header asks for."""
     version, flags = int(data[0]), int(data[2])
     name = dict(enumerate(_IN_BLOSC)).get(flags >> 5, f"a compressor of number {flags >> 5}")
-    known = [one for one in numcodecs().blosc.list_compressors() if one != "lz4hc"]
+    known = [compressor for compressor in numcodecs().blosc.list_compressors() if compressor != "lz4hc"]
     asks = f"Blosc's format {version} (numcodecs reads 2)" if version != 2 else f"Blosc with {name}"
     if version == 2 and (name in known or flags & 2):  # 2: stored as it is
         return ValueError(f"the blosc data is damaged ({error})")
@@ -566,8 +504,8 @@ def decode_lz4() -> Stage:
     """HDF5's LZ4 filter: see `encode_lz4`. Uses numcodecs, which takes the decoded size of a block from 4 bytes before it."""
 
     def undo(data: Many, out: Bytes) -> Many:
-        for one, row in zip(data, out, strict=True):
-            at, done, stored = 12, 0, memoryview(one)
+        for chunk, row in zip(data, out, strict=True):
+            at, done, stored = 12, 0, memoryview(chunk)
             size, most = struct.unpack_from(">QI", stored) if len(stored) >= 12 else (0, 0)
             if size != len(row) or (size and not most):
                 raise ValueError(f"the lz4 header declares {size} bytes in blocks of {most}, the chunk has {len(row)}")

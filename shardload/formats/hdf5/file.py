@@ -244,7 +244,8 @@ class Hdf5File(OpenFile):
         group, called = self._facts.file if group is None else group, called.rstrip("/")
         names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
         if most is not None and len(names) > most and like:
-            names = _likest_first(names, like.strip("/"))
+            near = difflib.get_close_matches(like.strip("/"), names, n=MOST_NAMED)
+            names = list(dict.fromkeys([*near, *names]))
         netcdf = _netcdf_names(group, names)
         dimensions = set(netcdf.values())  # whose names variables have
         for name in names:
@@ -389,13 +390,6 @@ def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
             if last.startswith(NON_COORDINATE) and plain in names and isinstance(group[plain], h5py.Dataset):
                 found |= {text: plain} if stands_for_axis(group[plain]) else {}
     return found
-
-
-def _likest_first(names: list[str], like: str) -> list[str]:
-    """Names below the group `like` first, then names similar to it, then the others."""
-    below = itertools.islice((name for name in names if name.startswith(like + "/")), MOST_NAMED)
-    near = [*below, *difflib.get_close_matches(like, names, n=MOST_NAMED)]
-    return list(dict.fromkeys([*near, *names]))
 
 
 class StoreFile(Hdf5File):

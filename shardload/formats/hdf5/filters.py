@@ -35,7 +35,7 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError
 from shardload.formats.access import STRICT, Access
-from shardload.formats.codecs.algorithms import EncodeChain, Stage, Step, encode_fletcher32, encode_shuffle
+from shardload.formats.codecs.algorithms import Stage, Step, encode_fletcher32, encode_shuffle
 from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
 from shardload.formats.contract.array import is_added, native_dtype
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, file_in_memory, type_in_file
@@ -279,16 +279,14 @@ class Hdf5Encoder(Encoder):
         # Without filters all chunks have one size, so HDF5 gives each its place when the dataset is made.
         is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
-        fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
         self._by_library, self._local = steps is None, threading.local()
-        self._chain = EncodeChain(steps or [], spec.chunks, spec.dtype, fill)
         numbers = [self.creation.get_filter(k)[0] for k in range(self.creation.get_nfilters())]
         codec = "+".join(NAMES.get(number, str(number)) for number in sorted(numbers, key=lambda number: number == _SHUFFLE))
-        super().__init__(path, name, spec, flavour, codec or "none", is_placed_by_root=is_placed_by_root)
+        super().__init__(path, name, spec, flavour, codec or "none", steps or (), is_placed_by_root=is_placed_by_root)
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        data = self._chain.encode(values)
-        return self._through_library(data) if self._by_library else Stored(data)
+        stored = super()._encode(values)
+        return self._through_library(stored.data) if self._by_library else stored
 
     def _add_filters(self) -> list[Step] | None:
         """Add the filters to the dataset's properties; returns the steps that do the same, None if the library must do it."""

@@ -14,6 +14,7 @@ functions for dimension scales do. Nothing calls these for a file that was not w
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -86,9 +87,9 @@ def is_plain(owner: Any, key: str) -> bool:
 def read(owner: Any, key: str, most_nbytes: int) -> Any:
     """An attribute as h5py gives it: text or numbers. If it is something else, longer, or damaged, a `Note` that says so."""
     try:
-        found = h5py.h5a.open(owner.id, key.encode())  # UnicodeError, a ValueError, for a name that is not UTF-8
-        kind = found.get_type()
-        nbytes = found.get_space().get_simple_extent_npoints() * kind.get_size()
+        attribute = h5py.h5a.open(owner.id, key.encode())  # UnicodeError, a ValueError, for a name that is not UTF-8
+        kind = attribute.get_type()
+        nbytes = attribute.get_space().get_simple_extent_npoints() * kind.get_size()
         if nbytes > most_nbytes:
             return Note(f"{nbytes} bytes, not shown")
         if not _is_readable(kind):
@@ -119,10 +120,10 @@ def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, Any]]], str]:
     if not has(dataset, "DIMENSION_LIST"):
         return none, ""
     try:
-        found = h5py.h5a.open(dataset.id, b"DIMENSION_LIST")
-        kind = found.get_type()
+        attribute = h5py.h5a.open(dataset.id, b"DIMENSION_LIST")
+        kind = attribute.get_type()
         is_list = kind.get_class() == h5py.h5t.VLEN and kind.get_super().equal(h5py.h5t.STD_REF_OBJ)
-        if not is_list or found.shape != (len(none),):
+        if not is_list or attribute.shape != (len(none),):
             return none, "DIMENSION_LIST is of another type than HDF5's dimension scales have"
         told = [list(references) for references in dataset.attrs["DIMENSION_LIST"]]
     except _ERRORS as error:
@@ -136,15 +137,15 @@ def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, Any]]], str]:
 def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, Any] | None:
     """What a reference leads to, if that is a dimension scale with a name."""
     try:
-        found = h5py.h5r.dereference(reference, dataset.id) if reference else None
-        if not isinstance(found, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(found)):
+        scale = h5py.h5r.dereference(reference, dataset.id) if reference else None
+        if not isinstance(scale, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(scale)):
             return None
-        names = dataset.facts.places.get(int(h5py.h5o.get_info(found).addr), ())
+        names = dataset.facts.places.get(int(h5py.h5o.get_info(scale).addr), ())
     except _ERRORS:
         return None
     above = str(dataset.name or "").rpartition("/")[0]
     nearest = sorted(names, key=lambda name: name.rpartition("/")[0] != above)[:1]
-    return (nearest[0], h5py.Dataset(found)) if nearest else None
+    return (nearest[0], h5py.Dataset(scale)) if nearest else None
 
 
 def is_scale(dataset: h5py.Dataset) -> bool:
@@ -337,9 +338,9 @@ def _nearer(dataset: OpenDataset, name: str, scale: h5py.Dataset, top: str) -> s
     above = str(dataset.name or "").rpartition("/")[0]
     while above != top and above.startswith(f"{top}/"):
         if isinstance(dataset.file.get(f"{above}/{name}", getlink=True), h5py.HardLink):
-            found = dataset.file[f"{above}/{name}"]
-            is_along = isinstance(found, h5py.Dataset) and found.ndim == 1
-            its = scales_of(dataset.facts.dataset(found.id))[0] if is_along else [[]]
+            candidate = dataset.file[f"{above}/{name}"]
+            is_along = isinstance(candidate, h5py.Dataset) and candidate.ndim == 1
+            its = scales_of(dataset.facts.dataset(candidate.id))[0] if is_along else [[]]
             if its[0] and its[0][0][1] == scale:
                 return f"{above}/{name}"
         above = above.rpartition("/")[0]
@@ -420,7 +421,7 @@ def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
-    found = Properties.of(
+    properties = Properties.of(
         labels,
         dtype,
         attrs,
@@ -436,7 +437,8 @@ def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes
         axis_labels=(*axis_texts_of(dataset)[0], *[""] * len(inner)),
         scale_name=plain(dataset, "NAME") if is_scale(dataset) else None,
     )
-    return replace(found, coordinates=tuple(dict.fromkeys([*found.coordinates, *(one for axis in scales for one in axis)])))
+    coordinates = dict.fromkeys([*properties.coordinates, *itertools.chain.from_iterable(scales)])
+    return replace(properties, coordinates=tuple(coordinates))
 
 
 def _texts(dataset: OpenDataset) -> np.ndarray[Any, Any] | None:
@@ -448,16 +450,16 @@ def _texts(dataset: OpenDataset) -> np.ndarray[Any, Any] | None:
     is_here = creation.get_layout() != h5py.h5d.VIRTUAL and not creation.get_external_count()
     if not is_here or n * kind.get_size() > _MOST_NBYTES or not {number for number, *_ in dataset.stored_filters} <= _OF_TEXT:
         return None
-    found = np.empty(dataset.shape, dataset.dtype)  # whose metadata say how text is encoded
-    if found.size:
-        dataset.read_direct(found)
-    return found
+    texts = np.empty(dataset.shape, dataset.dtype)  # whose metadata say how text is encoded
+    if texts.size:
+        dataset.read_direct(texts)
+    return texts
 
 
 def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The attributes of all groups of a file; and what could not be read."""
     attrs, unread = _typed_attributes(file["/"], "/")
-    found = {"/": attrs}
+    groups = {"/": attrs}
     names, lost = names_below(file["/"])
     for name in names:
         try:
@@ -466,12 +468,12 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
             lost[name] = str(error)
             continue
         if isinstance(thing, h5py.Group):
-            found[f"/{name}"], more = _typed_attributes(thing, f"/{name}")
+            groups[f"/{name}"], more = _typed_attributes(thing, f"/{name}")
             unread += more
         elif isinstance(thing, h5py.Datatype):
             unread.append(f"the named type '/{name}'")
     unread += [f"what is in '/{name}' ({why})" for name, why in lost.items()]
-    return found, unread
+    return groups, unread
 
 
 def attribute_names(group: h5py.Group) -> list[str]:
@@ -527,5 +529,5 @@ def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
         return {}
     if number == 6:  # of integers: as many bits as a chunk needs, for none is to be lost
         return {"options": {"cd_values": (values[0], 0)}}
-    own = values[_ARGUMENTS.get(number, slice(None))]
-    return {"options": {"cd_values": own} if own else {}}
+    arguments = values[_ARGUMENTS.get(number, slice(None))]
+    return {"options": {"cd_values": arguments} if arguments else {}}

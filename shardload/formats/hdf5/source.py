@@ -244,7 +244,7 @@ class Hdf5Source(Source):
         self._expected = region
         tiles = self.__dict__.get("_tiles")
         if tiles is not None:
-            tiles.expect(region)
+            tiles.limit_to(region)
 
     def nbytes_stored(self) -> int | None:
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
@@ -420,7 +420,7 @@ class Hdf5Source(Source):
             return None
         tiles = Tiles(boxes, self._info, fill_value(self.dataset, self._dtype), self._open_part)
         if self._expected is not None:
-            tiles.expect(self._expected)
+            tiles.limit_to(self._expected)
         return tiles
 
     @kept

@@ -103,7 +103,7 @@ def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     if len(states) == 1:
         return states[0][0], states[0][1]
     digest = blake2b(repr(states).encode(), digest_size=7).digest()
-    return sum(one[0] for one in states), int.from_bytes(digest, "little")
+    return sum(state[0] for state in states), int.from_bytes(digest, "little")
 
 
 def code_of(kind: Any) -> bytes:
@@ -161,7 +161,7 @@ def find_boxes(
     """
     if len(names) > _MOST_TILES:
         return None
-    creation, found = dataset.creation, []
+    creation, boxes = dataset.creation, []
     for k, name in enumerate(names):
         space, its_space = creation.get_virtual_vspace(k), creation.get_virtual_srcspace(k)
         if not space.get_select_npoints():
@@ -174,8 +174,8 @@ def find_boxes(
         axes = _axes_along(region.shape, its.shape)
         if axes is None or not Region.whole(dataset.shape).contains(region) or not Region.whole(shape).contains(its):
             return None
-        found.append(Box(region, name, shape, its.start, axes))
-    return None if _overlap([one.region for one in found]) else found
+        boxes.append(Box(region, name, shape, its.start, axes))
+    return None if _overlap([box.region for box in boxes]) else boxes
 
 
 def tell_parts(
@@ -200,11 +200,11 @@ def tell_parts(
         Its type, and its value where no part covers it, as in `Behind`.
     """
     behind = [known.get(box.names) for box in boxes]
-    if any(one is None or one.kind != kind for one in behind):
+    if any(part is None or part.kind != kind for part in behind):
         return None  # HDF5 converts types
-    found = [one for one in behind if one is not None]
-    versions, shapes = [list(one.version) for one in found], [list(box.shape) for box in boxes]
-    return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, found, shape, chunks, fill)}
+    parts = [part for part in behind if part is not None]
+    versions, shapes = [list(part.version) for part in parts], [list(box.shape) for box in boxes]
+    return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, parts, shape, chunks, fill)}
 
 
 def _is_one_grid(
@@ -213,13 +213,13 @@ def _is_one_grid(
     """True if each chunk of the grid that is told is one chunk of one part, and all are encoded alike."""
     if chunks is None or not boxes:
         return False
-    for box, one in zip(boxes, behind, strict=True):
-        if one.chunks is None or not one.is_raw:
+    for box, part in zip(boxes, behind, strict=True):
+        if part.chunks is None or not part.is_raw:
             return False
-        if (one.chunks, one.filters, one.fill) != (behind[0].chunks, behind[0].filters, behind[0].fill):
+        if (part.chunks, part.filters, part.fill) != (behind[0].chunks, behind[0].filters, behind[0].fill):
             return False
-        n = len(shape) - len(one.chunks)
-        if n < 0 or (1,) * n + one.chunks != chunks or box.axes != tuple(range(n, len(shape))):
+        n = len(shape) - len(part.chunks)
+        if n < 0 or (1,) * n + part.chunks != chunks or box.axes != tuple(range(n, len(shape))):
             return False
         first = (0,) * n + box.start
         for a, b, c, its, length in zip(box.region.start, box.region.stop, chunks, first, shape, strict=True):
@@ -263,7 +263,7 @@ def _overlap(regions: Sequence[Region]) -> bool:
     """True if two regions share an element, or if that would take long to find out."""
     if len(regions) < 2:
         return False
-    start, stop = (np.array([getattr(one, end) for one in regions], dtype=np.int64) for end in ("start", "stop"))
+    start, stop = (np.array([getattr(region, end) for region in regions], dtype=np.int64) for end in ("start", "stop"))
     for axis in range(start.shape[1]):  # one after the other along an axis, as mostly
         order = np.argsort(start[:, axis], kind="stable")
         if (start[order[1:], axis] >= stop[order[:-1], axis]).all():
@@ -287,8 +287,8 @@ class _Part:
     n_users: int = 0
 
 
-class Tiles:
-    """The tiles of one open virtual dataset.
+class Tiles(ChunkReader):
+    """The tiles of one open virtual dataset, and a reader of their chunks if these lie on one grid and are encoded alike.
 
     Parameters
     ----------
@@ -305,7 +305,7 @@ class Tiles:
     def __init__(self, boxes: Sequence[Box], info: ArrayInfo, fill: np.ndarray[Any, Any], open_part: Opener) -> None:
         self._boxes, self.shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
         self._parts: Mapping[str, Any] = info.parts or {}
-        ends = (np.array([getattr(one.region, end) for one in boxes], dtype=np.int64) for end in ("start", "stop"))
+        ends = (np.array([getattr(box.region, end) for box in boxes], dtype=np.int64) for end in ("start", "stop"))
         self._start, self._stop = (end.reshape(len(boxes), len(info.shape)) for end in ends)
         self._lock = threading.Lock()
         self._open: dict[int, _Part] = {}  # the last used ones last
@@ -316,7 +316,7 @@ class Tiles:
         self._used: dict[int, list[str]] = {}  # the files behind parts that were read
         self._lost: tuple[Region, list[tuple[int, ...]]] | None = None  # the missing chunks of what was read last
 
-    def expect(self, region: Region) -> None:
+    def limit_to(self, region: Region) -> None:
         """Told once, before anything is read: only `region` will be."""
         self._expected = region
 
@@ -345,7 +345,8 @@ class Tiles:
             part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
-            for other in [n for n, one in self._open.items() if not one.n_users][: max(0, len(self._open) - _MOST_OPEN)]:
+            idle = [n for n, candidate in self._open.items() if not candidate.n_users]
+            for other in idle[: max(0, len(self._open) - _MOST_OPEN)]:
                 self._open.pop(other).source.close()
         try:
             yield part
@@ -383,7 +384,7 @@ class Tiles:
     def _read(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
         """Returns the missing chunks."""
         met = list(self.meeting(region))
-        found = self._uncovered(region, [common for _, common in met])
+        missing = self._uncovered(region, [common for _, common in met])
         if sum(common.size for _, common in met) < region.size:
             out[...] = self._fill
         for k, common in met:
@@ -398,10 +399,10 @@ class Tiles:
                     lost = part.source.missing(its)
                 else:  # without HDF5, which takes twice as long
                     lost = read_by_chunks(part.reader, chunks, its, target)
-                found |= self._told(lost, part, box, common)
+                missing |= self._told(lost, part, box, common)
             if values is not into:
                 np.copyto(into, values)
-        return list(found)
+        return list(missing)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks, of the grid that is told, in which chunks of parts are missing, or which no part covers. ``[()]`` without
@@ -419,24 +420,24 @@ class Tiles:
             return dict.fromkeys([()] if lost else [])
         if its is None:  # no value of it is stored
             return dict.fromkeys(itertools.product(*chunks_met(region, chunks)))
-        found: dict[tuple[int, ...], None] = {}
+        missing: dict[tuple[int, ...], None] = {}
         for index in lost:
             ends = ([(i + k) * c for i, c in zip(index, its, strict=True)] for k in (0, 1))
             low, high = box.outside(*ends)
             inside = Region(tuple(map(max, low, region.start)), tuple(map(min, high, region.stop)))
-            found |= dict.fromkeys(itertools.product(*chunks_met(inside, chunks)))
-        return found
+            missing |= dict.fromkeys(itertools.product(*chunks_met(inside, chunks)))
+        return missing
 
     def _uncovered(self, region: Region, covered: Sequence[Region]) -> dict[tuple[int, ...], None]:
         """The chunks of which no part covers any element, of a region whose other elements are `covered`."""
-        if sum(one.size for one in covered) == region.size:
+        if sum(part.size for part in covered) == region.size:
             return {}
         if self._chunks is None:
             return {(): None}
         box = chunks_met(region, self._chunks)
         is_met = np.zeros(tuple(map(len, box)), dtype=bool)
-        for one in covered:
-            its = chunks_met(one, self._chunks)
+        for part in covered:
+            its = chunks_met(part, self._chunks)
             is_met[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(its, box, strict=True))] = True
         places = np.argwhere(~is_met) + [axis.start for axis in box]
         return dict.fromkeys(map(tuple, places.tolist()))
@@ -453,12 +454,49 @@ class Tiles:
             if self._decoder is None:
                 part.n_users += 1  # it decodes for all, until they are closed
                 self._decoder, self._encoding = part.reader, _encoding_of(part.source)
-        return _TileChunks(self, self._chunks, self._decoder)
+        return self
+
+    def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
+        """Read a box of chunks as they are stored; those that no part covers are missing."""
+        parts = self._parts_of(box)
+        if len(parts) == 1 and parts[0][1] == tuple(box):
+            with self.part_at(parts[0][0], box) as (reader, inside):
+                return reader.fetch(inside, room)
+        data = np.full(tuple(map(len, box)), None, dtype=object)
+        numbers, skipped = np.arange(data.size).reshape(data.shape), dict[int, frozenset[int]]()
+        for k, common in parts:
+            at = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(common, box, strict=True))
+            with self.part_at(k, common) as (reader, inside):
+                encoded = reader.fetch(inside)
+            pieces = np.empty(len(encoded.data), dtype=object)
+            pieces[:] = encoded.data
+            data[at] = pieces.reshape(data[at].shape)
+            skipped |= {int(numbers[at].flat[number]): stages for number, stages in encoded.skipped.items()}
+        return Encoded(data.reshape(-1).tolist(), skipped)
+
+    def _parts_of(self, box: Sequence[range]) -> list[tuple[int, tuple[range, ...]]]:
+        """The parts that a box of chunks meets, and which of these chunks each has."""
+        chunks = self._chunks or ()
+        check_box(box, [-(-n // c) for n, c in zip(self.shape, chunks, strict=True)])
+        region = region_of(box, chunks, Region.whole(self.shape))
+        return [(k, tuple(chunks_met(common, chunks))) for k, common in self.meeting(region)]
+
+    def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:
+        """Decode them."""
+        self._decoder.decode(encoded, out)
+
+    def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
+        """Read chunks of plain values that lie in one part straight into `out`."""
+        parts = self._parts_of(box)
+        if len(parts) != 1 or parts[0][1] != tuple(box):
+            return False
+        with self.part_at(parts[0][0], box) as (reader, inside):
+            return reader.read_plain(inside, out)
 
     @contextmanager
-    def part_at(self, k: int, box: Sequence[range], chunks: tuple[int, ...]) -> Iterator[tuple[ChunkReader, list[range]]]:
+    def part_at(self, k: int, box: Sequence[range]) -> Iterator[tuple[ChunkReader, list[range]]]:
         """The reader of part k, and what a box of chunks that lies in it is there."""
-        tile = self._boxes[k]
+        tile, chunks = self._boxes[k], self._chunks or ()
         with self.use(k) as part:
             if part.reader is None or _encoding_of(part.source) != self._encoding:
                 raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
@@ -473,47 +511,3 @@ class Tiles:
             self._is_closed = True
             while self._open:
                 self._open.popitem()[1].source.close()
-
-
-class _TileChunks(ChunkReader):
-    """The chunks of all parts: they lie on one grid and are encoded alike."""
-
-    def __init__(self, tiles: Tiles, chunks: tuple[int, ...], decoder: ChunkReader) -> None:
-        self._tiles, self._chunk, self._decoder = tiles, chunks, decoder
-        self._counts = tuple(-(-n // c) for n, c in zip(tiles.shape, chunks, strict=True))
-
-    def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
-        """Read a box of chunks as they are stored; those that no part covers are missing."""
-        parts = self._parts(box)
-        if len(parts) == 1 and parts[0][1] == tuple(box):
-            with self._tiles.part_at(parts[0][0], box, self._chunk) as (reader, inside):
-                return reader.fetch(inside, room)
-        data = np.full(tuple(map(len, box)), None, dtype=object)
-        numbers, skipped = np.arange(data.size).reshape(data.shape), dict[int, frozenset[int]]()
-        for k, common in parts:
-            at = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(common, box, strict=True))
-            with self._tiles.part_at(k, common, self._chunk) as (reader, inside):
-                encoded = reader.fetch(inside)
-            pieces = np.empty(len(encoded.data), dtype=object)
-            pieces[:] = encoded.data
-            data[at] = pieces.reshape(data[at].shape)
-            skipped |= {int(numbers[at].flat[number]): stages for number, stages in encoded.skipped.items()}
-        return Encoded(data.reshape(-1).tolist(), skipped)
-
-    def _parts(self, box: Sequence[range]) -> list[tuple[int, tuple[range, ...]]]:
-        """The parts that a box of chunks meets, and which of these chunks each has."""
-        check_box(box, self._counts)
-        region = region_of(box, self._chunk, Region.whole(self._tiles.shape))
-        return [(k, tuple(chunks_met(common, self._chunk))) for k, common in self._tiles.meeting(region)]
-
-    def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:
-        """Decode them."""
-        self._decoder.decode(encoded, out)
-
-    def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
-        """Read chunks of plain values that lie in one part straight into `out`."""
-        parts = self._parts(box)
-        if len(parts) != 1 or parts[0][1] != tuple(box):
-            return False
-        with self._tiles.part_at(parts[0][0], box, self._chunk) as (reader, inside):
-            return reader.read_plain(inside, out)

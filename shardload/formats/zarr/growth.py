@@ -183,8 +183,8 @@ class GrowthEncoder(ZarrEncoder, Growing):
         shape = self.begin(known, axis, self._per_file, n_new)
         fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
         packed = Compression(codec_of(document)) if layout.chain else None
-        spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, shards=layout.shards, compression=packed)
-        super().__init__(path, name, spec, document | {"shape": list(shape)}, layout, fill)
+        spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, layout.shards, packed, fill_value=fill)
+        super().__init__(path, name, spec, document | {"shape": list(shape)})
         self.old_document = document
 
     def beside(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:

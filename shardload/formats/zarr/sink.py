@@ -23,7 +23,6 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.codecs.algorithms import EncodeChain
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
 from shardload.formats.contract.array import dtype_text, is_added
 from shardload.formats.sink import (
@@ -34,7 +33,6 @@ from shardload.formats.sink import (
     PlacedChunks,
     Places,
     Sink,
-    Stored,
     Ticket,
     Writer,
     with_dims,
@@ -59,20 +57,10 @@ _NAMES = {3: ("gzip", "zstd", "blosc"), 2: ("gzip", "zstd", "blosc", "lz4")}  # 
 class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
-    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json, layout: ZarrLayout, fill: Any) -> None:
-        is_placed_by_root = layout.per_shard is not None
-        super().__init__(path, name, spec, f"Zarr v{layout.version}", codec_of(document), is_placed_by_root=is_placed_by_root)
-        self.document, self.layout = document, layout
-        self._chain = EncodeChain(layout.steps, spec.chunks, spec.dtype, fill)
-
-    @classmethod
-    def new(cls, path: str, name: str, spec: ArraySpec, version: int) -> ZarrEncoder:
-        """That of a new array."""
-        document = document_of(name, spec, version)
-        return cls(path, name, spec, document, ZarrLayout.of(document, spec.dtype), fill_of(spec))
-
-    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        return Stored(self._chain.encode(values))
+    def __init__(self, path: str, name: str, spec: ArraySpec, document: Json) -> None:
+        self.document, self.layout = document, ZarrLayout.of(document, spec.dtype)
+        is_sharded, kind = self.layout.per_shard is not None, f"Zarr v{self.layout.version}"
+        super().__init__(path, name, spec, kind, codec_of(document), self.layout.steps, is_placed_by_root=is_sharded)
 
     def shard_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """The shard of a chunk; the chunk's own position if there are no shards."""
@@ -137,24 +125,24 @@ class ZarrSink(Sink):
     ) -> None:
         self.path, self.mode, self.version, self._storage = path, mode, version, storage or StorageOptions()
         self.attrs = plain_attrs("/", attrs or {})
-        self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
+        self.group_attrs = {name.strip("/"): plain_attrs(name, given) for name, given in (group_attrs or {}).items()}
         self.arrays: dict[str, ZarrEncoder] = {}
         self._texts: dict[str, ArraySpec] = {}
         for name, checked in with_dims({name: spec.checked(name) for name, spec in specs.items()}).items():
             if checked.texts is not None:
                 self._texts[name] = checked
-            elif checked.chunks is None and checked.shape and 0 not in checked.shape:
+                continue
+            if checked.chunks is None and checked.shape and 0 not in checked.shape:
                 if math.prod(checked.shape) * checked.dtype.itemsize > 2**31 - 1:
                     raise ConfigError(
                         f"'{name}' has {checked.shape} elements and no chunks: one rank would have to hold it. Pass chunks="
                     )
-                self.arrays[name] = ZarrEncoder.new(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
-            else:
-                self.arrays[name] = ZarrEncoder.new(path, name, checked, version)
+                checked = replace(checked, chunks=checked.shape)  # one chunk
+            self.arrays[name] = ZarrEncoder(path, name, checked, document_of(name, checked, version))
         # (Several ranks write a shard: its file is whole at the end only.)
-        self._about = None if any(one.is_placed_by_root for one in self.arrays.values()) else about
+        self._about = None if any(array.is_placed_by_root for array in self.arrays.values()) else about
         self.folder = self.new_folder()
-        if not self.folder.has_parts and (sharded := [name for name, one in self.arrays.items() if one.is_placed_by_root]):
+        if not self.folder.has_parts and (sharded := [name for name, array in self.arrays.items() if array.is_placed_by_root]):
             raise ConfigError(
                 f"'{sharded[0]}' has shards, of which several ranks write each, and an object of a store is put as a whole. "
                 "Leave out shards=, with chunks of some MiB; or save to a folder, and upload it"
@@ -172,8 +160,8 @@ class ZarrSink(Sink):
             return None
         self.taken_up = keys
         return {
-            name: np.array([one.key_of(number) in keys for number in range(math.prod(one.spec.grid))], bool)
-            for name, one in self.arrays.items()
+            name: np.array([array.key_of(number) in keys for number in range(math.prod(array.spec.grid))], bool)
+            for name, array in self.arrays.items()
         }
 
     def writer(self, ticket: Ticket) -> Writer:
@@ -224,7 +212,7 @@ class ZarrSink(Sink):
         with named(self.path):
             address = self.folder.create()
         self._is_finished = False
-        self._shards = {name: _Shards(one) for name, one in self.arrays.items() if one.is_placed_by_root}
+        self._shards = {name: _Shards(array) for name, array in self.arrays.items() if array.is_placed_by_root}
         self.ticket = Ticket(address, {name: Places([0], [0], 0) for name in self.arrays if name not in self._shards})
         return self
 
@@ -329,7 +317,7 @@ def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
 
     attrs = plain_attrs("", spec.attrs) | ({"_ARRAY_DIMENSIONS": list(spec.dims or ())} if version == 2 else {})
     files: dict[str, Any] = {}
-    made = zarr.create_array(
+    array = zarr.create_array(
         zarr.storage.MemoryStore(files),
         shape=spec.shape,
         dtype="str",
@@ -338,7 +326,7 @@ def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
         dimension_names=list(spec.dims or ()) if version == 3 else None,
         zarr_format=3 if version == 3 else 2,
     )
-    made[...] = np.asarray(spec.texts)
+    array[...] = np.asarray(spec.texts)
     return {key: content.to_bytes() for key, content in files.items()}
 
 
@@ -355,15 +343,15 @@ def refused_name(name: str) -> str | None:
 class _Shards(PlacedChunks):
     """Where the chunks of one sharded array are in their shard files."""
 
-    def __init__(self, one: ZarrEncoder) -> None:
-        super().__init__(one.name, one.spec.grid)
-        self.encoder, self.ends = one, np.zeros(math.prod(one.shard_grid), dtype=np.int64)
+    def __init__(self, encoder: ZarrEncoder) -> None:
+        super().__init__(encoder.name, encoder.spec.grid)
+        self.encoder, self.ends = encoder, np.zeros(math.prod(encoder.shard_grid), dtype=np.int64)
 
     def allocate(self, numbers: Any, nbytes: Any) -> Int64s:
         which, sizes = self.checked(numbers, nbytes)
-        one, per = self.encoder, self.encoder.layout.per_shard or ()
-        index = np.unravel_index(which, one.spec.grid)
-        shard = np.ravel_multi_index([k // n for k, n in zip(index, per, strict=True)], one.shard_grid)
+        encoder, per = self.encoder, self.encoder.layout.per_shard or ()
+        index = np.unravel_index(which, encoder.spec.grid)
+        shard = np.ravel_multi_index([k // n for k, n in zip(index, per, strict=True)], encoder.shard_grid)
         # A running sum in each shard: of all chunks in the order of their shards, less the sum where the shard begins.
         order = np.argsort(shard, kind="stable")
         sorted_shards, sums = shard[order], np.cumsum(sizes[order]) - sizes[order]
@@ -377,10 +365,10 @@ class _Shards(PlacedChunks):
         """The index of a shard: offset and length of each chunk in C order, then the CRC-32C. Chunks outside of the array are
         missing.
         """
-        one, per = self.encoder, self.encoder.layout.per_shard or ()
+        encoder, per = self.encoder, self.encoder.layout.per_shard or ()
         table = np.full((*per, 2), _MISSING, dtype="<u8")
-        box = tuple(slice(k * n, min((k + 1) * n, m)) for k, n, m in zip(at, per, one.spec.grid, strict=True))
-        sizes, offsets = self.sizes.reshape(one.spec.grid)[box], self.offsets.reshape(one.spec.grid)[box]
+        box = tuple(slice(k * n, min((k + 1) * n, m)) for k, n, m in zip(at, per, encoder.spec.grid, strict=True))
+        sizes, offsets = self.sizes.reshape(encoder.spec.grid)[box], self.offsets.reshape(encoder.spec.grid)[box]
         part = table[tuple(slice(n) for n in sizes.shape)]
         part[..., 0], part[..., 1] = offsets, sizes
         data = table.tobytes()
@@ -394,11 +382,6 @@ def document_of(name: str, spec: ArraySpec, version: int) -> Json:
     """The metadata of an array with a checked spec. ConfigError if this version of the format cannot say it."""
     chunks = spec.chunks or tuple(max(1, n) for n in spec.shape)
     return (_document_2 if version == 2 else _document_3)(name, spec, chunks)
-
-
-def fill_of(spec: ArraySpec) -> Any:
-    """The value of elements that are not stored."""
-    return np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
 
 
 def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
@@ -426,7 +409,7 @@ def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
         "data_type": spec.dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.shards or chunks)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": _fill(fill_of(spec)),
+        "fill_value": _fill(spec.fill),
         "codecs": codecs,
         "attributes": plain_attrs(name, spec.attrs),
         "dimension_names": list(spec.dims or ()),
@@ -481,10 +464,10 @@ def _fill(value: Any) -> Any:
     """A fill value as JSON."""
     if isinstance(value, np.complexfloating):
         return [_fill(value.real), _fill(value.imag)]
-    found = value.item()
-    if isinstance(found, float) and not math.isfinite(found):
-        return "NaN" if math.isnan(found) else "Infinity" if found > 0 else "-Infinity"
-    return found
+    number = value.item()
+    if isinstance(number, float) and not math.isfinite(number):
+        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return number
 
 
 def group_document(version: int, attrs: Mapping[str, Any]) -> Json:
@@ -497,8 +480,8 @@ def files_of(folder: str, document: Json) -> dict[str, Json]:
     if document["zarr_format"] == 3:
         return {os.path.join(folder, "zarr.json"): document}
     others = {key: value for key, value in document.items() if key != "attributes"}
-    own = ".zarray" if "shape" in document else ".zgroup"
-    return {os.path.join(folder, ".zattrs"): document["attributes"], os.path.join(folder, own): others}
+    file = ".zarray" if "shape" in document else ".zgroup"
+    return {os.path.join(folder, ".zattrs"): document["attributes"], os.path.join(folder, file): others}
 
 
 def plain_attrs(name: str, attrs: Mapping[str, Any]) -> Json:
@@ -510,9 +493,9 @@ def _plain(name: str, key: str, value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM":  # a date that is none would become null
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(name, key, one) for one in value]
+        return [_plain(name, key, part) for part in value]
     if isinstance(value, Mapping):
-        return {str(k): _plain(name, key, one) for k, one in value.items()}
+        return {str(k): _plain(name, key, part) for k, part in value.items()}
     is_plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
     if not is_plain:
         text = repr(value)

@@ -96,12 +96,12 @@ class _Member:
 
     def regions(self, axis: int) -> dict[int, Region]:
         """What of the joined array lies in each part."""
-        found, start = {}, 0
+        regions, start = {}, 0
         for part, shape in self.shapes.items():
             begin = tuple(start * (k == axis) for k in range(len(shape)))
-            found[part] = Region(begin, tuple(first + n for first, n in zip(begin, shape, strict=True)))
+            regions[part] = Region(begin, tuple(first + n for first, n in zip(begin, shape, strict=True)))
             start += shape[axis]
-        return found
+        return regions
 
 
 class JoinedParts:
@@ -220,12 +220,12 @@ class JoinedParts:
         if self._ask.dataset:
             notes += take_along(file, described)
         else:
-            links = [name for name in file.links() if not any(f"{one}/".startswith(f"{name}/") for one in described)]
+            links = [name for name in file.links() if not any(f"{array}/".startswith(f"{name}/") for array in described)]
             notes += [f"'{printable(name)}' was left out: it is a link" for name in links]
         for name, (info, properties, _) in described.items():
             if not properties.is_dimension:
                 self._take(k, info, properties)
-            elif not any(name.rpartition("/")[2] in one[1].dims for other, one in described.items() if other != name):
+            elif not any(name.rpartition("/")[2] in array[1].dims for other, array in described.items() if other != name):
                 self._expected[f"the dimension '{printable(name)}' was left out: no array has it"] = None
         groups, unread = file.groups()
         for group, attrs in groups.items():
@@ -300,10 +300,10 @@ class JoinedParts:
                         f"it. Pass {self._ask.word}={stack!r} in its place"
                     )
             return stack
-        names = dict.fromkeys(dim for one in properties for dim in one.dims if dim)
+        names = dict.fromkeys(dim for array in properties for dim in array.dims if dim)
         there = some([repr(name) for name in names]) or f"none with a name. Pass its number, such as {word}=0"
         if asked is None:
-            grow = {dim for one in properties for k in one.unlimited if (dim := one.dims[k])}
+            grow = {dim for array in properties for k in array.unlimited if (dim := array.dims[k])}
             if names and len(grow) != 1:
                 which = "several that can grow" if grow else "none that can grow"
                 raise ConfigError(
@@ -503,8 +503,8 @@ class JoinedParts:
             elif axis is None and (nbytes_of(member.info, shape) <= _STORED_NBYTES or not shape):
                 self.values[full], how = [(whole, self._read(k, member))], f"stored here, the same in {where}"
             else:
-                own = member.properties.stored_name
-                stored_name = name if own is None else f"{name.rpartition('/')[0]}/{own}"
+                last_name = member.properties.stored_name
+                stored_name = name if last_name is None else f"{name.rpartition('/')[0]}/{last_name}"
                 self.places[full] = [
                     PlacedPart(self._paths[k], stored_name, region, self._own_shape(member, region.shape))
                     for k, region in regions.items()
@@ -554,9 +554,9 @@ class JoinedParts:
     def _attrs_of(self, group: str, attrs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         what = "the file" if group == "/" else f"group '{group}'"
         everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
-        found, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(what, everywhere))
+        kept, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(what, everywhere))
         self._note(*(f"{lost} was left out" for lost in notes))
-        return found
+        return kept
 
     def _common(self, what: str, attrs: Mapping[int, Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
         """The attributes that are the same in all parts that have an array or a group. The others are noted."""

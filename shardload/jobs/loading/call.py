@@ -41,7 +41,7 @@ from shardload.jobs.consistency import check_names, check_unchanged
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, LoadResult, execute
 from shardload.jobs.loading.plan import Plan, TreePlan, describe_job
-from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of, staging_together
+from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors, where_text
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
@@ -52,9 +52,11 @@ from shardload.planning.selection import (
     named_coordinates,
     needs_coordinates,
 )
+from shardload.planning.staging import least_together
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait
+from shardload.units import format_nbytes
 
 SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
@@ -269,7 +271,7 @@ class LoadCall:
         is_read = self.kind == "load" and options.readers == AUTO
         how = (replace(tuning, **caps) if is_read else None, most_nbytes, not self.tree.is_single)
         with Finder(options.access, *how, tells=True) as finder:
-            return pickle.dumps(self._find_all(finder))
+            return pickle.dumps(self._find_all(finder), protocol=5)  # with fewer copies of values
 
     def _labeller(self, finder: Finder) -> Labeller | None:
         """What reads names of axes, and coordinates, if a selection needs them."""
@@ -408,28 +410,29 @@ def _whole(request: Request) -> Request:
 
 
 def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
-    """The same loads under one staging cap, which is that of the array that needs most.
+    """The same loads under one staging cap: that of the array that needs most or, if that is "auto", what all need together.
 
     Raises
     ------
     ConfigError
-        If they do not fit under it together.
+        If they do not fit under it together. (Each fits alone.)
     """
-
-    def most_nbytes() -> int:
-        return ranks.staging_room_nbytes if request.options.staging == AUTO else 0
-
     staging = max(load.options.staging_nbytes for load in loads)
-    staging = staging_together(list({id(load.layout): load.layout for load in loads}.values()), staging, most_nbytes)
-    return [_under(load, staging) for load in loads]
-
-
-def _under(load: ArrayLoad, staging: int) -> ArrayLoad:
-    """The same load under another staging cap."""
-    if staging == load.options.staging_nbytes:
-        return load
-    plan = replace(load.plan, staging_nbytes=staging, staging_is_raised=True)
-    return replace(load, plan=plan, options=replace(load.options, staging=staging))
+    layouts = {id(load.layout): load.layout for load in loads}.values()
+    needed = least_together([(layout.schedule, layout.source) for layout in layouts])
+    most = ranks.staging_room_nbytes if request.options.staging == AUTO else staging
+    if needed > max(staging, most):
+        raise ConfigError(
+            f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}, but staging is "
+            f"{format_nbytes(staging)}. Pass staging='{-(-needed // (1 << 20))}MiB' or more, or load them one by one"
+        )
+    staging, shared = max(staging, needed), list[ArrayLoad]()
+    for load in loads:
+        if staging != load.options.staging_nbytes:
+            plan = replace(load.plan, staging_nbytes=staging, staging_is_raised=True)
+            load = replace(load, plan=plan, options=replace(load.options, staging=staging))
+        shared.append(load)
+    return shared
 
 
 def _describe_loads(loads: Sequence[ArrayLoad]) -> str:

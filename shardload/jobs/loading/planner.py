@@ -11,7 +11,7 @@ make the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from shardload.planning.region import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, Grid
 from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
 from shardload.planning.selection import Between, Near, Selection, name_axes, select_axes
 from shardload.planning.shards import Shards
-from shardload.planning.staging import ample_staging, least_staging, least_together
+from shardload.planning.staging import ample_staging, least_staging
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import format_nbytes
@@ -178,25 +178,6 @@ def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: i
         request.options.staging_nbytes,
         _layouts={ROOT: LoadLayout(source, schedule, ranks.n_threads)},
     )
-
-
-def staging_together(layouts: Sequence[LoadLayout], staging_nbytes: int, most_nbytes: Callable[[], int]) -> int:
-    """The staging cap for several arrays: `staging_nbytes`, or if that is too little what they need, up to `most_nbytes()`.
-
-    Raises
-    ------
-    ConfigError
-        Unless they fit together under it. (Each fits alone.)
-    """
-    needed = least_together([(layout.schedule, layout.source) for layout in layouts])
-    if needed > staging_nbytes:
-        if needed <= most_nbytes():
-            return needed
-        raise ConfigError(
-            f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}, but staging is "
-            f"{format_nbytes(staging_nbytes)}. Pass staging='{-(-needed // (1 << 20))}MiB' or more, or load them one by one"
-        )
-    return staging_nbytes
 
 
 def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:

@@ -78,20 +78,20 @@ class AppendReport(SaveReport):
 
 def _make(asked: SaveRequest, known: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
     """See `save.planned`."""
-    asked = replace(asked, arrays=[_in_numbers(one, asked.path, known["arrays"]) for one in asked.arrays])
+    asked = replace(asked, arrays=[_in_numbers(array, asked.path, known["arrays"]) for array in asked.arrays])
     axes, dimensions = _check(asked, known["arrays"])
     asked = replace(asked, orders={name: (*order, known["arrays"][name]["attrs"]) for name, order in known["orders"].items()})
     sink = _sink(asked, known, axes, dimensions, group)
-    arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
+    arrays = [replace(array, dtype=sink.arrays[array.name].spec.dtype) for array in asked.arrays]
     asked = replace(asked, arrays=arrays)
     grows = cast(Mapping[str, Growing], sink.arrays)
-    first = {name: tuple(one.old * (k == one.axis) for k in range(len(one.spec.shape))) for name, one in grows.items()}
+    first = {name: tuple(array.old * (k == array.axis) for k in range(len(array.spec.shape))) for name, array in grows.items()}
     return asked, plan_into(sink, asked, shards_of(asked, group), group, [False] * len(arrays), first)
 
 
 def _sink(asked: SaveRequest, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> Sink:
     """What is added to the file."""
-    n_new = {one.name: one.shape[axes[one.name]] for one in asked.arrays}
+    n_new = {array.name: array.shape[axes[array.name]] for array in asked.arrays}
     # Here, because whoever loads needs neither the libraries nor their compressors.
     if "state" not in known:
         from shardload.formats.zarr.growth import GrowthSink as Zarr
@@ -129,7 +129,7 @@ def _read(asked: SaveRequest) -> Any:
     refuse_leftover(path)
     if not os.path.exists(path):
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
-    names = [one.name for one in asked.arrays]
+    names = [array.name for array in asked.arrays]
     if os.path.isfile(path):
         from shardload.formats.hdf5.growth import read_file
 
@@ -194,28 +194,28 @@ def _n_before(at: Any, where: str, dim: str, values: Array, stored: Mapping[str,
 def _check_orders(asked: SaveRequest, group: Group) -> None:
     """ConfigError on all ranks unless each coordinate of the axis goes on as it did. Collective."""
     error: ConfigError | None = None
-    for one in asked.arrays:
-        if one.name in asked.orders:
-            values = np.asarray(one.x) if one.is_everywhere else _gathered(one, group)
+    for array in asked.arrays:
+        if array.name in asked.orders:
+            values = np.asarray(array.x) if array.is_everywhere else _gathered(array, group)
             try:
-                _check_order(one, asked, values[: one.shape[0]], *asked.orders[one.name])
+                _check_order(array, asked, values[: array.shape[0]], *asked.orders[array.name])
             except ConfigError as wrong:
                 error = error or wrong
     if asked.orders:
         group.agree(error)
 
 
-def _gathered(one: SavedArray, group: Group) -> Array:
+def _gathered(array: SavedArray, group: Group) -> Array:
     """The values of a sharded coordinate, of which each process has some. Collective."""
-    bits = np.full(one.x.shape, _NOWHERE)
-    for shard in one.x.addressable_shards:
+    bits = np.full(array.x.shape, _NOWHERE)
+    for shard in array.x.addressable_shards:
         held = np.asarray(shard.data)
         bits[shard.index] = held.astype("f8" if held.dtype.kind == "f" else "i8").view("i8")
-    return group.least_ints(bits).view("f8" if one.dtype.kind == "f" else "i8")
+    return group.least_ints(bits).view("f8" if array.dtype.kind == "f" else "i8")
 
 
 def _check_order(
-    one: SavedArray, asked: SaveRequest, new: Array, rises: bool | None, last: Any, attrs: Mapping[str, Any]
+    array: SavedArray, asked: SaveRequest, new: Array, rises: bool | None, last: Any, attrs: Mapping[str, Any]
 ) -> None:
     values = np.concatenate([[last], new]).astype(np.asarray(last).dtype)
     rises = bool(len(values) < 2 or values[1] > values[0]) if rises is None else rises
@@ -229,56 +229,57 @@ def _check_order(
     if at > 1:
         told, fix = f"has an order, and what is to be appended has {before}, then {after}", "Sort it"
     raise ConfigError(
-        f"'{one.name}' in '{asked.path}' {told}: searches by its values would find wrong rows. {fix}. If its rows have no "
+        f"'{array.name}' in '{asked.path}' {told}: searches by its values would find wrong rows. {fix}. If its rows have no "
         f"order, pass the number of the axis, such as dim=0, in place of its name"
     )
 
 
-def _in_numbers(one: SavedArray, path: str, found: Mapping[str, Any]) -> SavedArray:
+def _in_numbers(array: SavedArray, path: str, stored: Mapping[str, Any]) -> SavedArray:
     """An array; dates and booleans as the numbers that the file has for them. ConfigError if it has none."""
-    if one.name not in found:
-        return one
-    dtype = native_dtype(np.dtype(found[one.name]["dtype"]))
-    if one.dtype.kind == "b" and dtype == np.int8 and found[one.name]["attrs"].get("dtype") == "bool":  # netCDF has none
-        return replace(one, x=one.x.astype("int8"), dtype=dtype)
-    if not is_dates(one.x):
-        return one
-    packed = found[one.name]["packed"]
+    if array.name not in stored:
+        return array
+    old = stored[array.name]
+    dtype = native_dtype(np.dtype(old["dtype"]))
+    if array.dtype.kind == "b" and dtype == np.int8 and old["attrs"].get("dtype") == "bool":  # netCDF has none
+        return replace(array, x=array.x.astype("int8"), dtype=dtype)
+    if not is_dates(array.x):
+        return array
+    packed = old["packed"]
     if dtype.kind not in "iuf" or packed:
         what = f"packed numbers, with {', '.join(packed)}" if packed else dtype
         fix = ". Append the packed numbers" if packed else ""
-        raise ConfigError(f"'{one.name}' in '{path}' holds {what}, what is to be appended are dates or spans of time{fix}")
-    attrs = found[one.name]["attrs"]
+        raise ConfigError(f"'{array.name}' in '{path}' holds {what}, what is to be appended are dates or spans of time{fix}")
+    attrs = old["attrs"]
     if "units" not in attrs:  # bounds have those of their coordinate, which names them
-        folder, _, own = one.name.rpartition("/")
-        beside = [found[name] for dim in found[one.name]["dims"] or () if (name := f"{folder}/{dim}") in found]
-        attrs = next((coordinate["attrs"] for coordinate in beside if own in coordinate.get("bounds", ())), attrs)
+        folder, _, last_name = array.name.rpartition("/")
+        beside = [stored[name] for dim in old["dims"] or () if (name := f"{folder}/{dim}") in stored]
+        attrs = next((coordinate["attrs"] for coordinate in beside if last_name in coordinate.get("bounds", ())), attrs)
     try:
-        return replace(one, x=counted(one.x, attrs, dtype), dtype=dtype)
+        return replace(array, x=counted(array.x, attrs, dtype), dtype=dtype)
     except ValueError as error:
         raise ConfigError(
-            f"these times cannot be appended to '{one.name}' in '{path}': {error}. Convert them, or append numbers"
+            f"these times cannot be appended to '{array.name}' in '{path}': {error}. Convert them, or append numbers"
         ) from None
 
 
-def _check(asked: SaveRequest, found: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def _check(asked: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """The axis of each array, and the new lengths of dimensions without values. ConfigError if an array does not fit."""
     axes: dict[str, int] = {}
     for array in asked.arrays:
         where = f"'{array.name}' in '{asked.path}'"
-        if array.name not in found:
-            there = some(list(map(repr, found))) or "none"
+        if array.name not in stored:
+            there = some(list(map(repr, stored))) or "none"
             raise ConfigError(f"there is no array {where}; it has {there}. Append to an array that exists")
-        known = found[array.name]
+        known = stored[array.name]
         shape, new = tuple(known["shape"]), array.shape
         axis = axes[array.name] = _axis(where, asked.dim, known["dims"], shape)
         _check_axes(where, array.dims, known["dims"])
         for key, told in array.attrs.items():
-            stored = known["attrs"].get(key)
-            if stored is not None and stored != told:
+            of_file = known["attrs"].get(key)
+            if of_file is not None and of_file != told:
                 raise ConfigError(
-                    f"{where} has the {key} {stored!r}, what is to be appended has {told!r}. Convert it; or, if both mean the "
-                    f"same, give it those of the file: x.attrs[{key!r}] = {stored!r}"
+                    f"{where} has the {key} {of_file!r}, what is to be appended has {told!r}. Convert it; or, if both mean the "
+                    f"same, give it those of the file: x.attrs[{key!r}] = {of_file!r}"
                 )
         expected = (*shape[:axis], new[axis] if len(new) > axis else 0, *shape[axis + 1 :])
         if new != expected or 0 in new:
@@ -292,18 +293,18 @@ def _check(asked: SaveRequest, found: Mapping[str, Any]) -> tuple[dict[str, int]
                 f"axis {axis} of {where} has {shape[axis]} elements and may have {most} (its maxshape), so that {new[axis]} "
                 f"cannot be appended. {HOW_TO_GROW}"
             )
-        held, given = native_dtype(np.dtype(known["dtype"])), native_dtype(array.dtype)
+        dtype, new_dtype = native_dtype(np.dtype(known["dtype"])), native_dtype(array.dtype)
         # Of floating point they may be values: if nothing says where they come from.
-        may_be_values = array.is_decoded or (array.is_decoded is None and given != held and given.kind in "fc")
+        may_be_values = array.is_decoded or (array.is_decoded is None and new_dtype != dtype and new_dtype.kind in "fc")
         if known["packed"] and may_be_values:
             raise ConfigError(
-                f"{where} holds packed numbers, {held} with {', '.join(known['packed'])}, and what is to be appended is "
-                f"{'values that were decoded' if array.is_decoded else given}. Pack them first: subtract add_offset, divide by "
-                "scale_factor, round if these are integers, and cast; what is missing becomes _FillValue"
+                f"{where} holds packed numbers, {dtype} with {', '.join(known['packed'])}, and what is to be appended is "
+                f"{'values that were decoded' if array.is_decoded else new_dtype}. Pack them first: subtract add_offset, "
+                "divide by scale_factor, round if these are integers, and cast; what is missing becomes _FillValue"
             )
-        if given != held:
-            raise ConfigError(f"{where} holds {held}, what is to be appended is {given}. Cast it: x.astype('{held}')")
-    return axes, _check_lengths(asked, found, axes)
+        if new_dtype != dtype:
+            raise ConfigError(f"{where} holds {dtype}, what is to be appended is {new_dtype}. Cast it: x.astype('{dtype}')")
+    return axes, _check_lengths(asked, stored, axes)
 
 
 def _axis(where: str, dim: str | int, dims: Any, shape: tuple[int, ...]) -> int:
@@ -328,12 +329,12 @@ def _check_axes(where: str, dims: tuple[str | None, ...] | None, stored: Any) ->
     raise ConfigError(f"{where} has the axes {tuple(stored)}, what is to be appended has {dims}. {fix}")
 
 
-def _check_lengths(asked: SaveRequest, found: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
+def _check_lengths(asked: SaveRequest, stored: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
     """The new lengths of dimensions without values. ConfigError if arrays with the same axis would get different lengths."""
     lengths: dict[str, tuple[int, int, str]] = {}
     dimensions: dict[str, int] = {}
     for array in asked.arrays:
-        axis, known = axes[array.name], found[array.name]
+        axis, known = axes[array.name], stored[array.name]
         scope = known["scopes"][axis]
         if scope is None:
             continue
@@ -348,12 +349,11 @@ def _check_lengths(asked: SaveRequest, found: Mapping[str, Any], axes: Mapping[s
                 f"along {dim!r} in '{asked.path}' '{array.name}' would grow from {old} to {old + new}, '{other}' from {before} "
                 f"to {before + more}: {fix}"
             )
-        beside = {name: one for name, one in found.items() if scope in one["scopes"] and name not in axes}
+        beside = {name: facts for name, facts in stored.items() if scope in facts["scopes"] and name not in axes}
         # netCDF4 leaves a dimension without values at 0 if it is unlimited, others keep it as long as its arrays.
-        dimensions |= {
-            name: old + new for name, one in beside.items() if one.get("is_dimension") and tuple(one["shape"]) == (old,)
-        }
-        if left := [name for name, one in beside.items() if not one.get("is_dimension")]:
+        valueless = {name for name, facts in beside.items() if facts.get("is_dimension")}
+        dimensions |= {name: old + new for name in valueless if tuple(beside[name]["shape"]) == (old,)}
+        if left := [name for name in beside if name not in valueless]:
             raise ConfigError(
                 f"{some(list(map(repr, left)))} in '{asked.path}', with the axis {dim!r} too, would not grow with "
                 f"'{array.name}'. Pass {some([repr(name.lstrip('/')) for name in left])} too. If it holds text, which append "
@@ -376,10 +376,10 @@ class _Appending(Saving):
         self._again: list[tuple[str, Region]] = []  # stored chunks that share a file with new ones
 
     def _report(self, written: WriteCounts, counters: Counters, started: float) -> AppendReport:
-        made = super()._report(written, counters, started)
-        grown = {name: (one.stored_shape[one.axis], one.new_shape[one.axis]) for name, one in self._grows.items()}
-        kept = {name: one.old for name, one in self._grows.items()}
-        return AppendReport(**vars(made), dim=self._asked.dim, grown=grown, kept=kept)
+        report = super()._report(written, counters, started)
+        grown = {name: (array.stored_shape[array.axis], array.new_shape[array.axis]) for name, array in self._grows.items()}
+        kept = {name: array.old for name, array in self._grows.items()}
+        return AppendReport(**vars(report), dim=self._asked.dim, grown=grown, kept=kept)
 
     def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
         """The rounds of a save, then those of what else is in their files, of which ranks have different numbers."""
@@ -401,21 +401,21 @@ class _Appending(Saving):
         """See `Saving`: as chunks of the file."""
         return map(self._completed, super()._chunks(items, moves))
 
-    def _completed(self, given: Chunk) -> Chunk:
+    def _completed(self, chunk: Chunk) -> Chunk:
         """A chunk of what is new as a chunk of the file, with the rows that this has of it."""
-        one, new = self._grows[given.name], given.values
-        axis, ahead = one.axis, one.old - one.base
-        region = _along(given.region, axis, given.region.start[axis] + ahead, given.region.stop[axis] + ahead)
-        if given.region.start[axis] or not ahead:
-            return Chunk(given.name, region, new)
-        begin = ahead // one.unit * one.unit
-        index = tuple(a // c for a, c in zip(region.start, one.spec.chunks or (), strict=True))
-        self._again += [(given.name, one.region(other)) for other in one.beside(index)]
+        array, new_values = self._grows[chunk.name], chunk.values
+        axis, ahead = array.axis, array.old - array.base
+        region = _along(chunk.region, axis, chunk.region.start[axis] + ahead, chunk.region.stop[axis] + ahead)
+        if chunk.region.start[axis] or not ahead:
+            return Chunk(chunk.name, region, new_values)
+        begin = ahead // array.unit * array.unit
+        index = tuple(a // c for a, c in zip(region.start, array.spec.chunks or (), strict=True))
+        self._again += [(chunk.name, array.region(other)) for other in array.beside(index)]
         if begin == ahead:
-            return Chunk(given.name, region, new)
-        old = self._stored(given.name, _along(region, axis, one.base + begin, one.old))
-        values = np.concatenate([old, new.astype(old.dtype, copy=False)], axis)
-        return Chunk(given.name, _along(region, axis, begin, region.stop[axis]), values)
+            return Chunk(chunk.name, region, new_values)
+        old = self._stored(chunk.name, _along(region, axis, array.base + begin, array.old))
+        values = np.concatenate([old, new_values.astype(old.dtype, copy=False)], axis)
+        return Chunk(chunk.name, _along(region, axis, begin, region.stop[axis]), values)
 
     def _stored(self, name: str, region: Region) -> Array:
         """Values that the file has, as the format's library reads them."""

@@ -24,7 +24,7 @@ from shardload.formats.contract.array import dtype_text, refusal, some
 from shardload.formats.saving import check_target, format_for
 from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan, TreePlan
-from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
+from shardload.jobs.saving.labelled import Labels, is_labelled, of_xarray, refuse_halo
 from shardload.jobs.trees import ArrayTree, key_text, node_of, refuse_traced
 from shardload.options import OPTIONS, PER_SAVE, PER_SAVED_ARRAY, CallOptions, Option, Options
 from shardload.units import shown
@@ -153,20 +153,17 @@ class SaveRequest:
             raise ConfigError("both shape and plan are given; pass one of them")
         if not isinstance(tree, Mapping) and not is_labelled(tree) and node_of(tree) is not None:  # a NamedTuple, a list, ...
             tree = {key_text(key): child for key, child in node_of(tree) or ()}
-        labelled = of_xarray(tree, given, kind, dim if is_append else None) if is_labelled(tree) else None
-        if labelled is not None:
-            tree, given = labelled.arrays, labelled.keywords
+        labels: dict[str, Labels] = {}
+        attrs_of_file: Mapping[str, Any] = {}
+        if is_labelled(tree):
+            tree, given, labels, attrs_of_file = of_xarray(tree, given, kind, dim if is_append else None)
         arrays, groups = _read_arrays(tree, given, is_append)
-        if labelled is not None:
-            arrays = [
-                replace(
-                    array,
-                    dims=labelled.dims[array.name] if array.dims is None else array.dims,
-                    attrs=labelled.attrs[array.name] | dict(array.attrs),
-                )
-                for array in arrays
-            ]
-            groups["/"] = dict(labelled.of_file) | dict(groups.get("/", {}))
+        for k, array in enumerate(arrays):
+            if array.name in labels:
+                dims, attrs = labels[array.name]
+                arrays[k] = replace(array, dims=dims if array.dims is None else array.dims, attrs=attrs | dict(array.attrs))
+        if labels:
+            groups["/"] = dict(attrs_of_file) | dict(groups.get("/", {}))
         at = OPTIONS["at"].check(given["at"])
         return cls(target, kind, mode, arrays, groups, options, dim if is_append else "", at=at)
 

@@ -34,30 +34,8 @@ _OF_DATES = {*UNITS, "dtype"}
 _OF_FILES = PACKING | _OF_DATES | {"missing_value", "char_dim_name"}
 
 
+Labels = tuple[tuple[str, ...], dict[str, Any]]  # the names of the axes of an array, and its attributes
 Lengths = dict[str, dict[int, int]]  # of axes without padding, by their names and their lengths with it
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """What `save` is given, if it is given an object of xarray.
-
-    Attributes
-    ----------
-    arrays : dict
-        Arrays by their names in the file.
-    keywords : dict
-        Those of the caller, for these arrays.
-    dims, attrs : dict
-        What the object says of each array, by its full name: the names of its axes, and its attributes.
-    of_file : mapping
-        Its own attributes.
-    """
-
-    arrays: dict[str, Any]
-    keywords: dict[str, Any]
-    dims: dict[str, tuple[str, ...]]
-    attrs: dict[str, dict[str, Any]]
-    of_file: Mapping[str, Any]
 
 
 def is_labelled(tree: Any) -> bool:
@@ -67,8 +45,12 @@ def is_labelled(tree: Any) -> bool:
     return any(kind is not None and isinstance(tree, kind) for kind in kinds)
 
 
-def of_xarray(tree: Any, keywords: Mapping[str, Any], kind: str, grow_along: str | int | None = None) -> Labelled:
-    """The arrays of an object of xarray, and the keywords for them. Not collective.
+def of_xarray(
+    tree: Any, keywords: Mapping[str, Any], kind: str, grow_along: str | int | None = None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Labels], Mapping[str, Any]]:
+    """The arrays of an object of xarray by their names in the file, and the keywords for them. Not collective.
+
+    Also what the object says of each array, by its full name, and its own attributes.
 
     Parameters
     ----------
@@ -124,13 +106,9 @@ def of_xarray(tree: Any, keywords: Mapping[str, Any], kind: str, grow_along: str
         for name, (x, _) in encoded.items()
         if isinstance(x, jax.Array)
     }
-    return Labelled(
-        arrays={full_names[name]: x for name, (x, _) in encoded.items()},
-        keywords=dict(keywords) | overrides,
-        dims={f"/{full_names[name]}": variable.dims for name, variable in content.variables.items()},
-        attrs={f"/{full_names[name]}": attrs for name, (_, attrs) in encoded.items()},
-        of_file=of_file,
-    )
+    arrays = {full_names[name]: x for name, (x, _) in encoded.items()}
+    labels = {f"/{full_names[name]}": (content.variables[name].dims, attrs) for name, (_, attrs) in encoded.items()}
+    return arrays, dict(keywords) | overrides, labels, of_file
 
 
 def refuse_halo(name: str, extent: Extent) -> None:

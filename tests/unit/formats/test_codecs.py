@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import zstandard
 
+from shardload.formats import Region
 from shardload.formats.codecs import algorithms
 from shardload.formats.codecs.algorithms import (
     Chain,
-    EncodeChain,
     Stage,
     Step,
     decode_blosc,
@@ -36,6 +36,7 @@ from shardload.formats.codecs.algorithms import (
     encode_lz4,
     encode_zstd,
 )
+from shardload.formats.sink import ArraySpec, Encoder
 
 Encode = Callable[[bytes], bytes]
 
@@ -383,9 +384,10 @@ def test_a_kept_compressor_knows_nothing_of_the_chunks_before() -> None:
 
 def test_an_encoded_chunk_stays_what_it_is() -> None:
     """Wrong if a step gave memory that the next chunk is encoded into."""
-    chain = EncodeChain([encode_zstd(1)], (300, 300), np.dtype("u1"), 0)
+    spec = ArraySpec((300, 300), np.dtype("u1"), (300, 300))
+    encoder = Encoder("x.h5", "/x", spec, "HDF5", "zstd", [encode_zstd(1)])
     values = [bytes_of(300 * 300, k).reshape(300, 300)[: 300 - k, : 300 - k] for k in range(5)]
-    stored = [chain.encode(one) for one in values]
+    stored = [encoder.encode(Region.whole(one.shape), one).data for one in values]
     for one, expected in zip(stored, values, strict=True):
         found = np.frombuffer(numcodecs.zstd.decompress(bytes(one)), np.uint8).reshape(300, 300)
         np.testing.assert_array_equal(found[: len(expected), : len(expected)], expected)

@@ -22,11 +22,10 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
-from shardload.formats.codecs.algorithms import EncodeChain
 from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec, Compression, Places, Stored
+from shardload.formats.sink import ArraySpec, Compression, Encoder, Places, Stored
 from shardload.storage import target
 from tests.tiers import some_of
 from tests.unit.files import read_all
@@ -219,7 +218,9 @@ def test_a_chunk_at_the_edge_is_padded_with_the_fill_value(tmp_path: Path) -> No
 
 def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:
     values = ramp((4, 5, 6), "<f4")
-    expected = bytes(EncodeChain([], (4, 5, 6), np.dtype(">f4"), 0).encode(values))
+    shape, whole = (4, 5, 6), Region.whole((4, 5, 6))
+    encoder = Encoder("x.h5", "/x", ArraySpec(shape, np.dtype(">f4"), shape), "HDF5", "none")
+    expected = bytes(encoder.encode(whole, values).data)
     assert expected == values.astype(">f4").tobytes()
     for one in (
         np.asfortranarray(values),
@@ -227,11 +228,11 @@ def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:
         values.astype(">f4"),
         values.transpose(2, 0, 1).copy().transpose(1, 2, 0),
     ):
-        assert bytes(EncodeChain([], (4, 5, 6), np.dtype(">f4"), 0).encode(one)) == expected
+        assert bytes(encoder.encode(whole, one).data) == expected
     with pytest.raises(ValueError, match="nothing is converted silently"):
-        EncodeChain([], (4,), np.dtype("f4"), 0).encode(np.zeros(4))
-    with pytest.raises(ValueError, match=r"values of shape \(5,\) for a chunk of \(4,\)"):
-        EncodeChain([], (4,), np.dtype("f8"), 0).encode(np.zeros(5))
+        encoder.encode(whole, values.astype("f8"))
+    with pytest.raises(ValueError, match=r"values of shape \(5,\) for region"):
+        encoder.encode(whole, np.zeros(5, "f4"))
 
 
 def test_a_chunk_that_is_not_asked_for_by_its_bounds(tmp_path: Path) -> None:
