@@ -119,7 +119,7 @@ def run_job(
     mpi : {"mpich", "openmpi"}
         Library and launcher. MPICH's stands beside `python`, Open MPI's in ``.openmpi`` (``make setup``).
     env : mapping, optional
-        Variables on top of this process's and of `job_environment`'s, and of a ``PYTHONPATH`` that leads to this repository.
+        Variables on top of this process's and of `job_environment`'s.
     devices_per_process : int
         CPU devices that JAX shows on each process.
     python : path, optional
@@ -137,7 +137,7 @@ def run_job(
     arguments = [str(program)] if isinstance(program, (str, Path)) else [str(part) for part in program]
     with tempfile.TemporaryDirectory(prefix="shardload-job-") as folder:
         environment = job_environment(n, mpi=mpi, devices_per_process=devices_per_process)
-        environment |= {"PYTHONPATH": str(ROOT), **(env or {}), "SHARDLOAD_JOB_DIR": folder, "SHARDLOAD_JOB_SITE": SITE}
+        environment |= {**(env or {}), "SHARDLOAD_JOB_DIR": folder, "SHARDLOAD_JOB_SITE": SITE}
         command = job_command(program, n, mpi=mpi, python=python, rank_shell=True, env=environment if preloaded else None)
         log = Path(folder, "mpiexec")
         with log.open("wb") as launcher:

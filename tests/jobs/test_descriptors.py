@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.jobs.launch import run_job
+from tests.jobs.launch import ROOT, run_job
 from tests.tiers import IS_QUICK
 
 SCRIPT = Path(__file__).parent / "scripts" / "descriptors.py"
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "descriptors.py"
 
 def test_a_rank_without_descriptors(tmp_path: Path) -> None:
     """Wrong if it fails after the ranks agreed to start: the others would wait for its parts for ever."""
-    job = run_job(["-W", "error", SCRIPT, tmp_path], 4, timeout=90).check()
+    job = run_job(["-W", "error", SCRIPT, tmp_path], 4, timeout=90, env={"PYTHONPATH": str(ROOT)}).check()
     ranks = job.said()
     assert all(said == ranks[0] for said in ranks), "the ranks raise different errors"
     kinds: dict[tuple[str, str], list[str | None]] = {}

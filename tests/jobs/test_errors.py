@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.launch import run_job
+from tests.jobs.launch import ROOT, run_job
 from tests.tiers import thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
@@ -141,7 +141,7 @@ def make_mistakes(
 ) -> dict[str, list[Said]]:
     """What each rank raised in each case."""
     command = ["-W", "error", SCRIPT, folder, *names]
-    job = run_job(command, 4, timeout=timeout, mpi=mpi, env=env).check()
+    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})}).check()
     return {said[0]["case"]: list(said) for said in zip(*job.said(), strict=True)}
 
 

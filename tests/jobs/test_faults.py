@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.launch import Job, run_job
+from tests.jobs.launch import ROOT, Job, run_job
 from tests.tiers import quick_ones
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
@@ -48,7 +48,7 @@ UNMET = ("no space for shared memory on rank 1", "direct")
 
 def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich") -> Job:
     """Run the script."""
-    return run_job(["-W", "error", SCRIPT, folder, *what], 4, timeout=timeout, mpi=mpi)
+    return run_job(["-W", "error", SCRIPT, folder, *what], 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)})
 
 
 # With the other library, every third: what breaks is the file, or the memory. Of the ways of reading, `make test` takes
@@ -105,7 +105,7 @@ def ours_in_shared_memory() -> set[str]:
 def counted(tmp_path: Path, n: int, what: str, *more: str) -> list[dict[str, Any]]:
     """What each rank counted. What it has in memory is its own if the job is."""
     command = ["-W", "error", SCRIPT.parent / "many.py", tmp_path, what, *more]
-    job = run_job(command, n, timeout=240)
+    job = run_job(command, n, timeout=240, env={"PYTHONPATH": str(ROOT)})
     return [lines[-1] for lines in job.check().said()]
 
 

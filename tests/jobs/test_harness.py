@@ -150,7 +150,7 @@ def _pytest(folder: Path, body: str, n: int = 2, *options: str, mpi: str = "mpic
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
     (folder / "tests" / "mpi" / "test_it.py").write_text("import pytest, time\n" + body)
-    env = NO_STAGE
+    env = {"PYTHONPATH": str(ROOT), **NO_STAGE}
     loaded = ["-W", "ignore:Module already imported"]  # libraries that have a plugin, which is not used here
     return run_job(["-m", "pytest", "--with-mpi", *loaded, *options, "tests"], n, timeout=240, env=env, cwd=folder, mpi=mpi)
 

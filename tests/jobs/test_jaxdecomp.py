@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.launch import run_job
+from tests.jobs.launch import ROOT, run_job
 
 SCRIPT = Path(__file__).parent / "scripts" / "jaxdecomp_client.py"
 
@@ -18,7 +18,7 @@ def test_fft_of_loaded_pencils_is_numpys(tmp_path: Path, n: int) -> None:
     other rows than the exchange between devices: of another neighbour, or other corners. (One process has no neighbour.)
     """
     n_edges = 3  # a ring along one axis and an end along the other; then both of one kind
-    job = run_job([SCRIPT, tmp_path, f"{n_edges}"], n, timeout=240).check()
+    job = run_job([SCRIPT, tmp_path, f"{n_edges}"], n, timeout=240, env={"PYTHONPATH": str(ROOT)}).check()
     for found, *_ in job.said():
         assert found["shards"] == 4
         assert found["error"] < 3e-5

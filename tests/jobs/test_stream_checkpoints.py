@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.launch import Job, run_job
+from tests.jobs.launch import ROOT, Job, run_job
 
 SCRIPT = Path(__file__).parent / "scripts" / "stream_checkpoints.py"
 
 
 def run(folder: Path, case: str) -> Job:
-    job = run_job([SCRIPT, folder, case], 2, timeout=120).check()
+    job = run_job([SCRIPT, folder, case], 2, timeout=120, env={"PYTHONPATH": str(ROOT)}).check()
     assert [said[-1] for said in job.said()] == [{"done": case}] * 2
     return job
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.jobs.launch import run_job
+from tests.jobs.launch import ROOT, run_job
 
 SCRIPT = Path(__file__).parent / "scripts" / "stream_resume.py"
 
 
 def run(n: int, folder: Path, n_batches: int, batch: int) -> list[dict[str, Any]]:
     """What each rank of a job of `n` said; they must have said the same."""
-    job = run_job([SCRIPT, folder, str(n_batches), str(batch)], n, timeout=90).check()
+    job = run_job([SCRIPT, folder, str(n_batches), str(batch)], n, timeout=90, env={"PYTHONPATH": str(ROOT)}).check()
     said = job.said()
     assert all(of == said[0] for of in said)
     return said[0]

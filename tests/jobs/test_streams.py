@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.launch import Job, run_job
+from tests.jobs.launch import ROOT, Job, run_job
 from tests.tiers import quick_ones
 
 SCRIPT = Path(__file__).parent / "scripts" / "streams.py"
@@ -19,7 +19,9 @@ PREFETCH = pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mar
 
 
 def run(case: str, folder: Path, prefetch: int, mpi: str = "mpich", n: int = N, **env: str) -> Job:
-    job = run_job([SCRIPT, folder, case, str(prefetch)], n, timeout=90, mpi=mpi, env=env, cwd=folder)
+    job = run_job(
+        [SCRIPT, folder, case, str(prefetch)], n, timeout=90, mpi=mpi, env={"PYTHONPATH": str(ROOT), **env}, cwd=folder
+    )
     assert "outlived" not in job.stderr, "a process did not end by itself"
     return job
 

@@ -39,7 +39,7 @@ def run_suite(
     these = " or ".join(f"({name}.py and ({tests}))" for name, tests in which.items())
     command = ["-m", "pytest", "-p", "tests.jobs.scripts.ways", "--with-mpi", "-q", *files, "-k", these]
     command += ["-W", "ignore:Module already imported"]  # a library whose plugin is not used here
-    env = {"WAYS_COUNTS": str(folder), **more}
+    env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), **more}
     # All parameters or a share of them; which stage of `make test` this is does not matter.
     env |= {"TESTS_SHARE": share, "TESTS_TURN": ""}
     job = run_job(command, n, timeout=300, env=env, cwd=ROOT, devices_per_process=devices)

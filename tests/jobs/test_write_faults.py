@@ -17,7 +17,7 @@ import zarr
 
 from shardload.storage.leftovers import Leftover, find_leftover
 from shardload.storage.target import temporary_of
-from tests.jobs.launch import Job, run_job
+from tests.jobs.launch import ROOT, Job, run_job
 from tests.tiers import quick_ones, thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "writes.py"
@@ -27,7 +27,7 @@ SAVES = ["put", "finish", "read back", "commit"]
 
 def write(folder: Path, what: str, phase: str) -> Job:
     """A save or an append, in which one rank is killed (or hangs) when it comes to a phase."""
-    return run_job([SCRIPT, folder, what, phase], 2, timeout=240)
+    return run_job([SCRIPT, folder, what, phase], 2, timeout=240, env={"PYTHONPATH": str(ROOT)})
 
 
 def old_file_and_rest(folder: Path) -> list[str]:
@@ -138,7 +138,7 @@ def test_an_append_to_a_file_that_is_killed(tmp_path: Path, what: str) -> None:
     killed(tmp_path, what, "changes")
     assert not h5py.is_hdf5(path)
     assert [one.what for one in leftovers(path)] == ["appending", "changes"]
-    told = run_job(["-m", "shardload", "info", path], 1, timeout=240)
+    told = run_job(["-m", "shardload", "info", path], 1, timeout=240, env={"PYTHONPATH": str(ROOT)})
     assert told.returncode == 0 and "9 x 8 x 5" in told.stdout, told.tail()
     assert sorted(os.listdir(tmp_path)) == ["run.h5", "run.h5.appending"]
     with h5py.File(path) as file:

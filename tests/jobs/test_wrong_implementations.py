@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.launch import run_job
+from tests.jobs.launch import ROOT, run_job
 from tests.tiers import thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "wrong.py"
@@ -78,7 +78,7 @@ def meet_defects(
 ) -> ShardFindings:
     """What each rank says of each defect and way of verifying."""
     command = ["-W", "error", SCRIPT, folder, *names]
-    env = WAYS[way] if env is None else env
+    env = {"PYTHONPATH": str(ROOT), **(WAYS[way] if env is None else env)}
     job = run_job(command, 4, timeout=timeout, mpi=mpi, env=env, devices_per_process=2).check()
     return {(said[0]["case"], said[0]["verify"]): list(said) for said in zip(*job.said(), strict=True)}
 
