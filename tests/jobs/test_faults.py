@@ -1,7 +1,4 @@
-"""Something breaks in the middle of a load: all ranks raise the same, or load right; and nothing is left behind.
-
-Each is a job, or a case of one, of 4 ranks (`scripts/faults.py`). Damaged chunks are cases of `test_errors.py`.
-"""
+"""Something breaks in the middle of a load: all ranks raise the same, or load right; and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,43 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.launch import ROOT, Job, run_job
+from tests.jobs import faults
+from tests.jobs.launch import ROOT, run_job
 from tests.tiers import quick_ones
-
-SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
-PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
-DEATHS = ("metadata", "reading", "assembly")
-SIGNALS = ("SIGINT", "SIGALRM")
-
-CHANGED = "changed while it was read"
-# For each case: the type of the error (None: the right array), and a part of its text.
-EXPECTED: dict[str, tuple[str | None, str]] = {
-    "EIO at a reader's 2nd chunk, HDF5": ("SourceError", "Input/output error"),
-    "EIO at a reader's 2nd chunk, Zarr": ("SourceError", "Input/output error"),
-    "no memory at a reader's 2nd chunk": ("PeerError", "MemoryError"),
-    "reads of 7 bytes at a time": (None, ""),
-    "no space for shared memory on rank 1": (None, ""),
-    "file truncated during the load": ("SourceError", "the file ends at byte"),
-    "file replaced during the load": (None, ""),
-    "file written during the load": ("SourceError", CHANGED),
-    "store replaced during the load": ("SourceError", CHANGED),
-}
-# What else may be said, since the ranks are not equally far when it happens.
-OR: dict[str, tuple[str, ...]] = {
-    "file truncated during the load": (CHANGED, "shorter than its own header"),
-    "file written during the load": ("did not see the same file",),
-    # The last is what a rank says that opens it when the old store has lost its name and the new one has none yet.
-    "store replaced during the load": ("did not see the same file", "could not be read", "found in it before. It changed"),
-}
-# Where each rank reads for itself, one may open the file after the fault. Never a mixture.
-OR_REFUSED = ("file replaced during the load", "SourceError", "did not see the same file")
-# Where each rank reads for itself, no memory is shared.
-UNMET = ("no space for shared memory on rank 1", "direct")
-
-
-def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich") -> Job:
-    """Run the script."""
-    return run_job(["-W", "error", SCRIPT, folder, *what], 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)})
 
 
 # With the other library, every third: what breaks is the file, or the memory. Of the ways of reading, `make test` takes
@@ -57,30 +20,15 @@ def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich") -> 
 @pytest.mark.parametrize(("mpi", "every"), quick_ones([("mpich", 1), ("openmpi", 3)], ("mpich", 1)))
 def test_all_ranks_see_the_same(tmp_path: Path, mpi: str, every: int, third: int) -> None:
     """Wrong if one rank went on with what another could not read, or a file that changed gave a mixture."""
-    cases = [*EXPECTED][::every]
-    found = list(zip(*start(tmp_path, str(third), *cases, timeout=240, mpi=mpi).check().said(), strict=True))
-    assert {one[0]["case"] for one in found} == set(cases)
-    for k, case in enumerate(cases):
-        in_tree = [False] * 4 + [True]
-        assert [one[0]["tree"] for one in found if one[0]["case"] == case] == in_tree[(k + third) % 3 :: 3], case
-    for one in found:
-        if one[0]["tree"] and one[0]["type"] is not None:  # the third array of five
-            assert "array ['2, bad']" in one[0]["text"], one[0]
-        case, kind, text = (one[0][name] for name in ("case", "type", "text"))
-        assert len({(other["type"], other["text"]) for other in one}) == 1, one
-        if EXPECTED[case][0] is None and (case, one[0]["readers"]) != UNMET:  # an error says itself that it has happened
-            assert any(other["met"] for other in one), one[0]
-        if (case, kind) == OR_REFUSED[:2] and one[0]["readers"] == "direct":
-            assert OR_REFUSED[2] in text
-        else:
-            assert kind == EXPECTED[case][0] and any(part in text for part in (EXPECTED[case][1], *OR.get(case, ()))), one[0]
+    cases = [*faults.EXPECTED][::every]
+    faults.check_survivors(faults.survivors(tmp_path, cases, mpi, third), cases, third)
 
 
-@pytest.mark.parametrize("phase", quick_ones(DEATHS, "reading"))
+@pytest.mark.parametrize("phase", quick_ones(faults.DEATHS, "reading"))
 def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, phase: str) -> None:
     """Wrong if the others waited for it, or processes or files of ours were left."""
     before = ours_in_shared_memory()
-    job = start(tmp_path, "die", phase, "0" if phase == "metadata" else "2")  # rank 0 reads metadata
+    job = faults.dies(tmp_path, phase)
     assert job.returncode != 0 and "went on" not in job.stdout, job.tail()
     assert "Traceback" not in job.stderr, job.tail()
     assert "outlived mpiexec" not in job.stderr, job.stderr
@@ -91,8 +39,8 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, phase: str) -> None:
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_interrupted_on_all_ranks(tmp_path: Path, first: int) -> None:
     """Wrong if the next load met messages of the interrupted one, or MPI wrote into memory that was given back."""
-    for rank in start(tmp_path, "interrupt", str(first), *PHASES).check().said():
-        expected = [(SIGNALS[(k + first) % 2], phase, "interrupted") for k, phase in enumerate(PHASES)]
+    for rank in faults.interrupted(tmp_path, which=str(first)):
+        expected = [(faults.SIGNALS[(k + first) % 2], phase, "interrupted") for k, phase in enumerate(faults.INTERRUPTS)]
         assert [(said["signal"], said["phase"], said["outcome"]) for said in rank] == expected
 
 
@@ -104,7 +52,7 @@ def ours_in_shared_memory() -> set[str]:
 
 def counted(tmp_path: Path, n: int, what: str, *more: str) -> list[dict[str, Any]]:
     """What each rank counted. What it has in memory is its own if the job is."""
-    command = ["-W", "error", SCRIPT.parent / "many.py", tmp_path, what, *more]
+    command = ["-W", "error", faults.SCRIPT.parent / "many.py", tmp_path, what, *more]
     job = run_job(command, n, timeout=240, env={"PYTHONPATH": str(ROOT)})
     return [lines[-1] for lines in job.check().said()]
 

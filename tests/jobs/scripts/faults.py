@@ -1,9 +1,8 @@
 """Break something in the middle of loads, on one rank or in the file; print what every rank sees, one line of JSON each.
 
-``faults.py FOLDER THIRD CASE ...``: faults that a job survives, with a third of the ways of reading each. After each one a good
-load must work.
+``faults.py FOLDER [CASE ...]``: faults that a job survives. After each one a good load must work.
 ``faults.py FOLDER die PHASE RANK``: one that it does not survive.
-``faults.py FOLDER interrupt 0|1 PHASE ...``: Ctrl-C in each second phase, and an alarm in the others.
+``faults.py FOLDER interrupt all|0|1 PHASE ...``: Ctrl-C and an alarm, or one of both.
 """
 
 from __future__ import annotations
@@ -40,9 +39,12 @@ from tests.tuning import as_large
 PATIENCE_SECONDS = 5.0
 SHAPE, CHUNKS, SPEC = (16, 24, 20), (4, 6, 20), P(None, "a", "b")
 READERS = ("root", "parallel", "direct", 2)
+BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
+DAMAGED = -1  # in place of a rank: nothing happens but that the file is what it is
 
 comm = MPI.COMM_WORLD
 execute = importlib.import_module("shardload.jobs.loading.endpoints")
+THIRD = os.environ.get("FAULTS_THIRD")  # of the ways of reading: for the first fault; for the next fault it is the next third
 as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
 
 
@@ -55,15 +57,47 @@ def write_hdf5(path: str, values: np.ndarray, **how: Any) -> None:
         file.create_dataset("x", data=values, chunks=CHUNKS, **how)
 
 
+def damage_hdf5(path: str, change: Callable[[bytes], bytes]) -> None:
+    """Write the bytes of one chunk again, changed."""
+    with h5py.File(path, "r+") as file:
+        at = tuple(i * c for i, c in zip(BAD, CHUNKS, strict=True))
+        mask, stored = file["x"].id.read_direct_chunk(at)
+        file["x"].id.write_direct_chunk(at, change(stored), mask)
+
+
+def damage_zarr(path: str, change: Callable[[bytes], bytes]) -> None:
+    file = Path(path, "c", *map(str, BAD))
+    file.write_bytes(change(file.read_bytes()))
+
+
+def flip(stored: bytes) -> bytes:
+    middle = len(stored) // 2
+    return stored[:middle] + bytes([stored[middle] ^ 16]) + stored[middle + 1 :]
+
+
+def cut(stored: bytes) -> bytes:
+    return stored[: len(stored) // 2]
+
+
 def prepare() -> None:
     """Make the files."""
     values = ramp(SHAPE)
     write_hdf5("good.h5", values, compression="gzip")
     write_hdf5("other.h5", values + 1, compression="gzip")
+    write_hdf5("checked.h5", values, fletcher32=True)
     zarr.create_array("good.zarr", data=values, chunks=CHUNKS)
     shutil.copy("good.h5", "beside.h5")
     zarr.create_array("beside.zarr", data=values, chunks=CHUNKS)
     zarr.create_array("other.zarr", data=values + 1, chunks=CHUNKS)
+    checked = {"compressors": (zarr.codecs.ZstdCodec(), zarr.codecs.Crc32cCodec())}
+    zarr.create_array("checked.zarr", data=values, chunks=CHUNKS, **checked)
+    for kind, make, ends in (("h5", damage_hdf5, shutil.copy), ("zarr", damage_zarr, shutil.copytree)):
+        for name, change in (("cut", cut), ("flipped", flip)):
+            source = f"good.{kind}" if name == "cut" or kind == "h5" else f"checked.{kind}"
+            ends(source, f"{name}.{kind}")
+            make(f"{name}.{kind}", change)
+    shutil.copy("checked.h5", "flipped-checked.h5")
+    damage_hdf5("flipped-checked.h5", flip)
 
 
 def on_call(right: Callable[..., Any], k: int, fault: Callable[[], None], stays: bool = False) -> Callable[..., Any]:
@@ -190,6 +224,16 @@ FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
         lambda: patch.object(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, replace_store)),
         changing_store,
     ),
+    **{
+        f"{what}, {kind}": (DAMAGED, ExitStack, lambda path=path: path)
+        for what, kind, path in (
+            ("chunk cut short", "gzip in HDF5", "cut.h5"),
+            ("chunk cut short", "zstd in Zarr", "cut.zarr"),
+            ("flipped bit", "gzip in HDF5", "flipped.h5"),
+            ("flipped bit", "Fletcher-32 in HDF5", "flipped-checked.h5"),
+            ("flipped bit", "CRC-32C in Zarr", "flipped.zarr"),
+        )
+    },
 }
 
 
@@ -209,13 +253,14 @@ def load_tree(path: str, readers: Any, comm: Any) -> jax.Array:
     return found["2, bad"]
 
 
-def survive(third: int, names: tuple[str, ...]) -> None:
+def survive(names: list[str]) -> None:
     """Each fault is met once by the first load over a communicator, and else over one that has met others before."""
     used = comm.Dup()
-    for k, name in enumerate(names):
+    for k, name in enumerate(names or FAULTS):
         makes_memory = "shared memory" in name  # which the first load does
-        ways = [*((one, False) for one in READERS), (READERS[k % len(READERS)], True)]
-        for readers, in_tree in ways[(k + third) % 3 :: 3]:
+        all_readers = READERS if FAULTS[name][0] != DAMAGED else READERS[k % 2 :: 2]  # test_errors has each with damaged files
+        ways = [*((one, False) for one in all_readers), (READERS[k % len(READERS)], True)]
+        for readers, in_tree in ways if THIRD is None else ways[(k + int(THIRD)) % 3 :: 3]:
             own = comm.Dup() if makes_memory or (readers, in_tree) == ("parallel", False) else used
             survive_one(name, readers, own, in_tree)
             if own is not used:
@@ -228,14 +273,14 @@ def survive_one(name: str, readers: Any, own: Any, in_tree: bool) -> None:
     path = at_fault[0] = path_of()
     rank = first_reader(readers, in_tree) if where is None else where
     said: dict[str, Any] = {"rank": comm.rank, "case": name, "readers": readers, "tree": in_tree, "type": None, "text": ""}
-    met[0] = 0
+    started, met[0] = time.perf_counter(), 0
     try:
         with apply() if comm.rank == rank else ExitStack():
             x = (load_tree if in_tree else load)(path, readers, comm=own)
         check(x, ramp(SHAPE), mesh_of(), SPEC, name)
     except shardload.ShardloadError as error:
         said |= {"type": type(error).__name__, "text": str(error), "chunk": getattr(error, "chunk", None)}
-    said["met"] = met[0]
+    said |= {"seconds": round(time.perf_counter() - started, 2), "met": met[0]}
     print(json.dumps(said), flush=True)
     check(load(comm=own), ramp(SHAPE), mesh_of(), SPEC, name)
 
@@ -290,7 +335,7 @@ def interrupt(phase: str, sent: signal.Signals) -> None:
     Group.begin = arrive  # type: ignore[method-assign]
     if comm.rank == hitter:
         setattr(where, name, on_call(right, 1, hit))
-    outcome = "loaded"
+    outcome, started = "loaded", time.perf_counter()
     try:
         load()
     except (KeyboardInterrupt, Alarm):
@@ -298,9 +343,10 @@ def interrupt(phase: str, sent: signal.Signals) -> None:
     finally:
         setattr(where, name, right)
         Group.begin = begin  # type: ignore[method-assign]
+    seconds = round(time.perf_counter() - started, 2)
     wait_for_all(phase, pids, sent)
     check(load(), ramp(SHAPE), mesh_of(), SPEC)
-    print(json.dumps({"phase": phase, "signal": sent.name, "outcome": outcome}), flush=True)
+    print(json.dumps({"phase": phase, "signal": sent.name, "outcome": outcome, "seconds": seconds}), flush=True)
 
 
 def wait_for_all(phase: str, pids: list[int], sent: signal.Signals) -> None:
@@ -325,11 +371,15 @@ def main(folder: str, *what: str) -> None:
         die(*what[1:])
     elif what[:1] == ("interrupt",):
         signal.signal(signal.SIGALRM, alarm)
+        which, *phases = what[1:]
         signals = (signal.SIGINT, signal.SIGALRM)
-        for k, phase in enumerate(what[2:]):
-            interrupt(phase, signals[(k + int(what[1])) % 2])
+        pairs = [(phase, sent) for sent in signals for phase in phases]
+        if which != "all":
+            pairs = [(phase, signals[(k + int(which)) % 2]) for k, phase in enumerate(phases)]
+        for phase, sent in pairs:
+            interrupt(phase, sent)
     else:
-        survive(int(what[0]), what[1:])
+        survive(list(what))
 
 
 if __name__ == "__main__":
