@@ -90,8 +90,8 @@ class Live:
 
         def watched(*arguments: Any) -> Any:
             answer = get(*arguments)
-            self.add(len(answer.data))
-            weakref.finalize(answer.data, self.add, -len(answer.data))
+            self.add(answer[0].nbytes)
+            weakref.finalize(answer[0], self.add, -answer[0].nbytes)
             return answer
 
         monkeypatch.setattr(Client, "get", watched)
