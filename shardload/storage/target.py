@@ -37,6 +37,8 @@ _NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _PAUSES = (0.0, 0.01, 0.05, 0.2, 0.5)  # seconds before each attempt to remove a folder
+_MOST_MEETINGS = 8  # with other saves that replace the same folder at the same time
+_NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 _NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_LINKS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
 
@@ -332,24 +334,29 @@ class Target:
 
         For a moment the name is free: then the whole old store has that name, and the whole new one that of the temporary.
         """
-        self._refuse()
         old = f"{self._final}.{self.token}.replaced"
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self._final, old)
-        try:
-            os.rename(temporary, self._final)
-        except OSError as error:
+        for n_left in reversed(range(_MOST_MEETINGS)):
+            self._refuse()
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._final, old)
             try:
-                os.rename(old, self._final)
-            except FileNotFoundError:  # nothing had the name
-                pass
-            except OSError:
-                raise SourceError(
-                    f"'{self.path}' is gone: the new store could not get the name ({error}), nor the old one get it back. "
-                    f"That is whole, at '{old}'. Type: mv '{old}' '{self._final}'",
-                    path=self.path,
-                ) from error
-            raise
+                os.rename(temporary, self._final)
+                break
+            except OSError as error:
+                if n_left and error.errno in _NOT_EMPTY:  # another save has taken the free name: its store is replaced, too
+                    _remove(old)
+                    continue
+                try:
+                    os.rename(old, self._final)
+                except FileNotFoundError:  # nothing had the name
+                    pass
+                except OSError:
+                    raise SourceError(
+                        f"'{self.path}' is gone: the new store could not get the name ({error}), nor the old one get it back. "
+                        f"That is whole, at '{old}'. Type: mv '{old}' '{self._final}'",
+                        path=self.path,
+                    ) from error
+                raise
         return old
 
     def abandon(self) -> None:

@@ -210,6 +210,25 @@ def finished(folder: Path, name: str, mode: str) -> Any:
     return catalog
 
 
+def test_two_saves_that_replace_one_store_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if one failed, or left something, because the other took the name in the moment in which nothing has it."""
+    name = "x.zarr"
+    first, sink, rename = finished(tmp_path, name, "w"), a_sink(tmp_path, name, "w"), os.rename
+    second = sink.create()
+    finish(sink, second)
+
+    def meets(source: str, to: str) -> None:
+        rename(source, to)
+        if to.endswith(".replaced"):
+            monkeypatch.setattr(target.os, "rename", rename)
+            second.commit()
+
+    monkeypatch.setattr(target.os, "rename", meets)
+    first.commit()
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert os.listdir(tmp_path) == [name]
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["w", "w-"])
 @pytest.mark.parametrize("name", KINDS)
