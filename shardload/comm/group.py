@@ -145,9 +145,9 @@ def pretended_node(rank: int) -> int | None:
     >>> del os.environ["SHARDLOAD_RANKS_PER_NODE"]
     """
     given = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "").split(",")
-    if not all(one.isdigit() for one in given):
+    if not all(text.isdigit() for text in given):
         return None
-    numbers = [int(one) for one in given]
+    numbers = [int(text) for text in given]
     if len(numbers) == 1:
         return rank // numbers[0] if numbers[0] else None
     return numbers[rank] if rank < len(numbers) else None
@@ -183,9 +183,9 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     with kept.making:  # a lock per communicator: duplicating another one may have to wait for its ranks
         if kept.value is None or (isinstance(kept.value, Group) and kept.value.is_torn):
             try:
-                made = Group(duplicate(comm, timeout))
-                made.watch_departures()
-                kept.value, kept.free = made, Group.free
+                group = Group(duplicate(comm, timeout))
+                group.watch_departures()
+                kept.value, kept.free = group, Group.free
             except StallError as error:
                 kept.value, kept.free = error, None
                 leave_at_exit(load_mpi()[0], timeout or 0.0)
@@ -207,12 +207,12 @@ _of_jax: dict[tuple[Any, int, int], list[Group]] = {}
 
 def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
     """The group of JAX's processes. After an interrupted call it is a new group with a new name."""
-    made = _of_jax.setdefault((client, process, n_processes), [])
-    if not made or made[-1].is_torn:
-        group = Group(None, (client, process, n_processes), generation=len(made))
-        group.watch_departures(f"processes{len(made) or ''}")
-        made.append(group)
-    return made[-1]
+    groups = _of_jax.setdefault((client, process, n_processes), [])
+    if not groups or groups[-1].is_torn:
+        group = Group(None, (client, process, n_processes), generation=len(groups))
+        group.watch_departures(f"processes{len(groups) or ''}")
+        groups.append(group)
+    return groups[-1]
 
 
 class Group:
@@ -375,8 +375,8 @@ class Group:
                     whole, comm = comm, comm.Split(int(told[self.rank, 0]) + 1, self.rank)
                     whole.Free()
                 on_node = MpiCollectives(comm, self.mpi, self.watch.look)
-                found = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
-                self._node = Node(self.rank, tuple(found.tolist()), on_node, comm.Free)
+                beside = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
+                self._node = Node(self.rank, tuple(beside.tolist()), on_node, comm.Free)
         return self._node
 
     @property
@@ -396,13 +396,13 @@ class Group:
         self._n_duplicates += 1
         if self._client is not None:
             name = f"{self._generation}.{self._n_duplicates}"
-            made = Group(None, (self._client, self.rank, self.size), generation=name)
-            made.watch_departures(f"processes{name}")
+            group = Group(None, (self._client, self.rank, self.size), generation=name)
+            group.watch_departures(f"processes{name}")
         else:
-            made = Group(None if self.size == 1 else duplicate(self.comm, timeout))
-            made.watch_departures()
-        made._machine = self._machine
-        return made
+            group = Group(None if self.size == 1 else duplicate(self.comm, timeout))
+            group.watch_departures()
+        group._machine = self._machine
+        return group
 
     def free(self) -> None:
         """Free the communicators of this group."""
@@ -504,23 +504,23 @@ class Group:
         Returns None, and raises nothing, where `mark` is another one than on `root`.
         """
         error: BaseException | None = None
-        made: Any = b""
+        content: Any = b""
         kind = _FAILED
         try:
             if self.rank == root:
                 try:
-                    made = make()
-                    kind = _TEXT if isinstance(made, str) else _BYTES
+                    content = make()
+                    kind = _TEXT if isinstance(content, str) else _BYTES
                 except Exception as failure:
                     let_interruption_pass(failure)
                     error = failure
             if error is not None:
                 if self.size == 1:
                     raise _as_raised_alone(error)
-                made = to_json(as_shardload(error, root))
+                content = to_json(as_shardload(error, root))
             if self.size == 1:
-                return made
-            body = _to_bytes(made) if isinstance(made, str) else made
+                return content
+            body = _to_bytes(content) if isinstance(content, str) else content
             message, n = self._send_bytes(b"".join([mark, kind, body]), root), len(mark)
             if message[:n] != mark:
                 return None
@@ -619,8 +619,8 @@ class Group:
 
 def _as_raised_alone(error: BaseException | None) -> ShardloadError:
     """The error that the only rank raises."""
-    made = as_shardload(error, None)
-    return made if made is error else _caused(made, error)
+    raised = as_shardload(error, None)
+    return raised if raised is error else _caused(raised, error)
 
 
 def _caused(error: ShardloadError, cause: BaseException | None) -> ShardloadError:

@@ -343,21 +343,24 @@ class Target:
                 os.rename(temporary, self._final)
                 break
             except OSError as error:
-                if n_left and error.errno in _NOT_EMPTY:  # another save has taken the free name: its store is replaced, too
-                    _remove(old)
-                    continue
-                try:
-                    os.rename(old, self._final)
-                except FileNotFoundError:  # nothing had the name
-                    pass
-                except OSError:
-                    raise SourceError(
-                        f"'{self.path}' is gone: the new store could not get the name ({error}), nor the old one get it back. "
-                        f"That is whole, at '{old}'. Type: mv '{old}' '{self._final}'",
-                        path=self.path,
-                    ) from error
-                raise
+                if not n_left or error.errno not in _NOT_EMPTY:
+                    self._give_back_name(old, error)
+                    raise
+            _remove(old)  # another save has taken the free name: its store is replaced, too
         return old
+
+    def _give_back_name(self, old: str, error: OSError) -> None:
+        """Give the old store its name again, as the new one could not get it. SourceError if that fails, too."""
+        try:
+            os.rename(old, self._final)
+        except FileNotFoundError:  # nothing had the name
+            pass
+        except OSError:
+            raise SourceError(
+                f"'{self.path}' is gone: the new store could not get the name ({error}), nor the old one get it back. "
+                f"That is whole, at '{old}'. Type: mv '{old}' '{self._final}'",
+                path=self.path,
+            ) from error
 
     def abandon(self) -> None:
         """Remove the temporary, unless it was committed."""

@@ -78,21 +78,21 @@ class _Axes:
     def attached(self, name: str, axis: int) -> list[str]:
         """The scales of an axis that are said to be attached to it, if they are in this file."""
         scales = self._specs[name].scales
-        return [one for one in scales[axis] if one in self._specs and one != name] if scales else []
+        return [scale for scale in scales[axis] if scale in self._specs and scale != name] if scales else []
 
     def dimensions(self) -> dict[tuple[str, int], str]:
         """The scale of each axis without a coordinate. It is one of the file, for all groups; but where groups have axes of one
         name with different lengths, as netCDF allows, each has one of its own.
         """
         lengths: dict[str, set[int]] = {}
-        for (_, one), some in self.lengths.items():
-            lengths.setdefault(one, set()).update(some)
-        found = {}
+        for (_, named), some in self.lengths.items():
+            lengths.setdefault(named, set()).update(some)
+        dimensions = {}
         for name, spec in self._specs.items():
             for axis, dim in enumerate(spec.dims or ()):
                 if dim and self.coordinate_of(name, axis) is None:
-                    found[name, axis] = f"/{dim}" if len(lengths[dim]) == 1 else f"{name.rpartition('/')[0]}/{dim}"
-        return found
+                    dimensions[name, axis] = f"/{dim}" if len(lengths[dim]) == 1 else f"{name.rpartition('/')[0]}/{dim}"
+        return dimensions
 
     @property
     def has_coordinates(self) -> bool:
@@ -112,24 +112,24 @@ def netcdf_names(specs: Mapping[str, ArraySpec]) -> dict[str, str]:
     >>> netcdf_names({"/x": x, "/lat": lat})
     {'/x': '/x', '/lat': '/_nc4_non_coord_lat'}
     """
-    found, axes = {name: name for name in specs}, _Axes(specs)
-    for (name, _), own in axes.dimensions().items():
-        if own not in specs:
+    names, axes = {name: name for name in specs}, _Axes(specs)
+    for (name, _), dimension in axes.dimensions().items():
+        if dimension not in specs:
             continue
-        above, _, last = own.rpartition("/")
-        if not specs[own].shape and (above, last) in axes.lengths:
+        above, _, last = dimension.rpartition("/")
+        if not specs[dimension].shape and (above, last) in axes.lengths:
             raise ConfigError(
-                f"'{own}' is a single number, and has the name of an axis of '{name}': xarray opens no such file. Call one of "
-                "them by another name"
+                f"'{dimension}' is a single number, and has the name of an axis of '{name}': xarray opens no such file. "
+                "Call one of them by another name"
             )
-        found[own] = f"{above}/{NON_COORDINATE}{last}"
-        if found[own] in specs or unreadable_name(f"{NON_COORDINATE}{last}") is not None:
-            why = "an array, too" if found[own] in specs else "too long"
+        names[dimension] = f"{above}/{NON_COORDINATE}{last}"
+        if names[dimension] in specs or unreadable_name(f"{NON_COORDINATE}{last}") is not None:
+            why = "an array, too" if names[dimension] in specs else "too long"
             raise ConfigError(
-                f"'{own}' has the name of an axis of '{name}', but is not its coordinate, with dims=({last!r},), and netCDF "
-                f"has no place for it: '{found[own]}' is {why}. Call one of them by another name"
+                f"'{dimension}' has the name of an axis of '{name}', but is not its coordinate, with dims=({last!r},), and "
+                f"netCDF has no place for it: '{names[dimension]}' is {why}. Call one of them by another name"
             )
-    return found
+    return names
 
 
 def _groups(name: str) -> Iterator[str]:
@@ -200,8 +200,8 @@ def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
             f"'{scale}' is a group, and the name of an axis without a coordinate. Call one of them by another name"
         )
     extent = {"maxshape": (None,), "chunks": (1024,)} if grows else {}
-    made = file.create_dataset(scale, shape=(length,), dtype=">f4", track_order=True, **extent)  # see `let_list_grow`
-    made.make_scale(f"{NO_VARIABLE}.{length:10d}")
+    created = file.create_dataset(scale, shape=(length,), dtype=">f4", track_order=True, **extent)  # see `let_list_grow`
+    created.make_scale(f"{NO_VARIABLE}.{length:10d}")
 
 
 def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: bool) -> None:

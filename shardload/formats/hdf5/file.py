@@ -81,10 +81,10 @@ class Hdf5File(OpenFile):
         """Open a dataset by its name, or by the name of a link to it. If it is virtual, parts of it that `planned` has are not
         looked at again.
         """
-        found, opened = self._look_up(dataset)
+        looked_up, opened = self._look_up(dataset)
         if not opened:
-            found = self._variable_of(found, dataset)
-        return self.source(found, dataset, _closing(found, opened), planned, is_linked=bool(opened))
+            looked_up = self._variable_of(looked_up, dataset)
+        return self.source(looked_up, dataset, _closing(looked_up, opened), planned, is_linked=bool(opened))
 
     def source(
         self,
@@ -127,9 +127,9 @@ class Hdf5File(OpenFile):
                 ) from error
             try:
                 file = Hdf5File(facts, path, self._access, self._fence)
-                found, opened = file._look_up(dataset)
+                looked_up, opened = file._look_up(dataset)
                 versions = versions_of([facts, *opened])
-                source = file.source(found, dataset, _closing(found, opened, closing), is_linked=bool(opened))
+                source = file.source(looked_up, dataset, _closing(looked_up, opened, closing), is_linked=bool(opened))
                 if source.info.refused is not None:
                     raise OSError(f"{source.info} holds {source.info.refused}")
                 return source, versions | source.others.versions
@@ -169,11 +169,11 @@ class Hdf5File(OpenFile):
         """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a
         link has no target, or leads outside.
         """
-        found, opened = self.follow(name)
-        if not isinstance(found, OpenDataset):
+        dataset, opened = self.follow(name)
+        if not isinstance(dataset, OpenDataset):
             close_all(opened)
             raise KeyError(name)
-        return found, opened
+        return dataset, opened
 
     def follow(self, name: str) -> tuple[Any, list[OpenFacts]]:
         """What `links.follow` finds; SourceError if a link has no target, or leads outside."""
@@ -218,11 +218,11 @@ class Hdf5File(OpenFile):
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """The datasets below a group to which links lead, as h5py follows them."""
         try:
-            found, opened = self.follow(group)
+            target, opened = self.follow(group)
         except KeyError:  # no such name
             return []
         try:
-            return list(self._at_end_of(opened).list_below(found, group, in_full)) if isinstance(found, h5py.Group) else []
+            return list(self._at_end_of(opened).list_below(target, group, in_full)) if isinstance(target, h5py.Group) else []
         finally:
             close_all(opened)
 
@@ -253,9 +253,9 @@ class Hdf5File(OpenFile):
             if name in dimensions or full in known:
                 continue
             try:
-                found = group[encoded(name)]
-                if isinstance(found, h5py.Dataset):
-                    dataset = self._facts.dataset(found.id)
+                member = group[encoded(name)]
+                if isinstance(member, h5py.Dataset):
+                    dataset = self._facts.dataset(member.id)
                     yield self._describe(dataset, full, look_through(dataset, self._fence, self._access), in_full)
             except (AssertionError, TypeError, *_ERRORS) as error:  # h5py asserts, too
                 yield self._refused(full, f"metadata that HDF5 cannot read ({error})")

@@ -82,10 +82,11 @@ def type_in_file(dtype: np.dtype[Any]) -> Any:
 
 def type_of_values(kind: Any) -> np.dtype[Any]:
     """NumPy's type for values of a type in the file: h5py's, which takes bfloat16 for float32, but for that."""
-    found: np.dtype[Any] = kind.dtype
-    for one in (BFLOAT16, BFLOAT16.newbyteorder()) if kind.get_class() == h5py.h5t.FLOAT and kind.get_size() == 2 else ():
-        found = one if kind.equal(type_in_file(one)) else found
-    return found
+    dtype: np.dtype[Any] = kind.dtype
+    if kind.get_class() == h5py.h5t.FLOAT and kind.get_size() == 2:
+        for other in (BFLOAT16, BFLOAT16.newbyteorder()):
+            dtype = other if kind.equal(type_in_file(other)) else dtype
+    return dtype
 
 
 def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
@@ -99,7 +100,7 @@ def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
     """
     part = dtype.itemsize // (2 if dtype.kind == "c" else 1)
     for is_native in (True, False):
-        if any(in_file.equal(one) for one in _known_types(dtype, is_native)):
+        if any(in_file.equal(known) for known in _known_types(dtype, is_native)):
             return 0 if is_native or part == 1 else part
     return None
 
@@ -211,20 +212,20 @@ def number_of(function: str, identifier: Any) -> int | None:
     identifier : h5py.h5d.DatasetID, h5py.h5p.PropDCID, ...
         The object.
     """
-    ask, found = _function(function), ctypes.c_uint()
+    ask, number = _function(function), ctypes.c_uint()
     with phil:
-        return None if ask is None or ask(identifier.id, ctypes.byref(found)) < 0 else found.value
+        return None if ask is None or ask(identifier.id, ctypes.byref(number)) < 0 else number.value
 
 
 @functools.cache
 def _function(name: str) -> Callable[..., int] | None:
     """A function of the library that h5py is linked with."""
     try:
-        found = getattr(ctypes.CDLL(h5py.h5d.__file__), name)
+        function = getattr(ctypes.CDLL(h5py.h5d.__file__), name)
     except (AttributeError, OSError):
         return None
-    found.argtypes, found.restype = (ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)), ctypes.c_int
-    return found  # type: ignore[no-any-return]
+    function.argtypes, function.restype = (ctypes.c_int64, ctypes.POINTER(ctypes.c_uint)), ctypes.c_int
+    return function  # type: ignore[no-any-return]
 
 
 _MOST_PARTS = 32  # HDF5 takes 570 KiB for each open file
@@ -248,8 +249,8 @@ class kept(Generic[T]):
     def __get__(self, owner: Any, kind: type) -> Any:
         if owner is None:
             return self
-        found = owner.__dict__
-        return found[self._name] if self._name in found else found.setdefault(self._name, self._ask(owner))
+        answers = owner.__dict__
+        return answers[self._name] if self._name in answers else answers.setdefault(self._name, self._ask(owner))
 
 
 class OpenFacts:
@@ -390,19 +391,19 @@ class OpenParts:
                 is_same = facts.opened_in is not None and facts.opened_in[2:] == inode
                 if (is_same and seen != version) or (other == path and not is_same):
                     changed.append(self._kept.pop(other)[1])
-            _, found = self._kept.get(path, (version, None))
+            _, facts_of_file = self._kept.get(path, (version, None))
         close_all(changed)
-        if found is None:
-            found = ask()
-            found.among = self
+        if facts_of_file is None:
+            facts_of_file = ask()
+            facts_of_file.among = self
             with self._lock:
                 if len(self._kept) < _MOST_PARTS:
-                    self._kept.setdefault(path, (version, found))
+                    self._kept.setdefault(path, (version, facts_of_file))
         try:
-            yield found
+            yield facts_of_file
         finally:
-            if self._kept.get(path, (version, None))[1] is not found:
-                found.close()
+            if self._kept.get(path, (version, None))[1] is not facts_of_file:
+                facts_of_file.close()
 
     def close(self) -> None:
         """Close all that are kept."""
@@ -413,10 +414,10 @@ class OpenParts:
 def inode_of(path: str) -> tuple[int, ...]:
     """Which file a path leads to, as in `LocalFile.version`; empty if to none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return ()
-    return found.st_ino, found.st_dev
+    return status.st_ino, status.st_dev
 
 
 class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types

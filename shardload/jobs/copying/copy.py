@@ -100,27 +100,27 @@ class CopyPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all values in memory."""
-        return sum(int(np.prod(one.unit.shape, dtype=object)) * one.unit.itemsize for one in self.arrays)
+        return sum(int(np.prod(copied.unit.shape, dtype=object)) * copied.unit.itemsize for copied in self.arrays)
 
     def describe(self, target: str) -> list[str]:
         """The plan, for people: lines."""
         arrays, ranks = counted(len(self.found), "array"), counted(self.n_ranks, "rank")
         rounds = counted(self.n_rounds, "round")
         lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{target}' on {ranks}, {rounds}"]
-        for array, one in zip(self.found, self.arrays, strict=True):
-            way = "all ranks read a slab together" if one.is_together else "each slab is read by one rank"
-            if one.slabs.n_cells == 1 and not one.is_together:
+        for array, copied in zip(self.found, self.arrays, strict=True):
+            way = "all ranks read a slab together" if copied.is_together else "each slab is read by one rank"
+            if copied.slabs.n_cells == 1 and not copied.is_together:
                 way = "one rank reads it"
-            elif one.slabs.n_cells:
-                way += f", {one.slabs.n_cells} slabs of {_text(tuple(map(min, one.slabs.cell, one.slabs.shape)))}"
+            elif copied.slabs.n_cells:
+                way += f", {copied.slabs.n_cells} slabs of {_text(tuple(map(min, copied.slabs.cell, copied.slabs.shape)))}"
             spec, chunks = array.spec, f"chunks {_text(array.info.chunks)} -> {_text(array.spec.chunks)}"
             lines.append(f"{array.name}: {_text(spec.shape)} {spec.dtype}, {chunks}; {way}")
-            if one.unit.is_decoded and one.factor > 1:
+            if copied.unit.is_decoded and copied.factor > 1:
                 lines.append(
-                    f"  each chunk of the source is decoded {number_text(one.factor, 2)} times: slabs with whole chunks "
+                    f"  each chunk of the source is decoded {number_text(copied.factor, 2)} times: slabs with whole chunks "
                     "of both do not fit. More staging= or more ranks make it less"
                 )
-            elif one.unit.is_decoded:
+            elif copied.unit.is_decoded:
                 lines.append("  each chunk of the source is decoded once")
         memory = self.memory
         lines.append(
@@ -140,12 +140,12 @@ class CopyPlan:
                 "chunks_before": array.info.chunks,
                 "chunks": array.spec.chunks,
                 "shards": array.spec.shards,
-                "slab": one.slabs.cell,
-                "n_slabs": one.slabs.n_cells,
-                "is_together": one.is_together,
-                "decoded": one.factor,
+                "slab": copied.slabs.cell,
+                "n_slabs": copied.slabs.n_cells,
+                "is_together": copied.is_together,
+                "decoded": copied.factor,
             }
-            for array, one in zip(self.found, self.arrays, strict=True)
+            for array, copied in zip(self.found, self.arrays, strict=True)
         ]
         sizes = {"nbytes": self.nbytes, "staging_nbytes": self.staging_nbytes, "memory_nbytes": self.memory.nbytes}
         return {"arrays": arrays, **sizes, "n_ranks": self.n_ranks, "n_rounds": self.n_rounds, "notes": self.notes}
@@ -162,18 +162,18 @@ def plan_copy(
     page = PAGE_NBYTES if machine.n_nodes > 1 else 1
     units, reading = [], _LEAST_READING_NBYTES
     arrays = tuple(replace(array, spec=sink.arrays[array.full_name].spec) for array in found)
-    for one in arrays:
-        spec, layout = one.spec, one.layout()
+    for array in arrays:
+        spec, layout = array.spec, array.layout()
         if spec.chunks is None:
             unit, fits = plan_rows(spec.shape, layout.dtype.itemsize, _RUN_NBYTES, page)
         else:
             # A file that has chunks at any byte is written by one rank if there are several nodes.
             unit = spec.shards if spec.shards is not None and machine.n_nodes > 1 else spec.chunks
             fits = True
-        chunks = layout.chunks if one.info.chunks is not None else _runs(layout)
-        units.append(CopiedArray(spec.shape, unit, chunks, one.info.chunks is not None, layout.dtype.itemsize, not fits))
+        chunks = layout.chunks if array.info.chunks is not None else _runs(layout)
+        units.append(CopiedArray(spec.shape, unit, chunks, array.info.chunks is not None, layout.dtype.itemsize, not fits))
         reading = max(reading, least_staging(layout))
-    name, largest = max(((one.name, unit.unit_nbytes) for one, unit in zip(arrays, units, strict=True)), key=itemgetter(1))
+    name, largest = max(((array.name, unit.unit_nbytes) for array, unit in zip(arrays, units, strict=True)), key=itemgetter(1))
     least = least_memory(largest, largest, reading)
     asked = request.options.staging
     staging = max(STAGING_NBYTES, least) if isinstance(asked, str) else asked
@@ -343,22 +343,22 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
     on_root: list[Sink] = []
 
     def look() -> bytes:
-        found, groups, notes = find(request)
+        arrays, groups, notes = find(request)
         try:
-            sink = new_sink(request, found, groups, n_nodes)
+            sink = new_sink(request, arrays, groups, n_nodes)
         except ConfigError as error:
-            found, more = without_what_is_refused(request, found, error)
+            arrays, more = without_what_is_refused(request, arrays, error)
             notes += more
-            sink = new_sink(request, found, groups, n_nodes)
+            sink = new_sink(request, arrays, groups, n_nodes)
         on_root.append(sink)
-        return pickle.dumps(([array.for_others() for array in found if not array.is_text], notes))
+        return pickle.dumps(([array.for_others() for array in arrays if not array.is_text], notes))
 
     def make(told: bytes) -> tuple[Sink, CopyPlan]:
-        found, notes = pickle.loads(told)  # of this job's rank 0, never of a file
-        sink = on_root[0] if on_root else new_sink(request, found, None, n_nodes)
-        return sink, plan_copy(request, found, sink, group.size, group.machine, notes)
+        arrays, notes = pickle.loads(told)  # of this job's rank 0, never of a file
+        sink = on_root[0] if on_root else new_sink(request, arrays, None, n_nodes)
+        return sink, plan_copy(request, arrays, sink, group.size, group.machine, notes)
 
-    return call.plan(look, make, lambda made: json.dumps(made[-1].to_dict(), default=str))
+    return call.plan(look, make, lambda sink_and_plan: json.dumps(sink_and_plan[-1].to_dict(), default=str))
 
 
 def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started: float) -> CopyReport:

@@ -96,22 +96,22 @@ class SavePlan:
     @property
     def nbytes(self) -> int:
         """Bytes of the values."""
-        return sum(math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in self.arrays)
+        return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in self.arrays)
 
     @cached_property
     def _lines(self) -> list[tuple[str, str]]:
         lines = [("file", f"{self.format}; the name {_MODES[self.mode]}; {format_nbytes(self.nbytes)} of values")]
-        for one, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
-            sizes = " x ".join(map(str, one.chunks or ()))
-            how = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if one.chunks else "in one piece"
+        for array, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
+            sizes = " x ".join(map(str, array.chunks or ()))
+            how = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if array.chunks else "in one piece"
             how += " (by chunks='auto')" if chosen else ""
-            packed = "" if one.codec in ("none", "") else f", {one.codec}"
+            packed = "" if array.codec in ("none", "") else f", {array.codec}"
             slowly = "" if self.has_mpi else f" (between nodes through JAX's coordinator for want of MPI, at {RATE})"
             way = "each rank writes what it holds: nothing travels"
             if travels:
                 way = f"parts travel to the ranks that write{slowly}"
-            shape = " x ".join(map(str, one.shape)) or "one value"
-            lines.append((one.dataset.lstrip("/") or "/", f"{shape} {one.dtype}, {how}{packed}; {way}"))
+            shape = " x ".join(map(str, array.shape)) or "one value"
+            lines.append((array.dataset.lstrip("/") or "/", f"{shape} {array.dtype}, {how}{packed}; {way}"))
         ranks = counted(self.n_ranks, "rank")
         nodes = f" on {self.n_nodes} nodes" if self.n_nodes > 1 else ""
         lines.append(("ranks", f"{ranks}{nodes}, {counted(self.n_threads, 'thread')} each; {counted(self.n_rounds, 'round')}"))
@@ -134,7 +134,7 @@ class SavePlan:
 
     def describe(self) -> str:
         """What all ranks must have planned alike, as text."""
-        rounds = [[(item.array, item.units) for item in one] for one in self._rounds[:4]]
+        rounds = [[(item.array, item.units) for item in items] for items in self._rounds[:4]]
         owners = [
             (layout.units.cell, None if layout.schedule is None else repr(layout.schedule.owners)) for layout in self._layouts
         ]
@@ -162,9 +162,10 @@ def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) ->
     request = apply_like(request, likes) if likes else request
     of_array = shards_of(request, group)
     specs, chosen = {}, []
-    known = {dim for one in request.arrays for dim in one.dims or () if dim}
-    for one, shards in zip(request.arrays, of_array, strict=True):
-        specs[one.name], is_chosen = _spec(one, shards, request.format, request.options.staging_nbytes, _unlimited(one, known))
+    known = {dim for array in request.arrays for dim in array.dims or () if dim}
+    for array, shards in zip(request.arrays, of_array, strict=True):
+        unlimited, cap = _unlimited(array, known), request.options.staging_nbytes
+        specs[array.name], is_chosen = _spec(array, shards, request.format, cap, unlimited)
         chosen.append(is_chosen)
     if request.format.startswith("zarr"):  # netCDF's sink says so itself; in plain HDF5 two axes of one name are two
         for what, fix in unopened_by_xarray(specs):
@@ -184,7 +185,7 @@ def alignment_of(group: Group) -> int:
 def shards_of(request: SaveRequest, group: Group) -> list[Shards]:
     """Which rank holds which shard of each array. ConfigError if they cannot be saved by these ranks."""
     processes = rank_of_process(group)
-    return [shards_of_array(one.x, processes, group.rank, group.size) for one in request.arrays]
+    return [shards_of_array(array.x, processes, group.rank, group.size) for array in request.arrays]
 
 
 def plan_into(
@@ -199,22 +200,22 @@ def plan_into(
     machine = group.machine
     per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
     layouts = []
-    for one, shards in zip(request.arrays, of_array, strict=True):
-        spec, cap = sink.arrays[one.name].spec, request.options.staging_nbytes
+    for array, shards in zip(request.arrays, of_array, strict=True):
+        spec, cap = sink.arrays[array.name].spec, request.options.staging_nbytes
         is_packed = spec.compression is not None or spec.checksum
-        shape = one.shape if one.name in first else spec.shape
+        shape = array.shape if array.name in first else spec.shape
         stored = StoredArray(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards)
-        layouts.append(plan_array(stored, shards, group.size, per_node, cap, first.get(one.name)))
+        layouts.append(plan_array(stored, shards, group.size, per_node, cap, first.get(array.name)))
     if not group.has_mpi and machine.n_nodes > 1:
         sent = [layout.array for layout in layouts if layout.schedule is not None]
-        check_sent("save", sum(math.prod(one.shape) * one.itemsize for one in sent))
+        check_sent("save", sum(math.prod(array.shape) * array.itemsize for array in sent))
     cap = _staging(request, layouts, machine.memory_nbytes // _SHARE)
     memory = plan_save_memory(layouts, cap, machine.n_threads)
     return SavePlan(
         path=request.path,
         format=next(iter(sink.arrays.values())).info.format,
         mode="a" if first else request.mode,
-        arrays=tuple(replace(one.info, dtype=native_dtype(one.spec.dtype).name) for one in sink.arrays.values()),
+        arrays=tuple(replace(sunk.info, dtype=native_dtype(sunk.spec.dtype).name) for sunk in sink.arrays.values()),
         travels=tuple(layout.schedule is not None for layout in layouts),
         n_ranks=group.size,
         n_nodes=machine.n_nodes,
@@ -231,50 +232,50 @@ def plan_into(
     )
 
 
-def _unlimited(one: SavedArray, known: Collection[str]) -> tuple[int, ...]:
+def _unlimited(array: SavedArray, known: Collection[str]) -> tuple[int, ...]:
     """The axes of an array that can grow, by number; none, of a name that another array has.
 
     ConfigError if no array has an axis of that name (`known`), or this one none of that number.
     """
     axes = set()
-    for axis in one.unlimited:
+    for axis in array.unlimited:
         if isinstance(axis, str):
             if axis not in known:
                 called = f"the axes are called {', '.join(sorted(map(repr, known)))}"
                 raise ConfigError(
-                    f"unlimited of '{one.name}' is {axis!r}; {called if known else 'no axis has a name: pass dims= too'}"
+                    f"unlimited of '{array.name}' is {axis!r}; {called if known else 'no axis has a name: pass dims= too'}"
                 )
-            axes |= {k for k, dim in enumerate(one.dims or ()) if dim == axis}
-        elif -len(one.shape) <= axis < len(one.shape):
-            axes.add(axis % len(one.shape))
+            axes |= {k for k, dim in enumerate(array.dims or ()) if dim == axis}
+        elif -len(array.shape) <= axis < len(array.shape):
+            axes.add(axis % len(array.shape))
         else:
-            raise ConfigError(f"unlimited of '{one.name}' is axis {axis}; expected one of an array of shape {one.shape}")
+            raise ConfigError(f"unlimited of '{array.name}' is axis {axis}; expected one of an array of shape {array.shape}")
     return tuple(sorted(axes))
 
 
-def _spec(one: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimited: tuple[int, ...]) -> tuple[ArraySpec, bool]:
+def _spec(array: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimited: tuple[int, ...]) -> tuple[ArraySpec, bool]:
     """How an array is stored, and whether its chunks were chosen here."""
-    chunks, is_chosen = one.chunks, False
+    chunks, is_chosen = array.chunks, False
     if chunks == AUTO:
         chunks = None
-        needs_chunks = one.compression is not None or kind.startswith("zarr") or unlimited
-        if one.shape and 0 not in one.shape and needs_chunks and one.shards is None:  # (shards need chunks: the sink says so)
-            chunks, is_chosen = plan_chunks(one.shape, one.dtype.itemsize, shards, cap_nbytes), True
-            if unlimited and len(one.shape) == 1:  # a time axis: not a chunk for each element that comes
+        needs_chunks = array.compression is not None or kind.startswith("zarr") or unlimited
+        if array.shape and 0 not in array.shape and needs_chunks and array.shards is None:  # (with shards: the sink says so)
+            chunks, is_chosen = plan_chunks(array.shape, array.dtype.itemsize, shards, cap_nbytes), True
+            if unlimited and len(array.shape) == 1:  # a time axis: not a chunk for each element that comes
                 chunks = (max(chunks[0], _CHUNK_OF_COORDINATE),)
     if kind.startswith("zarr") and chunks is None:  # every axis can grow there, and one chunk is the whole array
         unlimited = ()
-    attrs, fill = marked(kind, one.name, one.attrs, one.dtype)
+    attrs, fill = marked(kind, array.name, array.attrs, array.dtype)
     return (
         ArraySpec(
-            one.shape,
-            one.dtype,
+            array.shape,
+            array.dtype,
             chunks,
-            shards=one.shards,
-            compression=one.compression,
-            dims=one.dims,
+            shards=array.shards,
+            compression=array.compression,
+            dims=array.dims,
             attrs=attrs,
-            checksum=one.checksum and chunks is not None,
+            checksum=array.checksum and chunks is not None,
             fill_value=fill,
             unlimited=unlimited,
         ),
