@@ -4,8 +4,9 @@
     with session:
         session.run(rounds, source, target)         # in each round: make memory, stage, agree, exchange, take
 
-A load is a session of one round; a save and a copy have as many as their memory cap asks for. This is the one place where
-rounds make collective calls, but for `TargetEndpoint.take`. So a rank never waits for another while it stages or makes memory,
+A load is a session of one round; a save and a copy have as many as their memory cap asks for; a stream, which has no end, moves
+one round after the other, and a rank with nothing to do stages blocks of the next one. This is the one place where rounds make
+collective calls, but for `TargetEndpoint.take`. So a rank never waits for another while it stages or makes memory,
 and what fails there is kept (`Session.errors`) until the ranks agree.
 
 A session uses the group that it is given and nothing else that other calls share. One that goes on in the background while the
@@ -17,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 from zlib import crc32
 
@@ -28,7 +29,7 @@ from shardload.planning.staging import Staging
 from shardload.system.interruption import FirstError
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.counters import Counters
-from shardload.transfer.exchange import exchange
+from shardload.transfer.exchange import Outgoing, exchange
 from shardload.transfer.moves import ArrayMove
 
 _NO_TAGS = (0, 0)  # of a round without messages
@@ -76,6 +77,16 @@ class TargetEndpoint(Protocol):
         ...
 
 
+@dataclass
+class _Begun:
+    """A round of which this rank has made its memory, and begun to stage blocks: what it stages, and what ends that."""
+
+    round: Round
+    outgoing: Outgoing | None = None
+    opened: ExitStack = field(default_factory=ExitStack)
+    errors: FirstError = field(default_factory=FirstError)
+
+
 class Session:
     """The rounds of one call, on one rank. To make one is collective; a context manager, which ends its threads.
 
@@ -115,6 +126,7 @@ class Session:
         if shared_nbytes is not None:
             self.share_memory(shared_nbytes)
         self._staged: tuple[Staging, Resources] | None = None
+        self._next: _Begun | None = None
         self._n_rounds = 0
         self.errors, self.counters = FirstError(), Counters()
 
@@ -126,7 +138,10 @@ class Session:
         self.errors.take()
 
     def release(self, kind: type[BaseException] | None = None) -> None:
-        """End the threads, and let go of the buffers."""
+        """End the threads, and let go of the buffers, and of a round that is begun."""
+        begun, self._next = self._next, None
+        if begun is not None:
+            begun.opened.__exit__(kind, None, None)
         if self._staged is not None:
             self._staged[1].__exit__(kind)
         self._staged = None
@@ -149,29 +164,75 @@ class Session:
             target.take(round_)
         self.release()
 
-    def move(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> None:
-        """Move the values of a round into the memory of the target. What goes wrong is kept. Collective if it is shared."""
+    def move(
+        self,
+        round_: Round,
+        source: SourceEndpoint,
+        target: TargetEndpoint,
+        coming: Callable[[], Round | None] = lambda: None,
+    ) -> None:
+        """Move the values of a round into the memory of the target. What goes wrong is kept. Collective if it is shared.
+
+        While this rank has nothing to do it begins with the round that `coming` gives. None: none may begin yet. If that round
+        is not the next to be moved, `release` comes before.
+        """
         self._n_rounds += 1
         tags = self._group.next_tags() if round_.is_shared else _NO_TAGS
-        opened = ExitStack()
+        begun, self._next = self._next, None
+        if begun is None:
+            begun = self._begin(_Begun(round_), source, target)
+        elif begun.round is not round_:
+            raise ValueError("another round is begun: a defect in shardload")
+
+        def begin_next() -> bool:
+            if self._next is not None:
+                return self._start_one(self._next)
+            following = coming()
+            if following is None or (following.staging, following.is_shared) != (round_.staging, round_.is_shared):
+                return False
+            self._next = _Begun(following)
+            self._begin(self._next, source, target)
+            return True
+
         try:
-            with self.errors:
-                target.make_room(round_.moves)
-                if round_.moves:
-                    source.stage(round_.moves, self._resources(round_), opened)
+            if (error := begun.errors.take()) is not None:
+                self.errors.keep(error)
             if round_.is_shared:
                 self.agree()  # a rank that cannot read or receive says so before anything is sent
             # A thread of the target may have failed since: the others expect what this rank sends all the same.
             if round_.moves and (round_.is_shared or not self.errors):
-                self._exchange(round_, tags)
+                self._exchange(begun, tags, begin_next)
         except BaseException:
             with suppress(Exception):  # the first error names the cause better
-                opened.__exit__(*sys.exc_info())
+                begun.opened.__exit__(*sys.exc_info())
             raise
         with self.errors:  # other ranks still wait for this rank
-            opened.close()
+            begun.opened.close()
 
-    def _exchange(self, round_: Round, tags: tuple[int, int]) -> None:
+    def _begin(self, begun: _Begun, source: SourceEndpoint, target: TargetEndpoint) -> _Begun:
+        """Make memory for a round, and what stages its blocks. Not collective; what fails is kept."""
+        moves = begun.round.moves
+        try:
+            with begun.errors:
+                target.make_room(moves)
+                if moves:
+                    source.stage(moves, self._resources(begun.round), begun.opened)
+                    begun.outgoing = Outgoing(moves, self._group.rank)
+        except BaseException:
+            with suppress(Exception):  # the first error names the cause better
+                begun.opened.__exit__(*sys.exc_info())
+            raise
+        return begun
+
+    @staticmethod
+    def _start_one(begun: _Begun) -> bool:
+        """Start a block of a round that is begun, if there is one and room for it."""
+        with begun.errors:
+            return not begun.errors and begun.outgoing is not None and begun.outgoing.start_one()
+        return False
+
+    def _exchange(self, begun: _Begun, tags: tuple[int, int], begin_next: Callable[[], bool]) -> None:
+        round_ = begun.round
         seed = crc32(f"{self._digest} {self._n_rounds} {tags}".encode())
         for move in round_.moves:
             move.seed = seed
@@ -182,6 +243,8 @@ class Session:
             tags=tags,
             checksums=self._checksums,
             on_progress=self.on_progress,
+            outgoing=begun.outgoing,
+            begin_next=begin_next,
         )
         self.counters.add(counters)
         if failed is not None:

@@ -213,19 +213,19 @@ class Channels:
         if is_whole and all(channel.went_well for channel in self._senders):
             self.arrivals.check_coverage()
 
-    def wait(self, bell: Bell, n_idle: int, longest_seconds: float) -> None:
+    def wait(self, bell: Bell, n_idle: int, longest_seconds: float) -> bool:
         """Sleep until this rank's threads or the ranks of this machine ring the bell; with messages pending, only briefly.
 
-        `n_idle` is how many looks in a row have found nothing.
+        `n_idle` is how many looks in a row have found nothing. Returns whether the bell has rung.
         """
         if self.transport or self._n_by_message:
             seconds = _pause_seconds(n_idle)
             if not seconds:
                 os.sched_yield()
-                return
+                return False
         else:
             seconds = _listening_seconds(n_idle) if self._open or self._offered else longest_seconds
-        bell.wait(seconds)
+        return bell.wait(seconds)
 
 
 class Channel:

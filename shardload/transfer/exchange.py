@@ -6,7 +6,7 @@ One `exchange` moves every part of every array from its block to its target (`mo
 2. Stage as many blocks as there are slots and threads: the blocks of array 0, then those of array 1, and so on, as one
    sequence. When a block is done, send its parts in order, each over the channel to its receiver (`channels`).
 3. As parts arrive, targets fill and slots become free. No call blocks, so no order of ranks can deadlock. A rank with nothing
-   to do sleeps instead of spinning. There is no wait between two arrays.
+   to do begins with what comes after this exchange, or sleeps instead of spinning. There is no wait between two arrays.
 4. Each sender ends by sending each receiver a receipt. The receiver compares it with the plan.
 
 A sender that fails stops sending and marks its receipts as failed. These say how many parts have left, so no rank waits for
@@ -41,6 +41,8 @@ def exchange(
     tags: tuple[int, int],
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
+    outgoing: Outgoing | None = None,
+    begin_next: Callable[[], bool] = lambda: False,
 ) -> tuple[BaseException | None, Counters]:
     """Move every part of every array to its target. Collective over `group`. Errors are returned, not raised.
 
@@ -58,6 +60,10 @@ def exchange(
         Whether each part is checksummed on both sides.
     on_progress : callable, optional
         Called with the number of bytes of each part that has arrived in a target.
+    outgoing : Outgoing, optional
+        The blocks that this rank stages, if it has begun with some.
+    begin_next : callable, optional
+        Called while this rank has begun with all its blocks, and has nothing to do. Returns whether it has done something.
 
     Returns
     -------
@@ -70,9 +76,10 @@ def exchange(
     arrivals = Arrivals(moves, on_progress)
     channels = Channels(transport, moves, arrivals, Packer(resources.pack_slots), checksums)
     started = time.perf_counter()
-    moving = _Exchange(group, channels, moves, arrivals, resources)
+    outgoing = Outgoing(moves, group.rank) if outgoing is None else outgoing
+    moving = _Exchange(group, channels, moves, arrivals, resources, outgoing)
     try:
-        moving.run()
+        moving.run(begin_next)
     except BaseException:
         _abandoned.append((transport.remains(), moves, resources))
         group.forget_shared_memory()
@@ -83,18 +90,54 @@ def exchange(
     return moving.failure.error or arrivals.errors.error, arrivals.counters
 
 
+class Outgoing:
+    """The blocks that this rank stages, of all arrays, in order: which follows, and which are under way.
+
+    Attributes
+    ----------
+    following : (int, Block) or None
+        The number of an array, and its block that is started next; None if all are.
+    under_way : deque of (int, StagedBlock)
+        Those that are started and not delivered.
+    """
+
+    def __init__(self, moves: Sequence[ArrayMove], rank: int) -> None:
+        self._moves, self._blocks = moves, _outgoing(moves, rank)
+        self.following = next(self._blocks, None)
+        self.under_way: deque[tuple[int, StagedBlock]] = deque()
+
+    def start_one(self) -> bool:
+        """Start the next block. False if there is none, or no room for it."""
+        if self.following is None:
+            return False
+        array, block = self.following
+        producer = self._moves[array].producer
+        if len(self.under_way) >= producer.n_at_once or not producer.has_room(block):
+            return False
+        self.under_way.append((array, producer.start(block)))
+        self.following = next(self._blocks, None)
+        return True
+
+    def stop(self) -> None:
+        """Start no more."""
+        self.following = None
+
+
 class _Exchange:
     """The main loop of one rank: stage, send and receive until everything has arrived."""
 
     def __init__(
-        self, group: Group, channels: Channels, moves: Sequence[ArrayMove], arrivals: Arrivals, resources: Resources
+        self,
+        group: Group,
+        channels: Channels,
+        moves: Sequence[ArrayMove],
+        arrivals: Arrivals,
+        resources: Resources,
+        outgoing: Outgoing,
     ) -> None:
-        self.channels, self.moves, self.arrivals = channels, moves, arrivals
+        self.channels, self.moves, self.arrivals, self.outgoing = channels, moves, arrivals, outgoing
         self.bell, self.watch, self.rank = resources.bell, group.watch, group.rank
         self.failure = FirstError()  # when this rank staged or sent
-        self.blocks = _outgoing(moves, self.rank)
-        self.following = next(self.blocks, None)
-        self.under_way: deque[tuple[int, StagedBlock]] = deque()
         self.has_sent_receipts = False
 
     def _activity(self) -> Activity:
@@ -102,7 +145,7 @@ class _Exchange:
         activities = [move.producer.activity() for move in self.moves]
         return Activity(sum(each.n_done for each in activities), next((each.doing for each in activities if each.doing), ""))
 
-    def run(self) -> None:
+    def run(self, begin_next: Callable[[], bool]) -> None:
         self.watch.enter("exchange")
         self.channels.expect()
         n_idle = 0
@@ -114,8 +157,9 @@ class _Exchange:
                 else:
                     n_idle += 1
                 self.watch.look()
-                if n_idle:
-                    self.channels.wait(self.bell, n_idle, self.watch.nap_seconds)
+                if n_idle and not (self.outgoing.following is None and begin_next()):
+                    if self.channels.wait(self.bell, n_idle, self.watch.nap_seconds):
+                        n_idle = 0  # what the bell rings for can come a moment later: the next sleep is short
         self.channels.check(not self.failure)
 
     def _step(self) -> bool:
@@ -126,26 +170,25 @@ class _Exchange:
         except Exception as error:
             self._fail(error)
             has_moved = True
-        if not self.has_sent_receipts and not self.under_way and self.following is None and self.channels.is_empty:
+        if not self.has_sent_receipts and self._has_staged_all and self.channels.is_empty:
             self.channels.send_receipts(not self.failure)
             self.has_sent_receipts = has_moved = True
         return has_moved
 
+    @property
+    def _has_staged_all(self) -> bool:
+        return self.outgoing.following is None and not self.outgoing.under_way
+
     def _stage(self) -> bool:
         """Deliver the blocks that are staged, in order, and start the next ones. Return True if any were."""
-        has_moved = False
-        while self.under_way and self.under_way[0][1].done():
-            array, staged = self.under_way.popleft()
+        has_moved, under_way = False, self.outgoing.under_way
+        while under_way and under_way[0][1].done():
+            array, staged = under_way.popleft()
             has_moved = True
             if not self.failure:
                 self._deliver(array, staged)
-        while self.following is not None:
-            array, block = self.following
-            producer = self.moves[array].producer
-            if len(self.under_way) >= producer.n_at_once or not producer.has_room(block):
-                break
-            self.under_way.append((array, producer.start(block)))
-            self.following, has_moved = next(self.blocks, None), True
+        while self.outgoing.start_one():
+            has_moved = True
         return has_moved
 
     def _deliver(self, array: int, staged: StagedBlock) -> None:
@@ -162,7 +205,7 @@ class _Exchange:
     def _fail(self, error: Exception) -> None:
         """Stop staging and sending. Each rank that still expects parts will get a receipt that reports the failure."""
         self.failure.keep(error)
-        self.following = None
+        self.outgoing.stop()
         self.channels.give_up(block for _, block in _outgoing(self.moves, self.rank))
 
 

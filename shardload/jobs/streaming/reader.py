@@ -4,7 +4,7 @@ Without prefetch all is done inside `next`: rounds until the batch is there, the
 
 - the *reader* does the rounds, one after the other, in the same order on all ranks. It alone calls MPI, over a communicator
   that nobody else has. Round r + 1 starts once every batch that precedes the first batch of round r is made. So steps of at
-  most two rounds are in memory.
+  most two rounds are in memory. If a rank has nothing to do in round r before it is over, it begins to read blocks of r + 1.
 - the *maker* makes batches of steps, and hands them to the devices, as long as fewer than `prefetch` wait for the program. It
   calls no MPI.
 
@@ -141,6 +141,7 @@ class RoundReader:
         self._epoch_being_read: EpochRounds | None = None
         self._pending: deque[RoundReadings] = deque()
         self._near: list[tuple[RoundReadings, list[StreamMove]]] = []  # rounds that were told to what fetches, with this one
+        self._begun: tuple[RoundReadings, Round] | None = None  # the next round, if it was begun while the one before moved
         self._opened = ExitStack()
         self._shares_memory = False  # from the first round on in which something is sent
         self.n_ready = self.n_made = 0
@@ -192,25 +193,21 @@ class RoundReader:
             if len(round_.readings) == 1:
                 raise
             self._session.release()  # buffers that the failed exchange may still have
+            self._begun = None
             self._pending.extendleft(reversed(round_.one_by_one(epoch.batches_of(round_))))
             return
         self.report.rounds += 1
         self.n_ready = epoch.first_batch + (self._pending[0].batch if self._pending else epoch.n_batches)
 
     def _read(self, epoch: EpochRounds, round_: RoundReadings) -> None:
-        moves: list[StreamMove] = []
-        with self._session.errors:
-            moves = self._moves(epoch, round_)
-        # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
-        is_shared = self._group.size > 1 and not all(flow.stays for move in moves for flow in move.flows)
-        staged = Round(moves, self.plan.staging, is_shared)
-        if is_shared and not self._shares_memory:
+        staged = self._staged(epoch, round_)
+        if staged.is_shared and not self._shares_memory:
             self._session.agree()
             self._session.share_memory(shared_nbytes(self.plan.staging))
             self._shares_memory = True
             _register_end()
         try:
-            self._session.move(staged, self._source, self._target)
+            self._session.move(staged, self._source, self._target, lambda: self._coming(epoch, round_))
             with self._session.errors:
                 self._source.check()
             counts = [self._source.n_decoded, self._source.nbytes_read]
@@ -224,11 +221,32 @@ class RoundReader:
         self.report.nbytes_read += nbytes
         self._target.take(staged)
 
+    def _staged(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
+        """What moves in a round: the same object if the round is begun."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[0] is round_:
+            return begun[1]
+        moves: list[StreamMove] = []
+        with self._session.errors:
+            moves = self._moves(epoch, round_)
+        # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
+        is_shared = self._group.size > 1 and not all(flow.stays for move in moves for flow in move.flows)
+        return Round(moves, self.plan.staging, is_shared)
+
+    def _coming(self, epoch: EpochRounds, round_: RoundReadings) -> Round | None:
+        """The round after `round_`, if it may begin: without prefetch never, because it takes memory."""
+        may_begin = self.plan.prefetch and self._pending and self.n_made >= epoch.first_batch + round_.batch
+        if not may_begin or self._session.errors:
+            return None
+        if self._begun is None:
+            self._begun = self._pending[0], self._staged(epoch, self._pending[0])
+        return self._begun[1]
+
     def _moves(self, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
         """What moves in a round. Of arrays in stores also what moves in the next ones."""
         if not any(is_remote(array.info.path) for array in self.plan.arrays):
             return moves_of(self.plan, epoch, round_)
-        near = [round_, *islice(self._pending, _ROUNDS_AHEAD)]
+        near = [round_, *islice((each for each in self._pending if each is not round_), _ROUNDS_AHEAD)]
         known = {id(each): (each, moves) for each, moves in self._near}
         self._near = [known.get(id(each)) or (each, moves_of(self.plan, epoch, each)) for each in near]
         moves = self._near[0][1]
