@@ -157,10 +157,13 @@ class _Exchange:
                 else:
                     n_idle += 1
                 self.watch.look()
-                if n_idle and not (self.outgoing.following is None and begin_next()):
-                    if self.channels.wait(self.bell, n_idle, self.watch.nap_seconds):
-                        n_idle = 0  # what the bell rings for can come a moment later: the next sleep is short
+                if n_idle and (self._begin_next(begin_next) or self.channels.wait(self.bell, n_idle, self.watch.nap_seconds)):
+                    n_idle = 0  # what the bell rings for can come a moment later: the next sleep is short
         self.channels.check(not self.failure)
+
+    def _begin_next(self, begin_next: Callable[[], bool]) -> bool:
+        """Begin with what comes after this exchange, once this rank has begun with all that it stages here."""
+        return self.outgoing.following is None and begin_next()
 
     def _step(self) -> bool:
         has_moved = self.channels.receive()
