@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, Self
 from zlib import crc32
 
@@ -184,16 +185,6 @@ class Session:
         elif begun.round is not round_:
             raise ValueError("another round is begun: a defect in shardload")
 
-        def begin_next() -> bool:
-            if self._next is not None:
-                return self._start_one(self._next)
-            following = coming()
-            if following is None or (following.staging, following.is_shared) != (round_.staging, round_.is_shared):
-                return False
-            self._next = _Begun(following)
-            self._begin(self._next, source, target)
-            return True
-
         try:
             if (error := begun.errors.take()) is not None:
                 self.errors.keep(error)
@@ -201,7 +192,7 @@ class Session:
                 self.agree()  # a rank that cannot read or receive says so before anything is sent
             # A thread of the target may have failed since: the others expect what this rank sends all the same.
             if round_.moves and (round_.is_shared or not self.errors):
-                self._exchange(begun, tags, begin_next)
+                self._exchange(begun, tags, partial(self._begin_next, round_, source, target, coming))
         except BaseException:
             with suppress(Exception):  # the first error names the cause better
                 begun.opened.__exit__(*sys.exc_info())
@@ -224,9 +215,21 @@ class Session:
             raise
         return begun
 
-    @staticmethod
-    def _start_one(begun: _Begun) -> bool:
-        """Start a block of a round that is begun, if there is one and room for it."""
+    def _begin_next(
+        self, round_: Round, source: SourceEndpoint, target: TargetEndpoint, coming: Callable[[], Round | None]
+    ) -> bool:
+        """While `round_` moves, begin with the round that is coming, or start one more of its blocks. False: nothing to do.
+
+        It is a method, since the frame of a nested function, which an error keeps, keeps all that this refers to: see `let_go`.
+        """
+        begun = self._next
+        if begun is None:
+            following = coming()
+            if following is None or (following.staging, following.is_shared) != (round_.staging, round_.is_shared):
+                return False
+            self._next = _Begun(following)
+            self._begin(self._next, source, target)
+            return True
         with begun.errors:
             return not begun.errors and begun.outgoing is not None and begun.outgoing.start_one()
         return False

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -207,7 +208,7 @@ class RoundReader:
             self._shares_memory = True
             _register_end()
         try:
-            self._session.move(staged, self._source, self._target, lambda: self._coming(epoch, round_))
+            self._session.move(staged, self._source, self._target, partial(self._coming, epoch, round_))
             with self._session.errors:
                 self._source.check()
             counts = [self._source.n_decoded, self._source.nbytes_read]
