@@ -25,7 +25,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -164,15 +164,22 @@ def fuzz_filters(
     """
     _import_all()
     kinds = [kind for kind in (kinds or good_kinds()) if only in kind.name]
-    outcomes, started, at, told = FilterOutcomes(seed), time.monotonic(), first, 0
-    while at < first + n_cases and time.monotonic() < started + seconds:
-        end = min(at + _MOST_PER_CHILD, first + n_cases)
-        for k, (came, text) in enumerate(_run_child(kinds, seed, at, end, started + seconds)):
-            if came == "MEMORY" and k > 0:
-                break  # what earlier cases left may have taken it: once more, in a child of its own
-            outcomes.add(at, filter_case(kinds[at % len(kinds)], seed, at // len(kinds)), came, text)
-            at += 1
-        outcomes.seconds = time.monotonic() - started
+    outcomes, started, told = FilterOutcomes(seed), time.monotonic(), 0
+    until, last = started + seconds, first + n_cases
+    for begin in range(first, last, _MOST_PER_CHILD):
+        numbers = range(begin, min(begin + _MOST_PER_CHILD, last))
+        for with_listed in (True, False):  # apart: others may damage the memory of a child, which dies of it some cases later
+            left = [number for number in numbers if is_listed(kinds[number % len(kinds)].filter) == with_listed]
+            while left and time.monotonic() < until:
+                n_done = 0
+                for came, text in _run_child(kinds, seed, left, until):
+                    if came == "MEMORY" and n_done > 0:
+                        break  # what earlier cases left may have taken it: once more, in a child of its own
+                    number = left[n_done]
+                    outcomes.add(number, filter_case(kinds[number % len(kinds)], seed, number // len(kinds)), came, text)
+                    n_done += 1
+                left = left[n_done:]
+                outcomes.seconds = time.monotonic() - started
         if outcomes.n_cases // 1000 > told:
             told = outcomes.n_cases // 1000
             say(f"{outcomes.n_cases} cases in {outcomes.seconds:.0f} s: {dict(outcomes.total())}")
@@ -219,8 +226,8 @@ def _fast() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _run_child(kinds: list[FilterKind], seed: int, at: int, end: int, until: float) -> list[tuple[str, str]]:
-    """What came out of the cases from `at` on, up to the first that the child did not survive, or `end`."""
+def _run_child(kinds: list[FilterKind], seed: int, numbers: Sequence[int], until: float) -> list[tuple[str, str]]:
+    """What came out of the cases of these numbers, up to the first that the child did not survive."""
     reading, writing = os.pipe()
     with tempfile.TemporaryDirectory(dir=_fast()) as folder, tempfile.TemporaryFile() as said:
         child = os.fork()
@@ -229,7 +236,7 @@ def _run_child(kinds: list[FilterKind], seed: int, at: int, end: int, until: flo
                 os.close(reading)
                 os.dup2(said.fileno(), 1)
                 os.dup2(said.fileno(), 2)
-                _work(kinds, seed, at, end, until, Path(folder), writing)
+                _work(kinds, seed, numbers, until, Path(folder), writing)
             finally:
                 os._exit(77)
         os.close(writing)
@@ -268,7 +275,7 @@ def _how_it_ended(status: int, was_late: bool, said: str) -> tuple[str, str]:
     return "EXIT", f"the process ended itself, status {os.WEXITSTATUS(status)}: {said}"
 
 
-def _work(kinds: list[FilterKind], seed: int, at: int, end: int, until: float, folder: Path, pipe: int) -> None:
+def _work(kinds: list[FilterKind], seed: int, numbers: Sequence[int], until: float, folder: Path, pipe: int) -> None:
     """The child: run cases, tell each. Ends early after one that took much memory, which it may still have."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -277,7 +284,7 @@ def _work(kinds: list[FilterKind], seed: int, at: int, end: int, until: float, f
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, resource.RLIM_INFINITY))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for number in range(at, end):
+    for number in numbers:
         if time.monotonic() > until:
             break
         kind, turn = kinds[number % len(kinds)], number // len(kinds)
