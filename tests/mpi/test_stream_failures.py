@@ -120,7 +120,7 @@ def same_on_all(comm: Any, value: Any) -> bool:
 @pytest.mark.parametrize("shuffle", [None, 5])
 def test_a_damaged_chunk(comm: Any, path: Path, groups: list[Group], prefetch: int, shuffle: int | None) -> None:
     """Wrong if the batches of the same round were lost, or a rank came to another batch or text, or what is open stayed so."""
-    data = stream(path, dataset={"good": "x", "bad": "bad"}, prefetch=prefetch, shuffle=shuffle, pool="4KiB")
+    data = stream(path, dataset={"good": "x", "bad": "bad"}, prefetch=prefetch, shuffle=shuffle, pool="8KiB")
     columns = data.order() // CHUNK_STEPS
     first = int(np.flatnonzero(columns == DAMAGED)[0])
     n, sample = divmod(first, BATCH)
@@ -131,7 +131,7 @@ def test_a_damaged_chunk(comm: Any, path: Path, groups: list[Group], prefetch: i
                 check_batch(part, data.order()[given * BATCH : (given + 1) * BATCH])
             given += 1
     text = str(caught.value)
-    assert given == n
+    assert given == n > 0
     assert f"sample {sample} of batch {n} (step {data.order()[first]}," in text
     assert caught.value.dataset == "/bad" and caught.value.chunk == (DAMAGED, 0, 1)
     assert same_on_all(comm, [type(caught.value).__name__, text, given])

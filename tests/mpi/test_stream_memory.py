@@ -23,7 +23,7 @@ from tests.tiers import quick_ones
 
 pytestmark = pytest.mark.any_library
 
-N_STEPS, CHUNK_STEPS, BATCH, EPOCHS = 640, 10, 8, 2
+N_STEPS, CHUNK_STEPS, BATCH, EPOCHS = 800, 10, 8, 2
 STAGING = 2 << 20
 EXTRA_NBYTES = 512 << 10  # Python objects, the plan of an epoch, and what h5py makes for itself
 

@@ -638,8 +638,8 @@ def test_shuffled_chunks_are_decoded_as_often_as_planned(comm: Any, long_file: s
 
 def test_the_first_round_has_what_the_first_batch_needs(comm: Any, long_file: str) -> None:
     """Wrong if the first batch waited for chunks of later ones, wherever a run begins; or if later epochs began like that."""
-    ds = stream(long_file, mesh_of(), P("a"), dataset="x", batch=40)
-    for first in (0, 80):
+    ds = stream(long_file, mesh_of(), P("a"), dataset="x", batch=12)
+    for first in (0, 84):
         epoch = EpochRounds(ds.plan, 0, first)
         assert list(epoch.rounds[0].readings) == [(0, 0)]
         assert [pair for each in epoch.rounds for pair in each.readings] == [(0, k) for k in range(len(epoch.readings[0]))]
