@@ -248,12 +248,6 @@ class Readings:
         places = np.repeat(np.arange(stop - first), np.diff(self._starts[first : stop + 1]))
         return places, self._steps[pairs], self._samples[pairs]
 
-    def stays(self) -> tuple[Ints, Ints]:
-        """The reading of each step that is kept, and the last sample for which it is."""
-        reading = np.repeat(np.arange(len(self)), np.diff(self._starts))
-        first = np.flatnonzero((np.diff(self._steps, prepend=-1) != 0) | (np.diff(reading, prepend=-1) != 0))
-        return reading[first], np.maximum.reduceat(self._samples, first) if len(first) else first
-
 
 def _first_of_each(chunk: Ints, begin: Ints, horizon: int) -> Ints:
     """For which batch each stay's chunk is read: the first one that begins at most `horizon` batches before it."""

@@ -647,6 +647,26 @@ def test_the_first_round_has_what_the_first_batch_needs(comm: Any, long_file: st
     assert len(later.rounds[0].readings) == ds.plan.arrays[0].schedule.owners.n
 
 
+@pytest.mark.parametrize(("shuffle", "window", "prefetch"), [(None, (0,), 2), (1, (0,), 2), (1, (0,), 0), (3, (-1, 0, 1), 2)])
+def test_the_plan_counts_steps_as_long_as_they_are_held(
+    monkeypatch: pytest.MonkeyPatch, long_file: str, shuffle: int | None, window: tuple[int, ...], prefetch: int
+) -> None:
+    """(13) Wrong if a run of steps, of which the last one is still needed, were counted less and less."""
+    monkeypatch.setattr(plan, "_ROUND_NBYTES", 25 * 40 * 6 * 4 // len(jax.devices()))
+    options = {"shuffle": shuffle, "window": window, "pool": 256 * 6 * 4, "prefetch": prefetch}
+    ds = stream(long_file, mesh_of(), P("a"), dataset="x", batch=12, **options)
+    epoch = EpochRounds(ds.plan, 0, 0)
+    held = np.zeros(epoch.n_batches + 1, dtype=int)
+    begins, begin_of = [each.batch for each in epoch.rounds], dict[int, int]()
+    for begin, each in zip([0, *begins] if prefetch else begins, epoch.rounds, strict=False):
+        for flow in epoch.flows(0, [k for _, k in each.readings]):
+            for (start, stop), last in zip(flow.runs.steps, flow.runs.last.tolist(), strict=True):
+                batch = last // 12
+                since = begin_of.setdefault(batch, begin) if ds.plan.in_place else begin
+                held[since : batch + 1] += (stop - start) * 6 * 4
+    assert epoch.most_held_nbytes == held.max()
+
+
 @pytest.mark.parametrize(("window", "batch"), [(0, 240), ((-1, 0, 1), 48)])
 def test_shuffled_chunks_are_decoded_once_if_no_window_crosses_a_block(
     comm: Any, long_file: str, window: Any, batch: int

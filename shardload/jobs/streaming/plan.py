@@ -441,23 +441,26 @@ class EpochRounds:
 
     def flows(self, array: int, places: Sequence[int]) -> list[CutFlow]:
         """What moves of an array in a round, of which `places` are the readings, for each of its cuts."""
-        of, readings = self._plan.arrays[array], self.readings[array]
-        column, step, sample = readings.uses(places[0], places[-1] + 1)
-        columns = readings.chunks[places[0] : places[-1] + 1].tolist()
+        columns = self.readings[array].chunks[places[0] : places[-1] + 1].tolist()
         made: list[CutFlow] = []
-        for cut, schedule in enumerate(of.cuts):
-            step_nbytes = of.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
-            most = 1 << 30 if self._plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
-            part = schedule.part_of_samples(sample % self._plan.batch)
-            batch = self._plan.batch if (array, cut) in self._plan.in_place else None
-            runs = Runs.of(column, part, step, sample, most, batch)
+        for schedule, runs in zip(self._plan.arrays[array].cuts, self._runs(array, places[0], places[-1] + 1), strict=True):
             owners = made[0].owners if made else share_blocks(schedule, runs, len(columns))
             made.append(CutFlow(schedule, columns, runs, owners))
         return made
 
+    def _runs(self, array: int, first: int, stop: int) -> Iterator[Runs]:
+        """The runs of steps that some readings of an array bring, for each of its cuts."""
+        of, plan = self._plan.arrays[array], self._plan
+        column, step, sample = self.readings[array].uses(first, stop)
+        for cut, schedule in enumerate(of.cuts):
+            step_nbytes = of.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
+            most = 1 << 30 if plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
+            part = schedule.part_of_samples(sample % plan.batch)
+            yield Runs.of(column, part, step, sample, most, plan.batch if (array, cut) in plan.in_place else None)
+
     @cached_property
     def most_held_nbytes(self) -> int:
-        """Most bytes of steps that all ranks hold for later batches, each counted once for each cut."""
+        """Most bytes of steps that all ranks hold for later batches. A run of them is let go as a whole."""
         change = np.zeros(self.n_batches + 1, dtype=np.int64)
         begins = [round_.batch for round_ in self.rounds]
         if self._plan.prefetch:  # a round begins when the first batch of the one before is made
@@ -467,14 +470,15 @@ class EpochRounds:
             for array, k in round_.readings:
                 begin_of[array][k] = batch
         for number, (of, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):
-            reading, last = readings.stays()
-            begin, end = begin_of[number][reading], last // self._plan.batch
-            of_batch = np.full(self.n_batches, self.n_batches)  # what is read in place: from the first step of a batch on
-            np.minimum.at(of_batch, end, begin)
-            for cut in range(len(of.cuts)):
-                is_in_place = (number, cut) in self._plan.in_place
-                np.add.at(change, of_batch[end] if is_in_place else begin, of.step_nbytes)
-                np.subtract.at(change, end + 1, of.step_nbytes)
+            for cut, runs in enumerate(self._runs(number, 0, len(readings))):
+                begin, end = begin_of[number][runs.column], runs.last // self._plan.batch
+                if (number, cut) in self._plan.in_place:  # from the first step of a batch on
+                    of_batch = np.full(self.n_batches, self.n_batches)
+                    np.minimum.at(of_batch, end, begin)
+                    begin = of_batch[end]
+                nbytes = (runs.stop - runs.start) * of.step_nbytes
+                np.add.at(change, begin, nbytes)
+                np.subtract.at(change, end + 1, nbytes)
         return int(np.cumsum(change).max(initial=0))
 
     def __iter__(self) -> Iterator[RoundReadings]:
