@@ -7,6 +7,7 @@ batch that comes soon, is read straight into it (`StreamPlan.in_place`); others 
 from __future__ import annotations
 
 import math
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -77,6 +78,7 @@ class StreamSource(FileSource):
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, _INLINE_NBYTES))
         super().__init__(rank, plan.arrays[0].options.checksums, tuning)
         self._sources: dict[int, tuple[Source, State]] = {}
+        self._libraries = [threading.Lock() for _ in plan.arrays]
         self._plan = plan
         self.n_decoded = self.nbytes_read = 0
         self._told: set[int] = set()
@@ -88,7 +90,8 @@ class StreamSource(FileSource):
         for move in moves:
             reads = any(each.batches.blocks_of(self._rank) for each in (move, *move.later))
             source = self._source(move.array) if reads else None
-            found.append(OpenArray(move.of.info, source, move.of.source, move.batches, move.of.decoding))
+            library = self._libraries[move.array]  # blocks of two rounds may be read at the same time
+            found.append(OpenArray(move.of.info, source, move.of.source, move.batches, move.of.decoding, library))
         return found
 
     def coming(self, move: Any) -> Iterable[Block]:

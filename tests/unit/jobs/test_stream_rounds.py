@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.errors import SourceError
+from shardload.formats.hdf5.source import Hdf5Source
 from shardload.jobs.streaming import plan as stream_plan
-from shardload.transfer.reader import BoxReader
+from shardload.transfer.reader import BoxReader, SourceReader
 from tests.unit.fakes import tune
 
 SECONDS = 20.0
@@ -42,6 +43,43 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stream(path: Path, dataset: str, **more: Any) -> Any:
     return shardload.stream(path, Mesh(np.array(jax.devices()[:1]), ("a",)), P(), dataset=dataset, **more)
+
+
+def test_a_library_reads_for_one_round_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each round had a lock of its own: the second one begins while a thread reads the only block of the first.
+
+    A source is promised one thread at a time. What it noticed in one call, such as missing chunks, would be lost to the other.
+    """
+    monkeypatch.setattr(stream_plan, "_ROUND_NBYTES", 1)
+    read, start = Hdf5Source.read_into, SourceReader.start
+    is_called, next_is_begun, readers, overlaps = threading.Lock(), threading.Event(), set[SourceReader](), list[Any]()
+
+    def read_watched(source: Hdf5Source, region: Any, out: Any) -> None:
+        if not is_called.acquire(blocking=False):
+            overlaps.append(region)
+            return read(source, region, out)
+        try:
+            assert next_is_begun.wait(SECONDS), "the next round was not begun"
+            return read(source, region, out)
+        finally:
+            is_called.release()
+
+    def start_watched(reader: SourceReader, block: Any) -> Any:
+        if not readers:
+            reader._inline_nbytes = -1  # in a thread of its own; later ones are small enough to be read at once
+        staged = start(reader, block)
+        readers.add(reader)
+        if len(readers) > 1:
+            next_is_begun.set()
+        return staged
+
+    ds = stream(path, "plain", batch=1)
+    monkeypatch.setattr(Hdf5Source, "read_into", read_watched)
+    monkeypatch.setattr(SourceReader, "start", start_watched)
+    with iter(ds) as batches:
+        for step, batch in enumerate(batches):
+            np.testing.assert_array_equal(batch, VALUES[step : step + 1])
+    assert step == N_STEPS - 1 and not overlaps
 
 
 def test_missing_chunks_of_a_round_that_is_only_begun(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
