@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -41,6 +42,8 @@ class OpenArray:
         Which rank reads which block.
     decoding : Decoding, optional
         How stored numbers become values.
+    library : Lock
+        Held while the format's library reads. Where the source stays open, rounds that overlap have the same one.
     """
 
     info: ArrayInfo
@@ -48,6 +51,7 @@ class OpenArray:
     layout: SourceLayout
     schedule: Schedule
     decoding: Decoding | None = None
+    library: threading.Lock = field(default_factory=threading.Lock)
 
 
 class FileSource(ABC):
@@ -101,6 +105,7 @@ class FileSource(ABC):
             tuning=tuning,
             counts=counter_of(schedule, self._rank),
             convert=conversion(array.decoding),
+            library=array.library,
         )
         if in_store:
             reader.expect(self.coming(move))

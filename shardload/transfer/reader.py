@@ -125,8 +125,7 @@ class SourceReader(ABC):
             staged.slot, staged.is_shared, staged.release = slot, slots.is_shared, partial(slots.give, slot)
         work = self._tasks_of(staged)
         self._tasks = [task for task in self._tasks if not task.done()]
-        is_free = len(self._tasks) < self.n_at_a_time
-        if is_free and block.region.size * self._layout.file_dtype.itemsize <= self._inline_nbytes:
+        if self._is_free and block.region.size * self._layout.file_dtype.itemsize <= self._inline_nbytes:
             staged.tasks = [done_here(self._run, task, block) for task in work]
             return staged
         staged.tasks = [self._resources.pool.submit(self._run, task, block) for task in work]
@@ -134,6 +133,11 @@ class SourceReader(ABC):
             task.add_done_callback(self._tell)
         self._tasks += staged.tasks
         return staged
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether a task would run at once."""
+        return len(self._tasks) < self.n_at_a_time
 
     def _tell(self, _: Future[None]) -> None:
         self._resources.bell.ring()
@@ -167,6 +171,7 @@ def open_reader(
     tuning: Tuning | None = None,
     counts: Counter = count_by_region,
     convert: Convert = cast_into,
+    library: threading.Lock | None = None,
 ) -> SourceReader:
     """The reader of one array: chunk by chunk, if the source has a reader of chunks and these are not too small for that.
 
@@ -186,6 +191,8 @@ def open_reader(
         Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
     convert : callable, optional
         Turns stored numbers into values (`cast.conversion`). By default a cast.
+    library : Lock, optional
+        Held while the format's library reads: the same one for all readers of a source that read at the same time.
     """
     tuning = tuning or default_tuning()
     chunk_reader = None
@@ -197,7 +204,8 @@ def open_reader(
                 raise
             raise Naming(source, layout.selection, layout.chunks).unreadable(error) from error
     if chunk_reader is None:
-        return BlockReader(source, layout, local, resources, tuning=tuning, counts=counts, convert=convert)
+        how: dict[str, Any] = {"tuning": tuning, "counts": counts, "convert": convert}
+        return BlockReader(source, layout, local, resources, library=library, **how)
     return BoxReader(chunk_reader, source, layout, local, resources, tuning=tuning, counts=counts, convert=convert)
 
 
@@ -211,9 +219,13 @@ class BlockReader(SourceReader):
     block: into the piece if the block lies there without gaps, else into a staging buffer.
     """
 
-    def __init__(self, *given: Any, **how: Any) -> None:
+    def __init__(self, *given: Any, library: threading.Lock | None = None, **how: Any) -> None:
         super().__init__(*given, **how)
-        self._library = threading.Lock()
+        self._library = library or threading.Lock()
+
+    @property
+    def _is_free(self) -> bool:
+        return super()._is_free and not self._library.locked()
 
     def _needs_slot(self, block: Block) -> bool:
         return self._in_place(block) is None and self._view(block) is None

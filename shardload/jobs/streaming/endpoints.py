@@ -7,6 +7,7 @@ batch that comes soon, is read straight into it (`StreamPlan.in_place`); others 
 from __future__ import annotations
 
 import math
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -77,9 +78,9 @@ class StreamSource(FileSource):
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, _INLINE_NBYTES))
         super().__init__(rank, plan.arrays[0].options.checksums, tuning)
         self._sources: dict[int, tuple[Source, State]] = {}
+        self._libraries = [threading.Lock() for _ in plan.arrays]
         self._plan = plan
         self.n_decoded = self.nbytes_read = 0
-        self._missing: dict[int, Counters] = {}  # of this round, by array
         self._told: set[int] = set()
 
     def open(self, moves: Sequence[Any], opened: ExitStack) -> list[OpenArray]:
@@ -89,7 +90,8 @@ class StreamSource(FileSource):
         for move in moves:
             reads = any(each.batches.blocks_of(self._rank) for each in (move, *move.later))
             source = self._source(move.array) if reads else None
-            found.append(OpenArray(move.of.info, source, move.of.source, move.batches, move.of.decoding))
+            library = self._libraries[move.array]  # blocks of two rounds may be read at the same time
+            found.append(OpenArray(move.of.info, source, move.of.source, move.batches, move.of.decoding, library))
         return found
 
     def coming(self, move: Any) -> Iterable[Block]:
@@ -105,8 +107,6 @@ class StreamSource(FileSource):
                 counters = move.producer.counters
                 self.n_decoded += counters.chunks_decoded
                 self.nbytes_read += counters.nbytes_read
-                if counters.missing:
-                    self._missing[move.array] = counters
 
     def _source(self, number: int) -> Source:
         if number not in self._sources:
@@ -116,13 +116,14 @@ class StreamSource(FileSource):
             self._sources[number] = source, source.opened_in()
         return self._sources[number][0]
 
-    def check(self) -> None:
-        """Raise SourceError if a file has changed since it was opened, or if chunks are missing and `missing` forbids it."""
-        missing, self._missing = self._missing, {}
-        for number, counters in missing.items():
-            of = self._plan.arrays[number]
-            if number not in self._told or of.options.missing == "error":
-                self._told.add(number)
+    def check(self, moves: Sequence[Any]) -> None:
+        """Raise SourceError if a file has changed since it was opened, or if chunks that a round has read are missing, and
+        `missing` forbids it. Those of a round that is only begun are no matter yet.
+        """
+        for move in moves:
+            counters, of = Counters() if move.producer is None else move.producer.counters, move.of
+            if counters.missing and (move.array not in self._told or of.options.missing == "error"):
+                self._told.add(move.array)
                 found = counters.chunks_missing, counters.missing
                 text = describe_missing(*found, of.info, of.source.selection, of.source.chunks)
                 settle_missing(text, of.options.missing, 0, of.info)

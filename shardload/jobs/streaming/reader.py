@@ -210,7 +210,7 @@ class RoundReader:
         try:
             self._session.move(staged, self._source, self._target, partial(self._coming, epoch, round_))
             with self._session.errors:
-                self._source.check()
+                self._source.check(staged.moves)
             counts = [self._source.n_decoded, self._source.nbytes_read]
             decoded, nbytes = self._session.agree(counts)
         except SourceError as error:
