@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.assemble import device_values
+from shardload.arrays.assemble import device_values, has_host_memory
 from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
@@ -87,8 +87,8 @@ class LocalShards:
     def uses(self, piece: Array, number: int, copy: int) -> bool:
         """True if JAX uses the memory of a piece (on CPU)."""
         data = self._copies[number][copy][1]
-        is_on_cpu = next(iter(data.devices())).platform == "cpu"
-        return is_on_cpu and bool(np.asarray(data).ctypes.data == piece.ctypes.data)
+        is_here = has_host_memory(next(iter(data.devices())))
+        return is_here and bool(np.asarray(data).ctypes.data == piece.ctypes.data)
 
     def checksum(self, number: int, region: Region, copy: int, most_nbytes: int = _AT_ONCE_NBYTES) -> int:
         """The CRC-32 of a region of a shard, on one of the devices that hold it; so many bytes are copied at a time."""
