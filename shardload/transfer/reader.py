@@ -24,7 +24,7 @@ import numpy as np
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.contract.array import settle_bools
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks, region_of
 from shardload.formats.contract.format import Source
 from shardload.planning.region import Region, cut_box, numbers_in
 from shardload.planning.schedule import Block, Part, SourceLayout
@@ -367,8 +367,9 @@ class BoxReader(SourceReader):
 
     def _needed(self, block: Block, boxes: Iterable[Box]) -> Iterator[tuple[Box, Region, Met]]:
         """Those boxes that parts of a block need, and smaller ones of those that they need no more than a part of."""
+        chunks = self._layout.chunks
         for box in boxes:
-            region = self._region(block, box)
+            region = region_of(box, chunks.cell, block.region, chunks.phase)
             met = [(part, common) for part in block.parts if (common := part.region.intersect(region)) is not None]
             if not met:  # it lies between the shards of this rank
                 continue
@@ -398,15 +399,6 @@ class BoxReader(SourceReader):
                 if is_one:
                     raise self._names.unreadable(error, region, self._names.index(region)) from error
         self._read_boxes(staged, cut_box(box, 1), counters)
-
-    def _region(self, block: Block, box: Box) -> Region:
-        """What a block has of a box of chunks."""
-        chunks, whole = self._layout.chunks, block.region
-        axes = list(zip(box, chunks.cell, chunks.phase, whole.start, whole.stop, strict=True))
-        return Region(
-            tuple([max(axis.start * c - p, low) for axis, c, p, low, _ in axes]),
-            tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
-        )
 
     def _read(self, staged: StagedBlock, box: Box, region: Region, met: Met, counters: Counters) -> None:
         """Read a box of chunks and deliver its values: all of them, or none."""

@@ -148,16 +148,17 @@ def read_by_chunks(
     return missing
 
 
-def region_of(box: Sequence[range], chunk_shape: Sequence[int], within: Region) -> Region:
-    """What a region has of a box of chunks.
+def region_of(box: Sequence[range], cell: Sequence[int], within: Region, phase: Sequence[int] | None = None) -> Region:
+    """What a region has of a box of chunks, of a grid with `phase` elements of the first chunk before the array.
 
-    >>> str(region_of((range(1, 3),), (4,), Region((5,), (20,))))
-    '[5:12]'
+    >>> within = Region((5,), (20,))
+    >>> str(region_of((range(1, 3),), (4,), within)), str(region_of((range(1, 3),), (4,), within, phase=(3,)))
+    ('[5:12]', '[5:9]')
     """
-    axes = list(zip(box, chunk_shape, within.start, within.stop, strict=True))
+    axes = list(zip(box, cell, phase or (0,) * len(box), within.start, within.stop, strict=True))
     return Region(
-        tuple([max(axis.start * c, low) for axis, c, low, _ in axes]),
-        tuple([min(axis.stop * c, high) for axis, c, _, high in axes]),
+        tuple([max(axis.start * c - p, low) for axis, c, p, low, _ in axes]),
+        tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
     )
 
 
