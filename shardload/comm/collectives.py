@@ -163,6 +163,6 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
             is_said = True
             _log.warning("%s", notice_of(_FIRST, NOTICE_SECONDS, _SOME, timeout))
 
-    made, request = comm.Idup()
+    private, request = comm.Idup()
     _wait_for(request.Test, look)
-    return made
+    return private

@@ -115,15 +115,12 @@ class Topology:
         For each rank the lowest rank on its machine: equal for ranks on the same machine.
     n_threads : int
         Cores that a rank has for itself (minimum over the ranks; 1 if ranks share cores).
-    n_cores : int
-        Cores that the ranks of a machine have together (minimum over the machines).
     memory_nbytes : int
         Bytes of memory that a rank may use at most (minimum over the ranks): its share of its machine's, and of limits.
     """
 
     leaders: tuple[int, ...]
     n_threads: int
-    n_cores: int
     memory_nbytes: int = field(default=UNKNOWN_NBYTES, compare=False)
 
     @cached_property
@@ -166,11 +163,9 @@ def find_topology(ranks: Group, node: Node) -> Topology:
     everyone = node.collectives.gather(digest)[:, 0]
     n_alike = int((everyone == digest[0]).sum())  # ranks that are bound to different cores do not share them
     leaders = ranks.gather_int(node.ranks[0])
-    n_threads = int(ranks.gather_int(max(1, len(cores) // n_alike)).min())
     n_ranks = int((leaders == leaders[ranks.rank]).sum())
-    memory = min(limit_nbytes(n_ranks), UNKNOWN_NBYTES)
-    n_cores, memory_nbytes = ranks.gather_ints([max(1, len(cores) * n_ranks // n_alike), int(memory)]).min(axis=0).tolist()
-    return Topology(tuple(int(v) for v in leaders), n_threads, n_cores, memory_nbytes)
+    least = ranks.gather_ints([max(1, len(cores) // n_alike), int(min(limit_nbytes(n_ranks), UNKNOWN_NBYTES))]).min(axis=0)
+    return Topology(tuple(leaders.tolist()), *least.tolist())
 
 
 def group_of(comm: Any = None, timeout: float | None = None) -> Group:

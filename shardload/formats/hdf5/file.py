@@ -46,7 +46,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import Opener, Versions, code_of, find_boxes, tell_parts
 from shardload.formats.hdf5.told import StoreSource, ToldSource
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.local import Fence, NotAFileError, OutsideError, open_file, state_of
+from shardload.storage.local import Fence, NotAFileError, OutsideError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 
 FileVersions = tuple[tuple[str, tuple[int, ...]], ...]
@@ -357,11 +357,7 @@ def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
 
 def _has_driver(path: str) -> bool:
     """True if HDF5 wrote the file by a driver that spreads one over several. Its name is in the first block."""
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            head = file.read(4096)
-    except OSError:
-        return False
+    head = head_of(path)
     return b"NCSAfami" in head or b"NCSAmult" in head
 
 

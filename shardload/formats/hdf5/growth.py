@@ -41,6 +41,7 @@ from shardload.formats.hdf5.opened import (
     encoded,
     file_in_memory,
     file_number,
+    filters_of,
     has_signature,
     type_of_values,
 )
@@ -246,9 +247,7 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
 
 
 def _filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
-    creation = dataset.id.get_create_plist()
-    stored = (creation.get_filter(k) for k in range(creation.get_nfilters()))
-    return [(number, tuple(values)) for number, _, values, _ in stored]
+    return [(number, tuple(values)) for number, _, values, _ in filters_of(dataset.id.get_create_plist())]
 
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
