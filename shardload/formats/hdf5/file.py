@@ -382,7 +382,7 @@ def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
     for text in (text for text in names if NON_COORDINATE in text):
         above, _, last = text.rpartition("/")
         plain = f"{above}/{last.removeprefix(NON_COORDINATE)}".lstrip("/")
-        with contextlib.suppress(*_ERRORS):  # `_listed` says what is wrong
+        with contextlib.suppress(*_ERRORS):  # `list_below` says what is wrong
             if last.startswith(NON_COORDINATE) and plain in names and isinstance(group[plain], h5py.Dataset):
                 found |= {text: plain} if stands_for_axis(group[plain]) else {}
     return found

@@ -62,7 +62,7 @@ def read_file(path: str, names: Iterable[str]) -> Json:
     """How the arrays of a file are stored: ``"arrays"`` by name, and ``"state"``, its size and time.
 
     Of each array: shape, names of the axes, and for each axis what else has it (``"scopes"``). Of those in `names` all that
-    `GrowthSink` needs.
+    `Hdf5Growth` needs.
 
     Raises
     ------
