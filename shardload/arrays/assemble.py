@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from shardload.arrays.sharding import device_regions, region_of
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
+from shardload.transfer.buffers import view_of
 
 Array = np.ndarray[Any, Any]
 _MOST_IN_32_BITS = 2**31 - 1
@@ -41,16 +41,13 @@ class EarlyPieces:
         Shape of the global array.
     sharding : NamedSharding
         Its sharding.
-    also_on_cpu : bool
-        For tests on machines without a GPU.
     """
 
-    def __init__(self, shape_global: tuple[int, ...], sharding: NamedSharding, also_on_cpu: bool = False) -> None:
+    def __init__(self, shape_global: tuple[int, ...], sharding: NamedSharding) -> None:
         self._sharding, self._devices = sharding, dict[Region, Any]()
-        if also_on_cpu or not _is_on_cpu(sharding):
-            for device, region in device_regions(sharding, shape_global).items():
-                if also_on_cpu or device.platform != "cpu":
-                    self._devices.setdefault(region, device)
+        for device, region in device_regions(sharding, shape_global).items():
+            if not has_host_memory(device):
+                self._devices.setdefault(region, device)
         self.arrays: dict[Region, jax.Array] = {}
 
     def start(self, region: Region, data: Array) -> None:
@@ -120,22 +117,19 @@ def assemble(
     return array
 
 
-@lru_cache(maxsize=256)
-def _is_on_cpu(sharding: NamedSharding) -> bool:
-    devices: set[Any] = sharding.addressable_devices
-    return all(device.platform == "cpu" for device in devices)
+def has_host_memory(device: Any) -> bool:
+    """True if JAX uses memory of the host for a device as it is: on CPU."""
+    return bool(device.platform == "cpu")
 
 
-def device_values(data: jax.Array, region: Region, held: Region, view_on_cpu: bool = True) -> Array:
-    """The values of `region` on the device; `data` is the shard, which holds the region `held`.
+def device_values(data: jax.Array, region: Region, held: Region) -> Array:
+    """The values of `region` on the device; `data` is the shard, which holds the region `held`. On CPU the result is a view."""
+    is_here = has_host_memory(next(iter(data.devices())))
+    return view_of(np.asarray(data), region, held) if is_here else copy_from_device(data, region, held)
 
-    From a GPU only that region is copied. On CPU the result is a view, unless `view_on_cpu` is False (for tests on machines
-    without a GPU).
-    """
-    if view_on_cpu and next(iter(data.devices())).platform == "cpu":
-        index: tuple[Any, ...] = (*region.slices(held.start), ...)  # with `...` the result is an array, also if it is 0-d
-        view: Array = np.asarray(data)[index]
-        return view
+
+def copy_from_device(data: jax.Array, region: Region, held: Region) -> Array:
+    """A copy of `region` alone, of a shard that holds the region `held`."""
     start = [a - o for a, o in zip(region.start, held.start, strict=True)]
     here = Mesh(np.array(list(data.devices())), ("device",))  # the caller's mesh (`jax.set_mesh`) has other devices
     with jax.set_mesh(here), _wide_indices() if max(held.shape, default=0) > _MOST_IN_32_BITS else nullcontext():

@@ -6,23 +6,25 @@ the region that is asked for is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardload.arrays.assemble import device_values
+from shardload.arrays.assemble import device_values, has_host_memory
 from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
-from shardload.errors import PeerError, ShardloadError, VerifyError
+from shardload.errors import ShardloadError, VerifyError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece, StagedBlock, view_of
 from shardload.transfer.checksum import checksum
+from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
+from shardload.transfer.pieces import LocalPieces
 from shardload.units import first_ranks
 
 Array = np.ndarray[Any, Any]
@@ -85,8 +87,8 @@ class LocalShards:
     def uses(self, piece: Array, number: int, copy: int) -> bool:
         """True if JAX uses the memory of a piece (on CPU)."""
         data = self._copies[number][copy][1]
-        is_on_cpu = next(iter(data.devices())).platform == "cpu"
-        return is_on_cpu and bool(np.asarray(data).ctypes.data == piece.ctypes.data)
+        is_here = has_host_memory(next(iter(data.devices())))
+        return is_here and bool(np.asarray(data).ctypes.data == piece.ctypes.data)
 
     def checksum(self, number: int, region: Region, copy: int, most_nbytes: int = _AT_ONCE_NBYTES) -> int:
         """The CRC-32 of a region of a shard, on one of the devices that hold it; so many bytes are copied at a time."""
@@ -172,9 +174,8 @@ class ShardSender:
 
     n_at_once = 4
 
-    def __init__(self, shards: LocalShards, targets: Mapping[int, Piece], checksums: bool) -> None:
-        self._shards, self._targets, self._checksums = shards, targets, checksums
-        self._n = 0
+    def __init__(self, shards: LocalShards, local: LocalPieces) -> None:
+        self._shards, self._local, self._counters, self._n = shards, local, Counters(), 0
 
     def has_room(self, block: Block) -> bool:
         """See `Producer`."""
@@ -188,18 +189,11 @@ class ShardSender:
         """See `Producer`."""
         tiles = []
         for part in block.parts:
-            values, rank = self._shards.view(self._shards.shard_with(part.region), part.region), self._shards.rank
-            if part.rank != rank:
+            values = self._shards.view(self._shards.shard_with(part.region), part.region)
+            if self._local.is_own(part):
+                self._local.copy(part.region, values, self._local.view(part, part.region), self._counters)
+            else:
                 tiles.append(Piece(part.region, values))
-                continue
-            into = self._targets[part.target].view(part.region)
-            np.copyto(into, values, casting="no")
-            if self._checksums and checksum(into) != checksum(values):
-                raise PeerError(
-                    f"the part {part.region} that stays on rank {rank} is not what the device holds: a checksum after "
-                    "the copy differs from the one before it. If it happens again, suspect the memory of this node",
-                    rank=rank,
-                )
         self._n += 1
         return StagedBlock(block, tiles)
 
@@ -221,4 +215,5 @@ class DeviceSource:
     def stage(self, moves: Sequence[ArrayMove], *_: object) -> None:
         """Give each move its producer."""
         for move in moves:
-            move.producer = ShardSender(self._shards[move.array], move.targets, self._checksums)
+            shards = self._shards[move.array]
+            move.producer = ShardSender(shards, LocalPieces(shards.rank, move.targets, self._checksums))

@@ -69,8 +69,7 @@ def _check_mesh(mesh: Any) -> None:
     for name, size in mesh.shape.items():
         if size < 1:
             raise ConfigError(f"the mesh has no devices: its axis {name!r} has size {size}. Pass a mesh of one device or more")
-    types = getattr(mesh, "axis_types", None)
-    for name, kind in zip(mesh.axis_names, types, strict=True) if isinstance(types, tuple) else ():
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if str(kind).endswith("Manual"):
             raise ConfigError(
                 f"the mesh axis {name!r} is Manual, which means the inside of jax.shard_map, where there are no arrays of the "
@@ -340,7 +339,7 @@ def describe_decomposition(shards: Shards) -> str:
 def describe_sharding(sharding: NamedSharding) -> str:
     """The sharding as one line of text. It is equal on two ranks exactly when the shardings are equal."""
     mesh = sharding.mesh
-    devices = getattr(mesh, "devices", None) if not isinstance(mesh, jax.sharding.AbstractMesh) else None
+    devices = None if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.devices
     ids, whose = "abstract" if devices is None else ids_text([d.id for d in devices.flat]), ""
     if devices is not None and jax.process_count() > 1 and len({d.process_index for d in devices.flat}) == 1:
         whose = " of one process (jax.devices() has those of all)"

@@ -64,8 +64,10 @@ class Collectives:
         """Fill `data` with the `data` of `root`. Collective."""
 
     def exchange_rows(self, rows: Mapping[int, Integers], sources: Sequence[int]) -> dict[int, Integers]:
-        """Send integers to ranks, and return those that `sources` send. Every rank calls it, also with nothing to send."""
-        raise NotImplementedError("a process alone has nobody to send to")
+        """Send integers to ranks, and return those that `sources` send, in this order. Every rank calls it, also with nothing
+        to send.
+        """
+        return {}
 
 
 class MpiCollectives(Collectives):
@@ -161,6 +163,6 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
             is_said = True
             _log.warning("%s", notice_of(_FIRST, NOTICE_SECONDS, _SOME, timeout))
 
-    made, request = comm.Idup()
+    private, request = comm.Idup()
     _wait_for(request.Test, look)
-    return made
+    return private

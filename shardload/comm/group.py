@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -88,11 +88,17 @@ class Invocation:
         return digest_of(json.dumps([self.kind, self.names, self.values, self.of_arrays]))
 
     @property
-    def all_values(self) -> dict[str, str]:
-        """Names and arguments, those of arrays under keys such as ``"spec of array ['gas']"``."""
-        names = {f"array number {k}": name for k, name in enumerate(self.names, 1)}
+    def entries(self) -> list[tuple[str, str]]:
+        """What ranks compare one by one, the kind first: each text, and how a message tells it."""
+        n_names = counted(len(self.names), "array") if self.names else "one array alone"
+        named = {f"array number {k}": name for k, name in enumerate(self.names, 1)}
         of_arrays = {f"{name} of {where}": text for where, values in self.of_arrays for name, text in values.items()}
-        return {**names, **self.values, **of_arrays}
+        arguments = {**named, **self.values, **of_arrays}
+        return [
+            (self.kind, f"called {self.title}"),
+            (n_names, f"called {self.title} with {n_names}"),
+            *((text, f"was called with {name} = {text}") for name, text in arguments.items()),
+        ]
 
     def also(self, **values: str) -> Invocation:
         """A copy with more values."""
@@ -109,15 +115,12 @@ class Topology:
         For each rank the lowest rank on its machine: equal for ranks on the same machine.
     n_threads : int
         Cores that a rank has for itself (minimum over the ranks; 1 if ranks share cores).
-    n_cores : int
-        Cores that the ranks of a machine have together (minimum over the machines).
     memory_nbytes : int
         Bytes of memory that a rank may use at most (minimum over the ranks): its share of its machine's, and of limits.
     """
 
     leaders: tuple[int, ...]
     n_threads: int
-    n_cores: int
     memory_nbytes: int = field(default=UNKNOWN_NBYTES, compare=False)
 
     @cached_property
@@ -160,11 +163,9 @@ def find_topology(ranks: Group, node: Node) -> Topology:
     everyone = node.collectives.gather(digest)[:, 0]
     n_alike = int((everyone == digest[0]).sum())  # ranks that are bound to different cores do not share them
     leaders = ranks.gather_int(node.ranks[0])
-    n_threads = int(ranks.gather_int(max(1, len(cores) // n_alike)).min())
     n_ranks = int((leaders == leaders[ranks.rank]).sum())
-    memory = min(limit_nbytes(n_ranks), UNKNOWN_NBYTES)
-    n_cores, memory_nbytes = ranks.gather_ints([max(1, len(cores) * n_ranks // n_alike), int(memory)]).min(axis=0).tolist()
-    return Topology(tuple(int(v) for v in leaders), n_threads, n_cores, memory_nbytes)
+    least = ranks.gather_ints([max(1, len(cores) // n_alike), int(min(limit_nbytes(n_ranks), UNKNOWN_NBYTES))]).min(axis=0)
+    return Topology(tuple(leaders.tolist()), *least.tolist())
 
 
 def group_of(comm: Any = None, timeout: float | None = None) -> Group:
@@ -441,22 +442,16 @@ class Group:
         """Gather some integers from every rank, on every rank: a row for each. Collective."""
         return self._collectives.gather(np.array(values, dtype=np.int64))
 
-    def gather_rows(self, mine: Int64s, root: int = 0) -> list[Int64s] | None:
-        """On `root`: the integers of every rank, of which each may have another number; None elsewhere. Collective."""
-        if self.rank != root:
-            self._collectives.exchange_rows({root: mine}, [])
-            return None
-        others = [rank for rank in range(self.size) if rank != root]
-        rows = {root: mine} | (self._collectives.exchange_rows({}, others) if others else {})
-        return [rows[rank] for rank in range(self.size)]
-
-    def scatter_rows(self, rows: list[Int64s] | None, root: int = 0) -> Int64s:
-        """Return what `root` has for this rank: one row for each rank. Collective."""
-        if rows is None:
-            return self._collectives.exchange_rows({}, [root])[root]
-        if self.size > 1:
-            self._collectives.exchange_rows({rank: row for rank, row in enumerate(rows) if rank != root}, [])
-        return rows[root]
+    def ask_root(self, mine: Int64s, answer: Callable[[list[Int64s]], list[Int64s]]) -> Int64s:
+        """Send integers to rank 0, and return what it answers: `answer` is called there, with a row of each rank, and returns
+        one for each. The rows may have other lengths. Collective.
+        """
+        if self.rank:
+            self._collectives.exchange_rows({0: mine}, [])
+            return self._collectives.exchange_rows({}, [0])[0]
+        answers = answer([mine, *self._collectives.exchange_rows({}, range(1, self.size)).values()])
+        self._collectives.exchange_rows(dict(enumerate(answers[1:], 1)), [])
+        return answers[0]
 
     def pass_on(self, mine: Int64s, to: int, source: int) -> Int64s:
         """Send integers to a rank, and return those that `source` sends: each rank sends once, receives once. Collective."""
@@ -558,8 +553,10 @@ class Group:
 
     def all_same(self, asked: Invocation, is_fine: bool) -> bool:
         """True if no rank has an error and all ranks make the same call. Collective; the second message of every call."""
-        all_fine, differs = self._compare([asked.digest], is_fine)
-        return all_fine and not differs.size
+        digest = np.uint64(asked.digest)
+        # The minimum of the digest and of its complement: all ranks have the same one exactly if both equal this rank's.
+        least = self._collectives.reduce(np.array([is_fine, digest, ~digest], dtype=np.uint64), "min")
+        return bool(least[0]) and bool(least[1] == ~least[2])
 
     def settle(self, asked: Invocation, error: BaseException | None) -> None:
         """Send both messages that every call begins with, if rank 0 has no text to send. Raises as `agree_same`. Collective."""
@@ -570,49 +567,30 @@ class Group:
         finally:
             del error  # as in `agree`
 
-    def _compare(self, digests: list[int], is_fine: bool) -> tuple[bool, np.ndarray[Any, np.dtype[np.intp]]]:
-        """Return whether no rank has an error, and the indices of the digests that differ."""
-        digest = np.array(digests, dtype=np.uint64)
-        # The minimum of each digest and of its complement: all ranks have the same digest exactly if both equal this rank's.
-        sent = np.concatenate([[np.uint64(is_fine)], digest, ~digest])
-        least = self._collectives.reduce(sent, "min")
-        n = len(digest)
-        return bool(least[0]), np.flatnonzero(least[1 : n + 1] != ~least[n + 1 :])
-
     def agree_same(self, asked: Invocation, error: BaseException | None = None) -> None:
         """Raise on every rank if any rank has an error, or if the ranks make different calls. Collective.
-
-        The messages are the same for all calls until the ranks know whether they differ.
 
         Raises
         ------
         PeerError
-            The text names the first rank that differs from rank 0, and the two calls, or the first array or value that differs.
+            The text names the first entry in which a rank differs from rank 0, that rank, and what both were asked for.
         """
         try:
-            n_names = counted(len(asked.names), "array") if asked.names else "one array alone"
-            all_fine, differs = self._compare([digest_of(asked.kind), digest_of(n_names)], error is None)
-            if not all_fine:
-                self.agree(error)
+            self.agree(error)
         finally:
             del error  # as in `agree`
-        if 0 in differs:
-            self._blame(asked.kind, f"called {asked.title}")
-        if differs.size:
-            self._blame(n_names, f"called {asked.title} with {n_names}")
-        _, differs = self._compare([digest_of(text) for text in asked.all_values.values()], True)
-        if differs.size:
-            name, value = list(asked.all_values.items())[int(differs[0])]
-            self._blame(value, f"was called with {name} = {value}")
-
-    def _blame(self, mine: str, told: str) -> NoReturn:
-        """Raise that the first rank whose value differs from that of rank 0 made another call. Collective."""
-        reference = self.send_text(mine, 0)
-        other = int(self.gather_int(self.rank if mine != reference else self.size).min())
-        theirs, of_0 = self.send_text(told, other), self.send_text(told, 0)
+        mine = asked.entries
+        reference = json.loads(self.send_text(json.dumps(mine), 0))
+        pairs = enumerate(zip(mine, reference, strict=False))
+        first = self.gather_int(next((k for k, (entry, of_0) in pairs if entry[0] != of_0[0]), len(reference)))
+        other = int(first.argmin())
+        at = int(first[other])
+        if at == len(reference):
+            return
+        told = self.send_text(mine[at][1] if self.rank == other else None, other)
         raise PeerError(
-            f"rank {other} {theirs}, rank 0 {of_0}: all ranks must make the same calls in the same order, and all ranks must "
-            "pass the same path, sharding and options. Nothing was done",
+            f"rank {other} {told}, rank 0 {reference[at][1]}: all ranks must make the same calls in the same order, and all "
+            "ranks must pass the same path, sharding and options. Nothing was done",
             rank=other,
         )
 

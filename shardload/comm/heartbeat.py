@@ -137,8 +137,8 @@ def _see_off() -> weakref.WeakSet[Departures]:
     present: weakref.WeakSet[Departures] = weakref.WeakSet()
 
     def leave() -> None:
-        for one in [*present]:
-            one.leave()
+        for departures in [*present]:
+            departures.leave()
 
     atexit.register(leave)
     return present

@@ -57,7 +57,7 @@ def message_of(error: object) -> str:
 
 
 def _lacks_descriptors(error: BaseException | None) -> bool:
-    return any(isinstance(one, OSError) and one.errno in (errno.EMFILE, errno.ENFILE) for one in chain_of(error))
+    return any(isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE) for cause in chain_of(error))
 
 
 def to_json(error: ShardloadError) -> str:

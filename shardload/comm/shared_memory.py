@@ -107,9 +107,9 @@ class Segment:
             os.close(descriptor)
             raise
         handle = np.array([os.getpid(), descriptor, nbytes, secrets.randbits(62), bell.descriptor], dtype=np.int64)
-        made = cls(memory, handle, descriptor, bell)
-        made._token[0] = handle[3]
-        return made
+        segment = cls(memory, handle, descriptor, bell)
+        segment._token[0] = handle[3]
+        return segment
 
     @classmethod
     def attach(cls, handle: np.ndarray[Any, np.dtype[np.int64]]) -> Segment:

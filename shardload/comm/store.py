@@ -79,13 +79,7 @@ class StoreCollectives(Collectives):
     """
 
     def __init__(
-        self,
-        client: Any,
-        place: str,
-        rank: int,
-        ranks: Sequence[int],
-        look: Callable[[], None] = lambda: None,
-        done: Callable[[], None] = lambda: None,
+        self, client: Any, place: str, rank: int, ranks: Sequence[int], look: Callable[[], None], done: Callable[[], None]
     ) -> None:
         self._client, self._place, self._rank, self._ranks, self._look, self._done = client, place, rank, ranks, look, done
         self._pool = Pool(1, "shardload-store")  # makes one call after the other

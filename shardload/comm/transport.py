@@ -208,5 +208,4 @@ def message_of(mpi: Any, view: Array) -> tuple[list[Any], Any]:
 
 
 def _memory(mpi: Any, view: Array, nbytes: int) -> Any:
-    buffer = getattr(mpi, "buffer", None) or mpi.memory  # the class was renamed in mpi4py 4
-    return buffer.fromaddress(view.ctypes.data, nbytes)
+    return mpi.buffer.fromaddress(view.ctypes.data, nbytes)

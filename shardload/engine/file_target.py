@@ -355,8 +355,7 @@ class FileTarget:
         """Where chunks go. Raises what went wrong on any rank. Collective."""
         sizes = [(chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask) for chunk in chunks if not self._errors]
         message = np.array([bool(self._errors), *chain(*sizes)], dtype=np.int64)
-        messages = self._group.gather_rows(message)
-        answer: list[int] = self._group.scatter_rows(None if messages is None else self._answers(messages)).tolist()
+        answer: list[int] = self._group.ask_root(message, self._answers).tolist()
         if answer[0]:
             self._agree()
         return answer[1:]

@@ -68,15 +68,15 @@ class SlabLayout:
 
     Attributes
     ----------
+    array : CopiedArray
+        The array.
     slabs : Grid
         The slabs.
     cuts : tuple of int
         Into how many pieces a slab is cut along each axis; all 1 if one rank copies it alone.
-    unit : CopiedArray
-        The array.
     """
 
-    unit: CopiedArray
+    array: CopiedArray
     slabs: Grid
     cuts: tuple[int, ...]
 
@@ -88,27 +88,27 @@ class SlabLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of all values in memory."""
-        return math.prod(self.unit.shape) * self.unit.itemsize
+        return math.prod(self.array.shape) * self.array.itemsize
 
     @cached_property
     def slab_nbytes(self) -> int:
         """Bytes of a slab in memory."""
-        return aligned(math.prod(map(min, self.slabs.cell, self.slabs.shape)) * self.unit.itemsize)
+        return aligned(math.prod(map(min, self.slabs.cell, self.slabs.shape)) * self.array.itemsize)
 
     @cached_property
     def n_decoded(self) -> int:
         """How many chunks of the source are decoded, each as often as it is."""
-        return math.prod(_n_met(self.slabs, self.unit.chunks, axis) for axis in range(len(self.unit.shape)))
+        return math.prod(_n_met(self.slabs, self.array.chunks, axis) for axis in range(len(self.array.shape)))
 
     @property
     def factor(self) -> float:
         """How many times a chunk of the source is decoded, on average; 1 for a source without chunks."""
-        n = self.unit.chunks.n_cells
-        return self.n_decoded / n if n and self.unit.is_decoded else 1.0
+        n = self.array.chunks.n_cells
+        return self.n_decoded / n if n and self.array.is_decoded else 1.0
 
     def pieces(self, slab: Region, n_ranks: int) -> Shards:
         """Which rank has which piece of a slab, in coordinates that begin at the slab."""
-        cell = [_up(-(-n // c), u) for n, c, u in zip(slab.shape, self.cuts, self.unit.unit, strict=True)]
+        cell = [_up(-(-n // c), u) for n, c, u in zip(slab.shape, self.cuts, self.array.unit, strict=True)]
         cuts = tuple(-(-n // c) for n, c in zip(slab.shape, cell, strict=True))
         n = math.prod(cuts)
         ranks = np.arange(n, dtype=np.int64) * min(n, n_ranks) // n
@@ -118,7 +118,7 @@ class SlabLayout:
         """The units that lie in a region of whole units."""
         steps = [
             [(a, min(a + u, b)) for a in range(low, b, u)]
-            for low, b, u in zip(region.start, region.stop, self.unit.unit, strict=True)
+            for low, b, u in zip(region.start, region.stop, self.array.unit, strict=True)
         ]
         for bounds in itertools.product(*steps):
             yield Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
@@ -157,7 +157,7 @@ def _n_common(n: int, first: tuple[int, int], second: tuple[int, int]) -> int:
     return max(0, (n - 1 - begin) // period + 1)
 
 
-def plan_array(unit: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout:
+def plan_array(array: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout:
     """How an array is copied, if each rank has `round_nbytes` for the values of a round.
 
     Examples
@@ -165,33 +165,32 @@ def plan_array(unit: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout
     Planes of 1 MiB become cubes of 8 MiB. With 64 MiB on each of 4 ranks, a slab of 256 planes is read once by all:
 
     >>> planes = Grid((512, 512, 512), (1, 512, 512), (0, 0, 0))
-    >>> made = plan_array(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 64 << 20)
-    >>> made.slabs.cell, made.cuts, made.factor
+    >>> layout = plan_array(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 64 << 20)
+    >>> layout.slabs.cell, layout.cuts, layout.factor
     ((256, 512, 512), (1, 1, 4), 1.0)
 
     With 256 MiB a rank reads such a slab alone:
 
-    >>> made = plan_array(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 256 << 20)
-    >>> made.slabs.cell, made.is_together
+    >>> layout = plan_array(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 256 << 20)
+    >>> layout.slabs.cell, layout.is_together
     ((128, 512, 512), False)
     """
-    ndim = len(unit.shape)
+    ndim = len(array.shape)
     ones = (1,) * ndim
-    if 0 in unit.shape or not ndim:
-        return SlabLayout(unit, Grid(unit.shape, tuple(max(1, n) for n in unit.shape), (0,) * ndim), ones)
-    axes = [_candidates(unit, axis) for axis in range(ndim)]
+    if 0 in array.shape or not ndim:
+        return SlabLayout(array, Grid(array.shape, tuple(max(1, n) for n in array.shape), (0,) * ndim), ones)
+    axes = [_candidates(array, axis) for axis in range(ndim)]
     while math.prod(map(len, axes)) > _MOST_TRIED:
         longest = max(range(ndim), key=lambda k: len(axes[k]))
         axes[longest] = axes[longest][::2] if len(axes[longest]) > 2 else axes[longest][:1]
-    n_owners = 1 if unit.is_alone else n_ranks
+    n_owners = 1 if array.is_alone else n_ranks
     best: dict[bool, tuple[tuple[float, ...], SlabLayout]] = {}
     for chosen in itertools.product(*axes):
-        cell = [one[0] for one in chosen]
-        nbytes = math.prod(map(min, cell, unit.shape)) * unit.itemsize
-        n_met = math.prod(one[2] for one in chosen)
-        n_slabs = math.prod(one[3] for one in chosen)
+        cell, phase, n_met_along, n_slabs_along = zip(*chosen, strict=True)
+        nbytes = math.prod(map(min, cell, array.shape)) * array.itemsize
+        n_met, n_slabs = math.prod(n_met_along), math.prod(n_slabs_along)
         is_together = nbytes > round_nbytes
-        cuts = _cuts(unit, cell, n_owners, round_nbytes) if is_together else ones
+        cuts = _cuts(array, cell, n_owners, round_nbytes) if is_together else ones
         if cuts is None or nbytes > n_owners * round_nbytes:
             continue
         uneven = 1.0 if is_together else _up(n_slabs, n_owners) / n_slabs
@@ -199,11 +198,10 @@ def plan_array(unit: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout
         enough_nbytes = _ENOUGH_NBYTES * (n_owners if is_together else 1)
         key = (n_met, uneven, -min(nbytes, enough_nbytes), *(-n for n in reversed(cell)))
         if is_together not in best or key < best[is_together][0]:
-            slabs = Grid(unit.shape, tuple(cell), tuple(one[1] for one in chosen))
-            best[is_together] = key, SlabLayout(unit, slabs, cuts)
+            best[is_together] = key, SlabLayout(array, Grid(array.shape, cell, phase), cuts)
     if not best:
-        slabs = Grid(unit.shape, tuple(map(min, unit.unit, unit.shape)), (0,) * ndim)
-        return SlabLayout(unit, slabs, ones)
+        slabs = Grid(array.shape, tuple(map(min, array.unit, array.shape)), (0,) * ndim)
+        return SlabLayout(array, slabs, ones)
     if len(best) == 1:
         return next(iter(best.values()))[1]
     # Alone is simpler. What is worse about it: chunks that are decoded again, and ranks that have nothing to do.
@@ -211,10 +209,10 @@ def plan_array(unit: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout
     return best[costs[True] < 0.9 * costs[False]][1]
 
 
-def _candidates(unit: CopiedArray, axis: int) -> list[tuple[int, int, int, int]]:
+def _candidates(array: CopiedArray, axis: int) -> list[tuple[int, int, int, int]]:
     """Lengths of a slab along an axis: length, phase, pairs of a slab and a chunk of the source, slabs."""
-    n, u = unit.shape[axis], min(unit.unit[axis], unit.shape[axis])
-    chunk, phase = unit.chunks.cell[axis], unit.chunks.phase[axis]
+    n, u = array.shape[axis], min(array.unit[axis], array.shape[axis])
+    chunk, phase = array.chunks.cell[axis], array.chunks.phase[axis]
     n_units = -(-n // u)
     steps = {1, 2, 3, 4, 6, n_units} | {2**k for k in range(3, n_units.bit_length())}
     found = {(min(n, k * u), 0) for k in steps if k <= n_units}
@@ -226,18 +224,15 @@ def _candidates(unit: CopiedArray, axis: int) -> list[tuple[int, int, int, int]]
         for k in steps:
             if k * period < n:
                 found.add((k * period, (period - first) % period if k == 1 else (k * period - first) % (k * period)))
-    made, chunks = [], Grid((n,), (chunk,), (phase,))
-    for length, at in found:
-        grid = Grid((n,), (length,), (at,))
-        made.append((length, at, _n_met(grid, chunks, 0), grid.counts[0]))
-    return sorted(made)
+    chunks, grids = Grid((n,), (chunk,), (phase,)), [Grid((n,), (length,), (at,)) for length, at in sorted(found)]
+    return [(grid.cell[0], grid.phase[0], _n_met(grid, chunks, 0), grid.counts[0]) for grid in grids]
 
 
-def _cuts(unit: CopiedArray, cell: Sequence[int], n_ranks: int, most_nbytes: int) -> tuple[int, ...] | None:
+def _cuts(array: CopiedArray, cell: Sequence[int], n_ranks: int, most_nbytes: int) -> tuple[int, ...] | None:
     """Into how many pieces of whole units a slab is cut along each axis, so that each rank has one; None if it has too few, or
     they are too large.
     """
-    counts = [-(-min(c, n) // u) for c, n, u in zip(cell, unit.shape, unit.unit, strict=True)]
+    counts = [-(-min(c, n) // u) for c, n, u in zip(cell, array.shape, array.unit, strict=True)]
     best: tuple[int, tuple[int, ...]] | None = None
     for cuts in _factors(n_ranks, len(counts)):
         most = math.prod(-(-n // c) for n, c in zip(counts, cuts, strict=True))
@@ -246,9 +241,9 @@ def _cuts(unit: CopiedArray, cell: Sequence[int], n_ranks: int, most_nbytes: int
     if best is None or best[0] >= math.prod(counts):
         return None
     found = tuple(min(c, n) for c, n in zip(best[1], counts, strict=True))
-    axes = zip(cell, unit.shape, unit.unit, found, strict=True)
+    axes = zip(cell, array.shape, array.unit, found, strict=True)
     piece = math.prod(min(_up(-(-min(c, n) // k), u), n) for c, n, u, k in axes)
-    return found if aligned(piece * unit.itemsize) <= most_nbytes else None
+    return found if aligned(piece * array.itemsize) <= most_nbytes else None
 
 
 def _factors(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
@@ -317,7 +312,7 @@ def _share(arrays: Sequence[SlabLayout], n_ranks: int, rank: int) -> Iterator[tu
     for number in sorted(apart, key=lambda number: -arrays[number].slab_nbytes):
         array, n_slabs = arrays[number], arrays[number].slabs.n_cells
         slabs = range((rank - n_dealt) % n_ranks, n_slabs, n_ranks)
-        if array.unit.is_alone:
+        if array.array.is_alone:
             slabs = range(n_slabs if rank == 0 else 0)
         else:
             n_dealt += n_slabs

@@ -127,17 +127,6 @@ class Region:
                 return None
         return Region(start, stop)
 
-    def meets(self, other: Region) -> bool:
-        """True if the two have elements in common: a third of the time of `intersect`.
-
-        >>> Region((0,), (4,)).meets(Region((4,), (8,))), Region((0,), (5,)).meets(Region((4,), (8,)))
-        (False, True)
-        """
-        for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True):
-            if a >= d or c >= b or a >= b or c >= d:
-                return False
-        return True
-
     def contains(self, other: Region) -> bool:
         """True if every element of `other` is in this region."""
         for a, b, c, d in zip(self.start, other.start, other.stop, self.stop, strict=True):  # noqa: SIM110 - half the time
@@ -418,7 +407,7 @@ def cut_box(axes: Sequence[range], most: int) -> Iterator[tuple[range, ...]]:
 # Enough blocks per owner that an uneven last one costs at most a quarter, and that reading overlaps sending.
 BLOCKS_PER_OWNER = 4
 
-# Runs that start at most this far apart are read together with the gaps (`formats.hdf5.contiguous`): reading this much more
+# Runs that start at most this far apart are read together with the gaps (`formats.hdf5.source`): reading this much more
 # takes less time than another system call (docs/design/decode.md).
 NEAR_NBYTES = 32 << 10
 

@@ -113,7 +113,7 @@ class WriteLayout:
 
 
 def plan_array(
-    unit: StoredArray,
+    array: StoredArray,
     shards: Shards,
     n_ranks: int,
     ranks_per_node: int | None = None,
@@ -124,7 +124,7 @@ def plan_array(
 
     Parameters
     ----------
-    unit : StoredArray
+    array : StoredArray
         How it will be stored.
     shards : Shards
         Which rank holds which shard. `Shards.shape_global` may have padding.
@@ -140,35 +140,37 @@ def plan_array(
     """
     most = max(1, min(_BLOCK_NBYTES, cap_nbytes // SHARE_OF_CAP))
     n_nodes = 1 if ranks_per_node is None else -(-n_ranks // ranks_per_node)
-    phase = (0,) * len(unit.shape)
-    if 0 in unit.shape:
-        nothing = Grid(unit.shape, tuple(max(1, n) for n in unit.shape), phase)
-        return WriteLayout(unit, nothing, nothing, shards)
+    phase = (0,) * len(array.shape)
+    if 0 in array.shape:
+        nothing = Grid(array.shape, tuple(max(1, n) for n in array.shape), phase)
+        return WriteLayout(array, nothing, nothing, shards)
     page = _PAGE_NBYTES if n_nodes > 1 else 1
-    if unit.chunks is None:
-        held = _runs_in_shards(unit, shards, page, most)
+    if array.chunks is None:
+        held = _runs_in_shards(array, shards, page, most)
         if held is not None:
-            return WriteLayout(unit, held, held, shards)
-        cell, fits = plan_rows(unit.shape, unit.itemsize, most, page)
-        rows = Grid(unit.shape, cell, phase)
+            return WriteLayout(array, held, held, shards)
+        cell, fits = plan_rows(array.shape, array.itemsize, most, page)
+        rows = Grid(array.shape, cell, phase)
         rows_owners = Owners(max(1, min(n_ranks, rows.n_cells))) if fits else Owners()
-        return WriteLayout(unit, rows, rows, shards, Schedule(rows, shards, unit.itemsize, n_ranks, rows_owners))
-    phase = phase if first is None else tuple(k % c for k, c in zip(first, unit.chunks, strict=True))
-    chunks = units = Grid(unit.shape, unit.chunks, phase)
+        return WriteLayout(array, rows, rows, shards, Schedule(rows, shards, array.itemsize, n_ranks, rows_owners))
+    phase = phase if first is None else tuple(k % c for k, c in zip(first, array.chunks, strict=True))
+    chunks = units = Grid(array.shape, array.chunks, phase)
     # A block has this many times its bytes when its first chunks have been completed.
-    growth = math.prod(-(-c // min(c, n)) for c, n, p in zip(unit.chunks, unit.shape, phase, strict=True) if p)
-    if unit.files is not None and n_nodes > 1:  # a file has chunks at any byte, so one rank writes all of it
-        begins = (0,) * len(unit.shape) if first is None else first
-        units = Grid(unit.shape, unit.files, tuple(k % c for k, c in zip(begins, unit.files, strict=True)))
-        if math.prod(unit.files) * unit.itemsize > _MOST_FILE_NBYTES:
-            blocks = plan_blocks(chunks, unit.itemsize * growth, max_nbytes=most, n_owners=1, per_owner=1)
-            return WriteLayout(unit, blocks, chunks, shards, Schedule(blocks, shards, unit.itemsize, n_ranks, Owners()), growth)
-    if not any(units.phase) and _is_inside(units, shards) and _is_spread(unit, shards, n_ranks):
-        return WriteLayout(unit, units, chunks, shards)
+    growth = math.prod(-(-c // min(c, n)) for c, n, p in zip(array.chunks, array.shape, phase, strict=True) if p)
+    if array.files is not None and n_nodes > 1:  # a file has chunks at any byte, so one rank writes all of it
+        begins = (0,) * len(array.shape) if first is None else first
+        units = Grid(array.shape, array.files, tuple(k % c for k, c in zip(begins, array.files, strict=True)))
+        if math.prod(array.files) * array.itemsize > _MOST_FILE_NBYTES:
+            blocks = plan_blocks(chunks, array.itemsize * growth, max_nbytes=most, n_owners=1, per_owner=1)
+            return WriteLayout(
+                array, blocks, chunks, shards, Schedule(blocks, shards, array.itemsize, n_ranks, Owners()), growth
+            )
+    if not any(units.phase) and _is_inside(units, shards) and _is_spread(array, shards, n_ranks):
+        return WriteLayout(array, units, chunks, shards)
     n_owners = max(1, min(n_ranks, units.n_cells))
-    blocks = plan_blocks(units, unit.itemsize * growth, max_nbytes=most, n_owners=n_owners, per_owner=1)
+    blocks = plan_blocks(units, array.itemsize * growth, max_nbytes=most, n_owners=n_owners, per_owner=1)
     owners = Owners(max(1, min(n_owners, blocks.n_cells)))
-    return WriteLayout(unit, blocks, chunks, shards, Schedule(blocks, shards, unit.itemsize, n_ranks, owners), growth)
+    return WriteLayout(array, blocks, chunks, shards, Schedule(blocks, shards, array.itemsize, n_ranks, owners), growth)
 
 
 def _is_inside(chunks: Grid, shards: Shards) -> bool:
@@ -177,23 +179,23 @@ def _is_inside(chunks: Grid, shards: Shards) -> bool:
     return all(cut == 1 or s % c == 0 or s >= n for s, c, n, cut in axes)
 
 
-def _is_spread(unit: StoredArray, shards: Shards, n_ranks: int) -> bool:
+def _is_spread(array: StoredArray, shards: Shards, n_ranks: int) -> bool:
     """True if the ranks that hold the array are enough to encode it: more than half of all, or encoding is no work."""
-    return not unit.is_packed or 2 * shards.n_holding > n_ranks
+    return not array.is_packed or 2 * shards.n_holding > n_ranks
 
 
-def _runs_in_shards(unit: StoredArray, shards: Shards, page: int, most_nbytes: int) -> Grid | None:
+def _runs_in_shards(array: StoredArray, shards: Shards, page: int, most_nbytes: int) -> Grid | None:
     """Cells of a contiguous array that are runs of the file and lie in one shard; None if they would be too short, or if two
     nodes would write to a page.
     """
-    shape, held = unit.shape, [min(s, n) for s, n in zip(shards.shard_shape, unit.shape, strict=True)]
+    shape, held = array.shape, [min(s, n) for s, n in zip(shards.shard_shape, array.shape, strict=True)]
     last = max((k for k, n in enumerate(shape) if held[k] < n), default=-1)
-    if last < 0 and math.prod(shape) * unit.itemsize <= most_nbytes:
+    if last < 0 and math.prod(shape) * array.itemsize <= most_nbytes:
         return Grid(shape, shape, (0,) * len(shape))  # one rank writes all of it
     least = min(_LEAST_RUN_NBYTES, most_nbytes)
     cell = [1 if axis < last else held[axis] for axis in range(len(shape))]
     for axis in range(max(0, last), len(shape)):
-        row = math.prod(cell[axis + 1 :]) * unit.itemsize
+        row = math.prod(cell[axis + 1 :]) * array.itemsize
         if row > most_nbytes:
             cell[axis] = 1
             continue

@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from shardload.errors import ConfigError, SourceError
-from shardload.storage.local import LocalFile, open_file
+from shardload.storage.local import LocalFile, head_of, open_file
 from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Change, Target, WritableFile, mark, named, sync_folder
 
 _log = logging.getLogger("shardload")
@@ -93,7 +93,7 @@ def _mark(path: str, nbytes: int) -> bytes:
 
 def changes_of(path: str) -> str | None:
     """The file of changes that the first bytes of a file name; None if they are no mark. `path` has no links."""
-    head = _head(path, HEAD_NBYTES)
+    head = head_of(path, HEAD_NBYTES)
     named_there = _NAME.search(head) if head.startswith(_BEGINS) else None
     return None if named_there is None else os.path.join(os.path.dirname(path), os.fsdecode(named_there[1]))
 
@@ -276,7 +276,7 @@ def locked_path(path: str) -> str | None:
     """The path that this lock is for; None if it is none, by its name and its first bytes."""
     if not path.endswith(_LOCK_SUFFIX) or not os.path.isfile(path):
         return None
-    head = _head(path)
+    head = head_of(path)
     return path[: -len(_LOCK_SUFFIX)] if head.startswith(_LOCK_BEGINS) or not head else None
 
 
@@ -296,7 +296,7 @@ class AppendLock:
         try:
             file = WritableFile(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
-            words = _head(self.path).decode(errors="replace").split()
+            words = head_of(self.path).decode(errors="replace").split()
             by = f" (process {words[-1]} of {words[-2]})" if len(words) >= 6 else ""
             raise ConfigError(
                 f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{by}. "
@@ -313,7 +313,7 @@ class AppendLock:
 
     def release(self) -> None:
         """Give it back. May be called again. If somebody has removed it meanwhile, that of another append stays."""
-        if _head(self.path) == self._text:
+        if head_of(self.path) == self._text:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
 
@@ -321,15 +321,6 @@ class AppendLock:
 def changed_meanwhile(path: str) -> ConfigError:
     """The error about a file or store that is not what was planned for any more."""
     return ConfigError(f"'{path}' was changed by somebody else during this append. Nothing was appended; run it again")
-
-
-def _head(path: str, nbytes: int = 4096) -> bytes:
-    """The first bytes of a file; none if it is gone, or cannot be read."""
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            return file.read(nbytes)
-    except OSError:
-        return b""
 
 
 _WAIT_SECONDS, _PAUSE_SECONDS = 10.0, 0.05

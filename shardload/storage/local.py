@@ -134,6 +134,15 @@ def _check_is_file(mode: int, path: str) -> None:
         raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
 
 
+def head_of(path: str, nbytes: int = 4096) -> bytes:
+    """The first bytes of a file; none if it is gone, or cannot be read."""
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            return file.read(nbytes)
+    except OSError:
+        return b""
+
+
 def state_of(file: int | str) -> tuple[int, ...] | None:
     """Size and time of last change of a file, by its descriptor or path; None if the file does not exist.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -163,17 +163,12 @@ def _zeros(nbytes: int) -> int:
 def _power(n: int) -> int:
     """``x**n`` modulo the polynomial."""
     result, square = _ONE, _ONE >> 1
-    for bit in _bits(n):
-        if bit:
+    while n:
+        if n & 1:
             result = _product(result, square)
         square = _product(square, square)
-    return result
-
-
-def _bits(n: int) -> Iterator[int]:
-    while n:
-        yield n & 1
         n >>= 1
+    return result
 
 
 def _product(a: int, b: int) -> int:

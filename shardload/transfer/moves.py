@@ -122,8 +122,8 @@ class PiecesToBlocks:
         for start, stop in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=False):
             number, to = int(block[start]), int(owner[start])
             region = blocks.region(number)
-            own = [one for one in shard[start:stop].tolist() if self._sender(one, to) == rank]
-            parts = tuple(Part(part, number, to) for one in own for part in schedule.messages(region, one))
+            sent = [held for held in shard[start:stop].tolist() if self._sender(held, to) == rank]
+            parts = tuple(Part(part, number, to) for held in sent for part in schedule.messages(region, held))
             if parts:
                 yield Block(region, parts)
 
@@ -136,9 +136,9 @@ class PiecesToBlocks:
         if rank not in self._known:
             block, shard = self.schedule.pairs_of(rank)
             owner = self.schedule.owner(block)
-            of, inverse = np.unique(owner, return_inverse=True)
-            first = np.array([self.schedule.blocks_of(one).start for one in of.tolist()], dtype=np.int64)
-            place = block - first[inverse] if len(of) else block
+            owners, inverse = np.unique(owner, return_inverse=True)
+            first = np.array([self.schedule.blocks_of(number).start for number in owners.tolist()], dtype=np.int64)
+            place = block - first[inverse] if len(owners) else block
             order = np.argsort(place, kind="stable")
             self._known[rank] = place[order], block[order], shard[order], owner[order]
         place, block, shard, owner = self._known[rank]

@@ -84,8 +84,9 @@ class LocalPieces:
         counters.n_checksums += self.has_checksums
         if self.has_checksums and checksum(values) != checksum(piece):
             raise PeerError(
-                f"the part {region} that stays on rank {self._rank} is not what was read: a checksum after the copy "
-                "differs from the one before it. The load is void; if it happens again, suspect the memory of this node",
+                f"the part {region} that stays on rank {self._rank} is not what was read, or what the device holds: a checksum "
+                "after the copy differs from the one before it. The call is void; if it happens again, suspect the memory of "
+                "this node",
                 rank=self._rank,
             )
 

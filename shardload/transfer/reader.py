@@ -24,7 +24,7 @@ import numpy as np
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.contract.array import settle_bools
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, copy_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, as_chunks, copy_chunks, region_of
 from shardload.formats.contract.format import Source
 from shardload.planning.region import Region, cut_box, numbers_in
 from shardload.planning.schedule import Block, Part, SourceLayout
@@ -188,7 +188,7 @@ def open_reader(
     tuning : Tuning, optional
         Sizes at which the way of reading changes.
     counts : callable, optional
-        Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
+        Chooses which missing chunks of a block this rank counts (`counters.counter_of`).
     convert : callable, optional
         Turns stored numbers into values (`cast.conversion`). By default a cast.
     library : Lock, optional
@@ -357,6 +357,8 @@ class BoxReader(SourceReader):
         # Of a buffer with an axis for each axis of the box, then one for each axis of a chunk: what the selection keeps.
         inside = (slice(None) if k in kept else selection.region.start[k] % chunk_shape[k] for k in range(n))
         self._kept: tuple[Any, ...] = (*(slice(None) if k in kept else 0 for k in range(n)), *inside, ...)
+        # Whether chunks have more than what is loaded of them, or other values: then they are never decoded into a piece.
+        self._is_cut = layout.casts or layout.chunk_size != math.prod(layout.chunks.cell)
 
     def _needs_slot(self, block: Block) -> bool:
         return self._local.sends(block.parts)
@@ -379,8 +381,9 @@ class BoxReader(SourceReader):
 
     def _needed(self, block: Block, boxes: Iterable[Box]) -> Iterator[tuple[Box, Region, Met]]:
         """Those boxes that parts of a block need, and smaller ones of those that they need no more than a part of."""
+        chunks = self._layout.chunks
         for box in boxes:
-            region = self._region(block, box)
+            region = region_of(box, chunks.cell, block.region, chunks.phase)
             met = [(part, common) for part in block.parts if (common := part.region.intersect(region)) is not None]
             if not met:  # it lies between the shards of this rank
                 continue
@@ -411,15 +414,6 @@ class BoxReader(SourceReader):
                     raise self._names.unreadable(error, region, self._names.index(region)) from error
         self._read_boxes(staged, cut_box(box, 1), counters)
 
-    def _region(self, block: Block, box: Box) -> Region:
-        """What a block has of a box of chunks."""
-        chunks, whole = self._layout.chunks, block.region
-        axes = list(zip(box, chunks.cell, chunks.phase, whole.start, whole.stop, strict=True))
-        return Region(
-            tuple([max(axis.start * c - p, low) for axis, c, p, low, _ in axes]),
-            tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
-        )
-
     def _read(self, staged: StagedBlock, box: Box, region: Region, met: Met, counters: Counters) -> None:
         """Read a box of chunks and deliver its values: all of them, or none."""
         layout, local, n = self._layout, self._local, math.prod(map(len, box))
@@ -431,7 +425,7 @@ class BoxReader(SourceReader):
             place = staged.tiles[0].view(region)
         elif len(own) == 1 and own[0][0] == region:
             place = own[0][1]
-        target = None if place is None else self._as_chunks(place, box)
+        target = None if place is None or self._is_cut else as_chunks(place, box, layout.chunks.cell)
         is_in_place = target is not None
         if target is None:
             target = self._scratch.array("chunk", (n, *self._chunk_shape), layout.file_dtype)
@@ -473,16 +467,6 @@ class BoxReader(SourceReader):
         for k, axis in zip(self._layout.selection.kept, box, strict=True):
             axes[k] = range(self._first_chunk[k] + axis.start, self._first_chunk[k] + axis.stop)
         return axes
-
-    def _as_chunks(self, view: Array, box: Box) -> Array | None:
-        """The memory of a region as whole chunks, one after the other, if they lie there like that; else None."""
-        layout, n = self._layout, [len(axis) for axis in box]
-        if layout.casts or view.size != layout.chunk_size * math.prod(n) or not view.flags.c_contiguous:
-            return None
-        ndim = len(box)
-        cut = view.reshape([size for pair in zip(n, layout.chunks.cell, strict=True) for size in pair])
-        chunks = cut.transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])
-        return chunks if chunks.flags.c_contiguous else None
 
     def _deliver(
         self, values: Array, box: Box, region: Region, copies: Iterable[tuple[Region, Array]], counters: Counters

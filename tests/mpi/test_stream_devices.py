@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def test_memory_of_the_host(path: Path, prefetch: int, early: bool, monkeypatch:
     if "pinned_host" not in kinds:
         pytest.skip("this release of JAX has no such memory here")
     if early:  # as on a GPU
-        monkeypatch.setattr("shardload.jobs.streaming.endpoints.EarlyPieces", partial(EarlyPieces, also_on_cpu=True))
+        monkeypatch.setattr("shardload.arrays.assemble.has_host_memory", lambda device: False)
     sharding = NamedSharding(mesh(), P(None, "lat"), memory_kind="pinned_host")
     with iter(shardload.stream(path, sharding, dataset="x", batch=BATCH, prefetch=prefetch)) as batches:
         for batch in batches:
@@ -73,7 +72,8 @@ def test_the_next_ones_are_handed_over_while_a_step_runs(path: Path, monkeypatch
             sent.append((threading.current_thread().name, region))
             super().start(region, data)
 
-    monkeypatch.setattr("shardload.jobs.streaming.endpoints.EarlyPieces", partial(Noting, also_on_cpu=True))
+    monkeypatch.setattr("shardload.arrays.assemble.has_host_memory", lambda device: False)
+    monkeypatch.setattr("shardload.jobs.streaming.endpoints.EarlyPieces", Noting)
     prefetch, of_batch = 2, len({str(shard.index) for shard in _example().addressable_shards})
     with iter(shardload.stream(path, mesh(), P(None, "lat"), dataset="x", batch=BATCH, prefetch=prefetch)) as batches:
         for given in range(1, N_STEPS // BATCH + 1):

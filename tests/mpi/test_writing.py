@@ -13,7 +13,6 @@ import pytest
 
 import shardload
 from shardload import PeerError, VerifyError
-from shardload.comm.group import group_of
 from shardload.engine import file_target as writing
 from shardload.formats.sink import Encoder
 from tests.mpi.support import on_disk, ramp, same_error
@@ -88,15 +87,14 @@ def test_an_unforeseen_error_in_a_thread(comm: Any, shared_tmp_path: Path, monke
 
 def test_a_place_that_rank_0_cannot_give(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a chunk that two ranks write were written twice."""
-    gather = type(group_of(comm)).gather_rows
+    answers = writing.FileTarget._answers
 
-    def gather_rows(self: Any, mine: Any, root: int = 0) -> Any:
-        told = gather(self, mine, root)
-        if told is not None and len(told[0]) > 1:
-            told[0] = np.concatenate([told[0], told[0][1:5]])  # its first chunk once more
-        return told
+    def twice(self: Any, messages: Any) -> Any:
+        if len(messages[0]) > 1:
+            messages[0] = np.concatenate([messages[0], messages[0][1:5]])  # its first chunk once more
+        return answers(self, messages)
 
-    monkeypatch.setattr(type(group_of(comm)), "gather_rows", gather_rows)
+    monkeypatch.setattr(writing.FileTarget, "_answers", twice)
     same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "has a place already")
     assert on_disk(comm, shared_tmp_path) == []
 

@@ -126,14 +126,15 @@ def read_by_chunks(
 ) -> list[tuple[int, ...]]:
     """Read a non-empty region into a buffer of its shape, some chunks at a time; returns the indices of missing chunks."""
     missing, room, memory = list[tuple[int, ...]](), Scratch(), Scratch()
-    chunk_size = math.prod(chunk_shape)
-    most = max(1, _AT_ONCE_NBYTES // max(1, chunk_size * out.dtype.itemsize))
+    most = max(1, _AT_ONCE_NBYTES // max(1, math.prod(chunk_shape) * out.dtype.itemsize))
     for box in cut_box(chunks_met(region, chunk_shape), most):
-        n = math.prod(map(len, box))
-        values = _as_chunks(box, chunk_shape, region, out)
+        common = region_of(box, chunk_shape, region)
+        into: Any = (*common.slices(region.start), ...)
+        values = as_chunks(out[into], box, chunk_shape)
         is_in_place = values is not None
         if values is None:
-            values = memory(n * chunk_size * out.dtype.itemsize).view(out.dtype).reshape(*map(len, box), *chunk_shape)
+            shape = (*map(len, box), *chunk_shape)
+            values = memory(math.prod(shape) * out.dtype.itemsize).view(out.dtype).reshape(shape)
         elif reader.read_plain(box, values):
             continue
         encoded = reader.fetch(box, room)
@@ -142,36 +143,38 @@ def read_by_chunks(
             is_stored = [data is not None for data in encoded.data]
             missing += [index for index, stored in zip(itertools.product(*box), is_stored, strict=True) if not stored]
         if not is_in_place:
-            common = region_of(box, chunk_shape, region)
-            into: Any = (*common.slices(region.start), ...)
             copy_chunks(values, box, chunk_shape, common, out[into])
     return missing
 
 
-def region_of(box: Sequence[range], chunk_shape: Sequence[int], within: Region) -> Region:
-    """What a region has of a box of chunks.
+def region_of(box: Sequence[range], cell: Sequence[int], within: Region, phase: Sequence[int] | None = None) -> Region:
+    """What a region has of a box of chunks, of a grid with `phase` elements of the first chunk before the array.
 
-    >>> str(region_of((range(1, 3),), (4,), Region((5,), (20,))))
-    '[5:12]'
+    >>> within = Region((5,), (20,))
+    >>> str(region_of((range(1, 3),), (4,), within)), str(region_of((range(1, 3),), (4,), within, phase=(3,)))
+    ('[5:12]', '[5:9]')
     """
-    axes = list(zip(box, chunk_shape, within.start, within.stop, strict=True))
+    axes = list(zip(box, cell, phase or (0,) * len(box), within.start, within.stop, strict=True))
     return Region(
-        tuple([max(axis.start * c, low) for axis, c, low, _ in axes]),
-        tuple([min(axis.stop * c, high) for axis, c, _, high in axes]),
+        tuple([max(axis.start * c - p, low) for axis, c, p, low, _ in axes]),
+        tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
     )
 
 
-def _as_chunks(
-    box: Sequence[range], chunk_shape: Sequence[int], region: Region, out: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any] | None:
-    """The memory of a box of chunks in the buffer of a region, if its whole chunks lie there one after the other; else None."""
-    axes = list(zip(box, chunk_shape, strict=True))
-    whole = Region(tuple([axis.start * c for axis, c in axes]), tuple([axis.stop * c for axis, c in axes]))
-    if any(len(axis) > 1 for axis in box[1:]) or not region.contains(whole):
+def as_chunks(view: np.ndarray[Any, Any], box: Sequence[range], cell: Sequence[int]) -> np.ndarray[Any, Any] | None:
+    """The memory of what a region has of a box of chunks, as an array with the axes of the box, then those of a chunk; None
+    unless it has all of these chunks, and they lie there one after the other.
+
+    >>> view = np.zeros((4, 6))
+    >>> as_chunks(view, [range(2), range(1)], (2, 6)).shape, as_chunks(view, [range(1), range(2)], (4, 3))
+    ((2, 1, 2, 6), None)
+    """
+    n, ndim = [len(axis) for axis in box], len(box)
+    if view.size != math.prod(n) * math.prod(cell) or not view.flags.c_contiguous:
         return None
-    at: Any = (*whole.slices(region.start), ...)
-    view: np.ndarray[Any, Any] = out[at]
-    return view if view.flags.c_contiguous else None
+    cut = view.reshape([size for pair in zip(n, cell, strict=True) for size in pair])
+    chunks = cut.transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])
+    return chunks if chunks.flags.c_contiguous else None
 
 
 def copy_chunks(

@@ -339,10 +339,6 @@ class ChunkTable:
         shape = tuple(map(len, box))
         return cls(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
 
-    def holds(self, box: Sequence[range]) -> bool:
-        """True if a box is inside of that of the table."""
-        return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(self.box, box, strict=True))
-
     def part(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
         """Offsets, sizes and masks of the chunks of a smaller box, in C order."""
         at = tuple([slice(b.start - a.start, b.stop - a.start) for a, b in zip(self.box, box, strict=True)])
@@ -355,6 +351,10 @@ class ChunkTable:
         at = tuple((positions[is_inside] - start).T)
         for column, values in ((self.offsets, offsets), (self.sizes, sizes), (self.masks, masks)):
             column[at] = np.asarray(values).astype(column.dtype)[is_inside]
+
+
+def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
+    return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(larger, box, strict=True))
 
 
 def list_chunks(
@@ -420,10 +420,10 @@ class ChunkPlaces:
         applied. DamagedIndexError if the index contradicts itself.
         """
         table = self._table
-        if table is None or not table.holds(box):
+        if table is None or not _is_inside(box, table.box):
             with self._lock:
                 table = self._table
-                if table is None or not table.holds(box):
+                if table is None or not _is_inside(box, table.box):
                     table = self._table = self._listed(self._worth_listing(box))
         return table.part(box)
 
@@ -433,8 +433,7 @@ class ChunkPlaces:
         if self._expected is not None and self._expected.size:
             wider.insert(0, chunks_met(self._expected, self.chunk))
         for larger in wider:
-            is_inside = all(a.start <= b.start and b.stop <= a.stop for a, b in zip(larger, box, strict=True))
-            if is_inside and (self._tree is None or math.prod(map(len, larger)) <= _MOST_KEPT):
+            if _is_inside(box, larger) and (self._tree is None or math.prod(map(len, larger)) <= _MOST_KEPT):
                 return larger
         return box
 

@@ -46,7 +46,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import Opener, Versions, code_of, find_boxes, tell_parts
 from shardload.formats.hdf5.told import StoreSource, ToldSource
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.local import Fence, NotAFileError, OutsideError, open_file, state_of
+from shardload.storage.local import Fence, NotAFileError, OutsideError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 
 FileVersions = tuple[tuple[str, tuple[int, ...]], ...]
@@ -357,11 +357,7 @@ def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
 
 def _has_driver(path: str) -> bool:
     """True if HDF5 wrote the file by a driver that spreads one over several. Its name is in the first block."""
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            head = file.read(4096)
-    except OSError:
-        return False
+    head = head_of(path)
     return b"NCSAfami" in head or b"NCSAmult" in head
 
 
@@ -386,7 +382,7 @@ def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
     for text in (text for text in names if NON_COORDINATE in text):
         above, _, last = text.rpartition("/")
         plain = f"{above}/{last.removeprefix(NON_COORDINATE)}".lstrip("/")
-        with contextlib.suppress(*_ERRORS):  # `_listed` says what is wrong
+        with contextlib.suppress(*_ERRORS):  # `list_below` says what is wrong
             if last.startswith(NON_COORDINATE) and plain in names and isinstance(group[plain], h5py.Dataset):
                 found |= {text: plain} if stands_for_axis(group[plain]) else {}
     return found

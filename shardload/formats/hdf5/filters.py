@@ -38,7 +38,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs.algorithms import Stage, Step, encode_fletcher32, encode_shuffle
 from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
 from shardload.formats.contract.array import is_added, native_dtype
-from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, file_in_memory, type_in_file
+from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, file_in_memory, filters_of, type_in_file
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Stored
 
 NAMES = {number: codec.word for number, codec in HDF5_CODECS.items()}
@@ -280,7 +280,7 @@ class Hdf5Encoder(Encoder):
         is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
         self._by_library, self._local = steps is None, threading.local()
-        numbers = [self.creation.get_filter(k)[0] for k in range(self.creation.get_nfilters())]
+        numbers = [number for number, *_ in filters_of(self.creation)]
         codec = "+".join(NAMES.get(number, str(number)) for number in sorted(numbers, key=lambda number: number == _SHUFFLE))
         super().__init__(path, name, spec, flavour, codec or "none", steps or (), is_placed_by_root=is_placed_by_root)
 

@@ -41,6 +41,7 @@ from shardload.formats.hdf5.opened import (
     encoded,
     file_in_memory,
     file_number,
+    filters_of,
     has_signature,
     type_of_values,
 )
@@ -61,7 +62,7 @@ def read_file(path: str, names: Iterable[str]) -> Json:
     """How the arrays of a file are stored: ``"arrays"`` by name, and ``"state"``, its size and time.
 
     Of each array: shape, names of the axes, and for each axis what else has it (``"scopes"``). Of those in `names` all that
-    `GrowthSink` needs.
+    `Hdf5Growth` needs.
 
     Raises
     ------
@@ -246,9 +247,7 @@ def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, 
 
 
 def _filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
-    creation = dataset.id.get_create_plist()
-    stored = (creation.get_filter(k) for k in range(creation.get_nfilters()))
-    return [(number, tuple(values)) for number, _, values, _ in stored]
+    return [(number, tuple(values)) for number, _, values, _ in filters_of(dataset.id.get_create_plist())]
 
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]

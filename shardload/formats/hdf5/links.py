@@ -38,7 +38,6 @@ from shardload.formats.hdf5.filters import refuse_filters
 from shardload.formats.hdf5.opened import (
     OpenDataset,
     OpenFacts,
-    OpenParts,
     close_all,
     decoded,
     encoded,
@@ -82,8 +81,6 @@ class Others:
         What is at these names.
     versions : dict of str to tuple of int
         Size and time of each of the other files, and of those that links in them lead to, when it was checked.
-    n_looked : int
-        How many datasets were looked at.
     """
 
     refused: str | None = None
@@ -95,11 +92,10 @@ class Others:
     names: list[Names] = field(default_factory=list)
     behind: dict[Names, Behind] = field(default_factory=dict)
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    n_looked: int = 0
 
     def add_all(self, inner: Others) -> None:
         """Take in what was found behind one of the datasets."""
-        self.n_looked, self.filters = inner.n_looked, self.filters or inner.filters
+        self.filters = self.filters or inner.filters
         self.versions |= inner.versions
         self.chunks += [chunk for chunk in inner.chunks if chunk not in self.chunks]
 
@@ -286,7 +282,7 @@ def look_through(dataset: OpenDataset, fence: Fence, access: Access = STRICT, is
         return replace(before)
     others = Others(fence=fence, access=access)
     try:
-        _look(dataset, others, {}, 0, dataset.facts.parts, is_known)
+        _look(dataset, others, {}, is_known=is_known)
     except (OutsideError, _RefusedError) as error:
         others.refused = str(error)
     if key is not None and others.refused is None:
@@ -315,10 +311,11 @@ class _RefusedError(Exception):
     """A dataset cannot be loaded; the text says why."""
 
 
-Seen = dict[tuple[str, str], bool]  # real path and name of datasets that were found; False until all behind them was looked at
+# By real path and name: datasets that were looked at, and what is behind them; None until all of that was looked at.
+Seen = dict[tuple[str, str], tuple[Behind, Others] | None]
 
 
-def _look(dataset: OpenDataset, others: Others, seen: Seen, level: int, parts: OpenParts, is_known: bool = False) -> None:
+def _look(dataset: OpenDataset, others: Others, seen: Seen, level: int = 0, is_known: bool = False) -> None:
     creation = dataset.creation
     layout = creation.get_layout()
     if level > _MOST_LEVELS:
@@ -346,13 +343,24 @@ def _look(dataset: OpenDataset, others: Others, seen: Seen, level: int, parts: O
         raise _RefusedError(
             "a virtual dataset that grows with its parts, which is not supported. Make a new file of them with shardload join"
         )
-    if level == 0:
-        others.names = names
+    others.names = names
     if is_known:
         return
     places = SearchPath("HDF5_VDS_PREFIX", dataset.facts)
     for name, inside in names:
-        _look_at_source(places, name, inside, others, seen, level, parts)
+        path, real = places.find(name)
+        if not others.fence.holds_real(real):
+            raise OutsideError(_leads_outside(f"values of another file, '{printable(name)}'"))
+        place = real, inside
+        if place not in seen:
+            seen[place] = None
+            seen[place] = _look_at_source(dataset, path, (name, inside), others, seen, level)
+        if (source := seen[place]) is None:
+            raise _RefusedError(f"values of another file, '{printable(name)}', whose '{printable(inside)}' consists of itself")
+        behind, inner = source
+        if place not in others.behind:
+            others.add_all(inner)
+        others.behind[name, inside] = others.behind[place] = behind
 
 
 def _names_of_source(creation: Any, k: int) -> Names:
@@ -392,50 +400,24 @@ def _is_unlimited(space: Any) -> bool:
 
 
 def _look_at_source(
-    places: SearchPath,
-    name: str,
-    inside: str,
-    others: Others,
-    seen: Seen,
-    level: int,
-    parts: OpenParts,
-) -> None:
+    virtual: OpenDataset, path: str, names: Names, others: Others, seen: Seen, level: int
+) -> tuple[Behind, Others]:
     """Check one dataset in a virtual dataset."""
-    path, real = places.find(name)
+    (name, inside), fence = names, others.fence
     what = f"values of another file, '{printable(name)}'"
-    if not others.fence.holds_real(real):
-        raise OutsideError(_leads_outside(what))
-    place = real, inside
-    if place in seen:
-        if not seen[place]:
-            raise _RefusedError(f"{what}, whose '{printable(inside)}' consists of itself")
-        if level == 0:
-            others.behind[name, inside] = others.behind[place]
-        return
-    seen[place] = False
-    others.n_looked += 1
-    if others.n_looked > _MOST_SOURCES:
+    if len(seen) > _MOST_SOURCES:
         raise _RefusedError(f"values of more than {_MOST_SOURCES} other datasets")
     if (why := why_not_a_file(path)) is not None:
         raise _RefusedError(f"{what}, which is {why} (HDF5 would deliver fill values in its place)")
     try:
         version = state_of(path) or (0, 0)
-        others.versions[path] = version
-        with parts.open(path, version, lambda: _open_checked(path, what, others.fence)) as facts:
-            dataset, files = follow(facts, inside, others.fence)
+        with virtual.facts.parts.open(path, version, lambda: _open_checked(path, what, fence)) as facts:
+            dataset, files = follow(facts, inside, fence)
             try:
                 if isinstance(dataset, OpenDataset):
-                    linked = versions_of(files)
-                    others.versions |= linked
-                    # What is behind each of them is looked at by itself, so that all files are known that it depends on.
-                    inner = Others(fence=others.fence, access=others.access, n_looked=others.n_looked) if level == 0 else others
-                    _look(dataset, inner, seen if level else {place: False}, level + 1, parts)
-                    if level == 0:
-                        others.add_all(inner)
-                        whole = version_of({path: version, **linked, **inner.versions})
-                        others.behind[name, inside] = others.behind[place] = Behind.of(dataset, whole)
-                    seen[place] = True
-                    return
+                    inner = Others(fence=fence, access=others.access, versions={path: version, **versions_of(files)})
+                    _look(dataset, inner, seen, level + 1)
+                    return Behind.of(dataset, version_of(inner.versions)), inner
             finally:
                 close_all(files)
     except OutsideError:

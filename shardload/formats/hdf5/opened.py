@@ -468,7 +468,7 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
     @kept
     def stored_filters(self) -> list[tuple[int, int, Any, bytes]]:
         """The filters of its chunks, in the order in which they are applied: number, flags, parameters, name."""
-        return [self.creation.get_filter(k) for k in range(self.creation.get_nfilters())]
+        return filters_of(self.creation)
 
     @kept
     def raw(self) -> StoredObject | None:
@@ -491,6 +491,11 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
     def header(self) -> int | None:
         """Where its object header is; None if that is not known, or addresses do not have the usual length."""
         return self._address if self.facts.creation.get_sizes() == (8, 8) else None
+
+
+def filters_of(creation: Any) -> list[tuple[int, int, Any, bytes]]:
+    """The filters that a dataset's creation properties have: see `OpenDataset.stored_filters`."""
+    return [creation.get_filter(k) for k in range(creation.get_nfilters())]
 
 
 _numbers = itertools.count()

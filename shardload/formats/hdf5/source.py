@@ -426,8 +426,6 @@ class Hdf5Source(Source):
     @kept
     def _contiguous(self) -> Hdf5Contiguous | None:
         """A reader of contiguous values without HDF5; None if only HDF5 can read them."""
-        if self._info.chunks is not None or self.dataset.raw is None:
-            return None
         return open_contiguous(self.dataset, self._dtype)
 
     def state(self) -> tuple[int, ...] | None:

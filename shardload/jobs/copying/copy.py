@@ -100,7 +100,7 @@ class CopyPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all values in memory."""
-        return sum(int(np.prod(copied.unit.shape, dtype=object)) * copied.unit.itemsize for copied in self.arrays)
+        return sum(int(np.prod(copied.array.shape, dtype=object)) * copied.array.itemsize for copied in self.arrays)
 
     def describe(self, target: str) -> list[str]:
         """The plan, for people: lines."""
@@ -115,12 +115,12 @@ class CopyPlan:
                 way += f", {copied.slabs.n_cells} slabs of {_text(tuple(map(min, copied.slabs.cell, copied.slabs.shape)))}"
             spec, chunks = array.spec, f"chunks {_text(array.info.chunks)} -> {_text(array.spec.chunks)}"
             lines.append(f"{array.name}: {_text(spec.shape)} {spec.dtype}, {chunks}; {way}")
-            if copied.unit.is_decoded and copied.factor > 1:
+            if copied.array.is_decoded and copied.factor > 1:
                 lines.append(
                     f"  each chunk of the source is decoded {number_text(copied.factor, 2)} times: slabs with whole chunks "
                     "of both do not fit. More staging= or more ranks make it less"
                 )
-            elif copied.unit.is_decoded:
+            elif copied.array.is_decoded:
                 lines.append("  each chunk of the source is decoded once")
         memory = self.memory
         lines.append(
@@ -508,7 +508,7 @@ class CopySource(FileSource):
         """How many rounds there are, and about how many bytes this rank writes in them."""
         n_rounds = total = 0
         for slabs, is_together in self.slabs():
-            nbytes = sum(slab.size * self._plan.arrays[array].unit.itemsize for array, slab in slabs)
+            nbytes = sum(slab.size * self._plan.arrays[array].array.itemsize for array, slab in slabs)
             total += nbytes // self._n_ranks if is_together else nbytes
             n_rounds += 1
         return n_rounds, total
@@ -546,7 +546,7 @@ class CopySource(FileSource):
     def _chunks_of(self, array: int, unit: Region) -> Iterator[Region]:
         """The chunks of a unit: several if it is a file of chunks."""
         chunks = self._found[array].spec.chunks
-        if chunks is None or self._plan.arrays[array].unit.unit == chunks:
+        if chunks is None or self._plan.arrays[array].array.unit == chunks:
             yield unit
             return
         inner = Grid(unit.shape, tuple(map(min, chunks, unit.shape)), (0,) * unit.ndim)

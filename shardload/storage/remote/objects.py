@@ -299,7 +299,7 @@ class RemoteFolder:
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Wanted`: keys, the most bytes of each, and about how many it has."""
         with self._lock:
-            wanted, told = [one for one in wanted if one[0] not in self._early], {key for key, _, _ in wanted}
+            wanted, told = [what for what in wanted if what[0] not in self._early], {key for key, _, _ in wanted}
             self._early -= told
             for key, most_nbytes, nbytes in wanted:
                 self._ahead[key] = self._ask(key, most_nbytes), nbytes

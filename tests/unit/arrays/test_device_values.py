@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardload.arrays.assemble import device_values
+from shardload.arrays.assemble import copy_from_device, device_values
 from shardload.planning.region import Region
 
 HELD = Region((4, 10, 1), (7, 15, 3))
@@ -18,18 +18,18 @@ PARTS = [HELD, Region((5, 11, 2), (6, 15, 3)), Region((6, 14, 2), (7, 15, 3)), R
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("values_of", [device_values, copy_from_device])
 @pytest.mark.parametrize("region", PARTS, ids=str)
 @pytest.mark.parametrize("dtype", ["bool", "float32", "complex64", "bfloat16"])
-def test_a_part_of_a_shard(region: Region, dtype: Any, view: bool) -> None:
+def test_a_part_of_a_shard(region: Region, dtype: Any, values_of: Any) -> None:
     shard = jnp.arange(30).reshape(HELD.shape).astype(dtype)
     expected = np.asarray(shard)[region.slices(HELD.start)]
-    np.testing.assert_array_equal(device_values(shard, region, HELD, view), expected, strict=True)
+    np.testing.assert_array_equal(values_of(shard, region, HELD), expected, strict=True)
 
 
-@pytest.mark.parametrize("view", [True, False])
-def test_of_a_scalar(view: bool) -> None:
-    found = device_values(jnp.float32(3), Region((), ()), Region((), ()), view)
+@pytest.mark.parametrize("values_of", [device_values, copy_from_device])
+def test_of_a_scalar(values_of: Any) -> None:
+    found = values_of(jnp.float32(3), Region((), ()), Region((), ()))
     assert (found.shape, found[()]) == ((), 3)
 
 
@@ -39,5 +39,5 @@ def test_beyond_what_32_bits_can_count() -> None:
     values = np.frombuffer(mmap.mmap(-1, n), dtype=np.uint8)  # takes memory only where it is written
     place = Region((2**31 + 5,), (2**31 + 9,))
     values[:4], values[place.slices()] = [1, 2, 3, 4], [11, 12, 13, 14]
-    found = device_values(jax.device_put(values), place, Region.whole((n,)), view_on_cpu=False)
+    found = copy_from_device(jax.device_put(values), place, Region.whole((n,)))
     np.testing.assert_array_equal(found, values[place.slices()], strict=True)

@@ -32,28 +32,28 @@ def test_alone_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     cores(monkeypatch, {0, 3, 5})
     alone = Group(None)
     assert alone.node.ranks == (0,)
-    assert alone.machine == Topology((0,), 3, 3) and alone.machine.ranks_per_node == 1
+    assert alone.machine == Topology((0,), 3) and alone.machine.ranks_per_node == 1
     assert alone.node.shared_memory(1000) == {}, "there is nobody to share with"
 
 
 @pytest.mark.parametrize(
-    ("n_cores", "per_node", "leaders", "n_threads", "n_on_node"),
+    ("n_cores", "per_node", "leaders", "n_threads"),
     [
-        (8, "", (0, 0, 0, 0), 2, 8),
-        (2, "", (0, 0, 0, 0), 1, 2),
-        (1, "", (0, 0, 0, 0), 1, 1),
-        (8, "2", (0, 0, 2, 2), 4, 8),
-        (8, "3", (0, 0, 0, 3), 2, 8),
-        (8, "many", (0, 0, 0, 0), 2, 8),
+        (8, "", (0, 0, 0, 0), 2),
+        (2, "", (0, 0, 0, 0), 1),
+        (1, "", (0, 0, 0, 0), 1),
+        (8, "2", (0, 0, 2, 2), 4),
+        (8, "3", (0, 0, 0, 3), 2),
+        (8, "many", (0, 0, 0, 0), 2),
     ],
 )
 def test_ranks_that_may_run_on_the_same_cores_share_them(
-    monkeypatch: pytest.MonkeyPatch, n_cores: int, per_node: str, leaders: Any, n_threads: int, n_on_node: int
+    monkeypatch: pytest.MonkeyPatch, n_cores: int, per_node: str, leaders: Any, n_threads: int
 ) -> None:
     """Wrong if each of four ranks decoded with as many threads as the machine has cores."""
     cores(monkeypatch, set(range(n_cores)))
     monkeypatch.setenv("SHARDLOAD_RANKS_PER_NODE", per_node)
-    assert on_ranks(4, lambda g: g.machine) == [Topology(leaders, n_threads, n_on_node)] * 4
+    assert on_ranks(4, lambda g: g.machine) == [Topology(leaders, n_threads)] * 4
     nodes = on_ranks(4, lambda g: g.node.ranks)
     assert nodes == [tuple(r for r in range(4) if leaders[r] == leaders[k]) for k in range(4)]
 
@@ -68,7 +68,7 @@ def test_ranks_that_are_bound_have_their_cores_for_themselves(monkeypatch: pytes
         return group.machine
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: bound[threading.get_ident()], raising=False)
-    assert on_ranks(3, work) == [Topology((0, 0, 0), 2, 6)] * 3
+    assert on_ranks(3, work) == [Topology((0, 0, 0), 2)] * 3
 
 
 # --- memory

@@ -374,6 +374,24 @@ def test_a_change_of_a_file_behind_a_part_is_seen(tmp_path: Path, behind: str) -
     check(path)
 
 
+@pytest.mark.parametrize("row", [0, 4])
+def test_what_two_parts_consist_of_is_behind_both(tmp_path: Path, row: int) -> None:
+    """Wrong if a dataset behind two parts, which is looked at once, were known to be behind the first of them alone."""
+    shared, parts = write(tmp_path, "shared.h5", numbered((4, 6))), []
+    for name in ("p0.h5", "p1.h5"):
+        layout = h5py.VirtualLayout((4, 6), "f4")
+        layout[::2], layout[1::2] = shared[2:], shared[:2]
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_virtual_dataset("x", layout)
+        parts.append(h5py.VirtualSource(name, "x", (4, 6), "f4"))
+    path = two(tmp_path, *parts)
+    check(path)
+    with contextlib.closing(open_source(path, "/x")) as source:
+        os.utime(tmp_path / "shared.h5", ns=(1, 1))
+        with pytest.raises(OSError, match="has changed since it was looked at"):
+            source.read_into(Region((row, 0), (row + 1, 6)), np.empty((1, 6), "f4"))
+
+
 def test_what_consists_of_itself_is_refused(tmp_path: Path) -> None:
     for name, other in (("a.h5", "b.h5"), ("b.h5", "a.h5"), ("c.h5", ".")):
         layout = h5py.VirtualLayout((4,), "f4")
