@@ -23,12 +23,12 @@ from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import some
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.lookup import open_file
+from shardload.formats.lookup import FoundArray, open_file
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.call import LoadCall, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
-from shardload.jobs.loading.request import read_requests
+from shardload.jobs.loading.request import Request, read_requests
 from shardload.jobs.trees import (
     ArrayTree,
     Place,
@@ -252,26 +252,47 @@ def _sharding_of(x: Any) -> Any:
     return x.sharding
 
 
+class StateCall(LoadCall):
+    """One call that loads the arrays of a state, as those in `leaves` are, by their names in the file."""
+
+    def __init__(self, path: Any, leaves: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        self._leaves = {f"/{name}": leaf for name, leaf in leaves.items()}
+        super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**given, "dataset": [*leaves]})
+
+    def plan_file(self, request: Request, place: Place, where: str, found: FoundArray) -> ArrayLoad:
+        """See `LoadCall`. If the file's array has another shape, that is the error, not what follows from it."""
+        options, info = request.options, found.info
+        leaf = self._leaves[info.dataset]
+        is_whole = options.select is None and options.pad is None and not options.halo
+        if is_whole and info.shape != np.shape(leaf):
+            raise _unlike(info.dataset, str(place.path), leaf, info.shape, info.dtype)
+        return super().plan_file(request, place, where, found)
+
+
+def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> ConfigError:
+    """The error about an array of the file that is not as the leaf in whose place it comes."""
+    return ConfigError(
+        f"'{name}' in '{path}' is {dtype} {shape}, and in `like` {getattr(leaf, 'dtype', None)} {np.shape(leaf)}. Pass a "
+        "state of the shapes and types that were saved"
+    )
+
+
 def load_state(path: Any, like: Any, given: Mapping[str, Any]) -> Any:
     """The tree `like`, with values from a file. `given` are the options of `load`. Collective: yes."""
     named = dict(named_leaves(like))
     if not isinstance(path, (str, os.PathLike)) or not named:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")
-    shardings = {name: leaf.sharding for name, leaf in named.items() if isinstance(_sharding(leaf), NamedSharding)}
+    sharded = {name: leaf for name, leaf in named.items() if isinstance(_sharding(leaf), NamedSharding)}
     values: dict[str, Any] = {}
-    if shardings:
-        names = [*shardings]
-        with LoadCall("load", path, [*shardings.values()], None, {**given, "dataset": names}).begin() as call:
-            values = dict(zip(names, call.load(), strict=True))
-    if others := [name for name in named if name not in shardings]:
+    if sharded:
+        with StateCall(path, sharded, given).begin() as call:
+            values = dict(zip(sharded, call.load(), strict=True))
+    if others := [name for name in named if name not in sharded]:
         values |= {name: _as(named[name], value) for name, value in _read_all(path, others, given).items()}
     for name, leaf in named.items():
-        shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
-        if np.shape(values[name]) != shape or (dtype is not None and values[name].dtype != dtype):
-            raise ConfigError(
-                f"'{name}' in '{path}' is {values[name].dtype} {np.shape(values[name])}, and in `like` {dtype} {shape}. Pass a "
-                "state of the shapes and types that were saved"
-            )
+        shape, dtype = np.shape(values[name]), getattr(values[name], "dtype", None)
+        if shape != np.shape(leaf) or dtype != getattr(leaf, "dtype", dtype):
+            raise _unlike(f"/{name}", str(path), leaf, shape, dtype)
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in named])
 
 
