@@ -212,22 +212,25 @@ class Target:
         Whether a folder is made.
     known : sequence of str
         Names of which one must be in a folder that is to be replaced: others are not ours to replace.
+    token : str, optional
+        What the name of the temporary has, 16 digits; by default a new one.
     """
 
-    def __init__(self, path: str, mode: str, *, is_folder: bool = False, known: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: str, mode: str, *, is_folder: bool = False, known: Sequence[str] = (), token: str | None = None
+    ) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
         path = os.fspath(path).rstrip("/") if len(os.fspath(path)) > 1 else os.fspath(path)
         self.path, self.mode, self._is_folder, self._known = path, mode, is_folder, tuple(known)
         self._final = os.path.realpath(path) if mode == "w" else path
         self.folder = os.path.dirname(self._final) or "."
-        self.token = ""
+        self.token = token or secrets.token_hex(8)
         self.temporary: str | None = None
 
     def create(self) -> str:
         """Make the temporary; returns its path. ConfigError if the name is taken or cannot be made."""
         self._refuse()  # early, for the caller's sake: `commit` is what decides
-        self.token = secrets.token_hex(8)
         temporary = f"{self._final}.{self.token}.unfinished"
         try:
             if self._is_folder:
