@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import logging
 import os
 import re
 import secrets
@@ -27,6 +28,8 @@ from typing import Any
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.local import LocalFile, kind_of
 from shardload.storage.objects import UnsyncedError
+
+_log = logging.getLogger("shardload")
 
 MODES = ("w-", "w")
 MARK_NBYTES = 64
@@ -296,6 +299,9 @@ class Target:
         finally:  # not before: if the machine stops, the name may still be that of the old store
             if left is not None:
                 _remove(left)
+                if os.path.lexists(left):
+                    told = "'%s' is saved, but what had this name before cannot be removed. Type, or who may: rm -r %s"
+                    _log.warning(told, self.path, shlex.quote(left))
 
     def _take_free_name(self, temporary: str) -> str | None:
         """Give the temporary a name that nobody has. Returns a second name that is left over.

@@ -132,7 +132,9 @@ def test_a_second_name_of_a_file_that_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["both", "new", "parts"])
-def test_a_store_that_was_being_replaced(tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_was_being_replaced(
+    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Killed while the name was free for a moment, after it was given to the new store, and while the old one was removed."""
     save(tmp_path / "x.zarr", {"old": np.arange(3)})
     sink, catalog = catalog_of(tmp_path, "x.zarr")
@@ -159,6 +161,8 @@ def test_a_store_that_was_being_replaced(tmp_path: Path, phase: str, monkeypatch
             catalog.commit()
     else:
         catalog.commit()
+        (warning,) = caplog.messages  # wrong if the old store, which may be large, stayed without a word
+        assert "is saved" in warning and warning.endswith(f"rm -r {next(tmp_path.glob('*.replaced'))}")
     monkeypatch.undo()
     (old,) = tmp_path.glob("*.replaced")
     found = find_leftover(str(old))
