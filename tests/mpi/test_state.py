@@ -136,5 +136,10 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
     square = put(ramp((n, n), "float32"), mesh_of(), P(None, ("a", "b")))
     refused({"fields": {"rho": square}}, f"'/fields/rho' in '{path}' is float32", f"and in `like` float32 {n, n}")
     refused({"opt": {"0": {"count": square}}}, f"'/opt/0/count' in '{path}' is int32 ()", f"and in `like` float32 {n, n}")
+    refused({"fields": {"rho": 0.0}}, "'/fields/rho'", "in `like` None ()")  # wrong if NumPy said that it makes no number of it
+    # Wrong if the options counted for some leaves, and the others came as they are stored, without a word.
+    rho = put(ramp((2 * unit(), 2 * unit() + 1), "float32"), mesh_of(), P("a"))
+    for option, value in (("select", slice(None, None, -1)), ("select", 0), ("decode", True)):
+        refused({"fields": {"rho": rho}, "time": 0.0}, f"{option} is {value!r}", "'/time'", **{option: value})
     refused({"time": 0.0}, "leave out mesh", mesh=mesh_of())
     refused((), "a tree with leaves")

@@ -283,11 +283,18 @@ def load_state(path: Any, like: Any, given: Mapping[str, Any]) -> Any:
     if not isinstance(path, (str, os.PathLike)) or not named:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")
     sharded = {name: leaf for name, leaf in named.items() if isinstance(_sharding(leaf), NamedSharding)}
+    others = [name for name in named if name not in sharded]
+    if others and (given["select"] is not None or given["decode"]):
+        option = "decode" if given["select"] is None else "select"
+        raise ConfigError(
+            f"{option} is {given[option]!r}, but '/{others[0]}' has no NamedSharding in `like`, and what has none is read "
+            "as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
+        )
     values: dict[str, Any] = {}
     if sharded:
         with StateCall(path, sharded, given).begin() as call:
             values = dict(zip(sharded, call.load(), strict=True))
-    if others := [name for name in named if name not in sharded]:
+    if others:
         values |= {name: _as(named[name], value) for name, value in _read_all(path, others, given).items()}
     for name, leaf in named.items():
         shape, dtype = np.shape(values[name]), getattr(values[name], "dtype", None)
@@ -330,6 +337,8 @@ def _read(path: Any, names: Sequence[str], access: Access) -> dict[str, Array]:
 
 def _as(leaf: Any, value: Array) -> Any:
     """A value of the kind of a leaf: a number of Python, an array of NumPy, or one on the devices of the leaf."""
+    if np.shape(value) != np.shape(leaf):  # which is an error; not of what would be made of it
+        return value
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(value.item())
     if isinstance(leaf, (np.ndarray, np.generic)):
