@@ -585,8 +585,9 @@ def save(
     tree : jax.Array, dict of them, any pytree, xarray.Dataset or xarray.DataArray
         The arrays by their names in the file, groups included: ``{"rho": rho, "g/vel": vel}``; nested dicts are groups, and so
         are other nodes of a pytree: the array of ``state.opt[0].mu`` is ``"opt/0/mu"``. Each has a NamedSharding; or it is a
-        number, a NumPy array, or an array on one device of each process, the same on all ranks. An object
-        of xarray also says names of axes, attributes and coordinates; what is passed beside it wins (docs/values.md).
+        number, a NumPy array, or an array on one device of each process, the same on all ranks. None stands for no array, as
+        in JAX. An object of xarray also says names of axes, attributes and coordinates; what is passed beside it wins
+        (docs/values.md).
     dataset : str
         The name of an array that is passed by itself.
     mode : {"w-", "w"}

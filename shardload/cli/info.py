@@ -19,7 +19,7 @@ from shardload.formats.labelling import list_labelled, read_labels
 from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.contents import arrays_in, groups_of
 from shardload.options import Options
-from shardload.storage.leftovers import Leftover, find_leftover
+from shardload.storage.leftovers import Leftover, find_leftover, leftovers_beside
 from shardload.storage.remote import without_secrets
 from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
 from shardload.units import counted, format_nbytes
@@ -50,6 +50,7 @@ def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
             _print_rows(out, [*_rows_of_attrs(groups.get(name, {})), *left_out])
         else:
             _print_elsewhere(out, path, arrays, access)
+            _print_beside(out, path)
 
 
 _COLUMNS = (
@@ -98,6 +99,13 @@ def _print_elsewhere(out: IO[str], path: str, arrays: Sequence[ArrayInfo], acces
         tell("\n".join(wrap(printable(text), width_of(out))), out)
 
 
+def _print_beside(out: IO[str], path: str) -> None:
+    """What is beside a file or store of saves and appends that were killed, or go on now."""
+    with suppress(OSError):  # the folder may not be listed
+        for left in [] if "://" in path else leftovers_beside(path):
+            _tell_leftover(out, left)
+
+
 def _print_leftover(out: IO[str], left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:
     """What a save left, and what is in it if it is whole."""
     if as_json:
@@ -105,11 +113,16 @@ def _print_leftover(out: IO[str], left: Leftover, arrays: Sequence[ArrayInfo], a
         about |= {"commands": dict(left.commands), "arrays": [_described(array) for array in arrays]}
         tell(to_json(about), out)
         return
+    _tell_leftover(out, left)
+    if left.is_whole:
+        _print_table(out, left.path, arrays)
+
+
+def _tell_leftover(out: IO[str], left: Leftover) -> None:
+    """What it is, and what to type."""
     lines = wrap(printable(f"{left.path} {left.told}. {left.condition},"), width_of(out))
     lines += [printable(f"  {what}:  {command}") for what, command in left.commands]  # in one line each, to be copied
     tell("\n".join(lines), out)
-    if left.is_whole:
-        _print_table(out, left.path, arrays)
 
 
 def _rows_of_array(array: ArrayInfo) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, refusal, some
-from shardload.formats.contract.format import HelperError
+from shardload.formats.contract.format import ChangedError, HelperError
 from shardload.storage.leftovers import ROOTS, find_leftover
 from shardload.storage.local import NotAFileError, OutsideError, open_file
 from shardload.storage.objects import NoListingError
@@ -46,7 +46,7 @@ _OTHERS = (
 
 # What Python and the formats' libraries raise about what they have read. A server's refusal is of a type of its client's own.
 _OF_CONTENT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_SAYS_ALL = (HelperError, ImportError, NoListingError, NotAFileError, OutsideError)
+_SAYS_ALL = (ChangedError, HelperError, ImportError, NoListingError, NotAFileError, OutsideError)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,17 @@ from collections.abc import Callable, Sequence
 
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.local import LocalFile, head_of, open_file
-from shardload.storage.target import GROWTH_MARK, MARK_NBYTES, Change, Target, WritableFile, mark, named, sync_folder
+from shardload.storage.target import (
+    GROWTH_MARK,
+    MARK_NBYTES,
+    Change,
+    Target,
+    WritableFile,
+    mark,
+    named,
+    sync_folder,
+    temporary_of,
+)
 
 _log = logging.getLogger("shardload")
 
@@ -170,7 +180,8 @@ class GrowingFile(WritableFile):
     def __init__(self, path: str, name: str, state: Sequence[int]) -> None:
         self.is_as_before: Callable[[], bool] = lambda: False
         self._name, self._old_nbytes, self._is_begun = name, state[0], False
-        self._target, self._right = Target(path, "w"), AppendLock(path)
+        self._right = AppendLock(path)
+        self._target = Target(path, "w", token=self._right.token)
         try:
             with named(name):
                 super().__init__(path)
@@ -280,8 +291,28 @@ def locked_path(path: str) -> str | None:
     return path[: -len(_LOCK_SUFFIX)] if head.startswith(_LOCK_BEGINS) or not head else None
 
 
+def parts_of(lock: str) -> list[str]:
+    """The temporary of the append that made a lock, if it is there. That of changes is not one: nobody may remove it unseen."""
+    path, words = lock.removesuffix(_LOCK_SUFFIX), os.fsdecode(head_of(lock)).split()
+    temporary = f"{path}.{words[2]}.unfinished" if len(words) > 2 else ""
+    is_one = temporary_of(temporary) == (path, "unfinished")  # else the lock is not ours, and leads anywhere
+    return [temporary] if is_one and os.path.lexists(temporary) else []
+
+
+def how_to_remove(paths: Sequence[str]) -> str:
+    """What to type to remove files and folders."""
+    return shlex.join(["rm", *(["-r"] if any(map(os.path.isdir, paths)) else []), *paths])
+
+
 class AppendLock:
     """The right to append to `path`, a path without links.
+
+    Attributes
+    ----------
+    path : str
+        The file that says so.
+    token : str
+        A number of this append, which the name of its temporary has too.
 
     Raises
     ------
@@ -290,17 +321,18 @@ class AppendLock:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path + _LOCK_SUFFIX
-        about = f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
+        self.path, self.token = path + _LOCK_SUFFIX, secrets.token_hex(8)
+        about = f"{self.token} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
         self._text = _LOCK_BEGINS + os.fsencode(about)
         try:
             file = WritableFile(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             words = head_of(self.path).decode(errors="replace").split()
             by = f" (process {words[-1]} of {words[-2]})" if len(words) >= 6 else ""
+            remove = how_to_remove([self.path, *parts_of(self.path)])
             raise ConfigError(
                 f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{by}. "
-                f"Wait for it; if none runs there any more, remove that file: rm {shlex.quote(self.path)}"
+                f"Wait for it; if none runs there any more, remove what it left: {remove}"
             ) from None
         except PermissionError:
             raise ConfigError(f"'{path}' cannot grow: no right to write in its folder '{os.path.dirname(path)}'") from None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardload.errors import SourceError
-from shardload.storage.changes import changes_of, locked_path
+from shardload.storage.changes import changes_of, how_to_remove, locked_path, parts_of
 from shardload.storage.local import open_file
 from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
@@ -48,6 +49,8 @@ class Leftover:
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
     goes_on : bool
         Whether a copy can go on with it.
+    parts : list of str
+        What goes with it: of a file that keeps other appends away, the temporary of that append.
     """
 
     path: str
@@ -55,6 +58,7 @@ class Leftover:
     what: str
     is_whole: bool = False
     goes_on: bool = False
+    parts: Sequence[str] = ()
 
     @property
     def told(self) -> str:
@@ -75,7 +79,7 @@ class Leftover:
         """What to do under this `condition`: in words, and what to type."""
         if self.what == "changes":
             return [("complete it", f"shardload info {shlex.quote(self.target)}")]
-        remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{shlex.quote(self.path)}"
+        remove = "remove what it left" if self.parts else "remove it", how_to_remove([self.path, *self.parts])
         if self.goes_on:
             return [("go on with it", f"shardload copy IN {shlex.quote(self.target)} --resume"), remove]
         if not self.is_whole:
@@ -99,7 +103,7 @@ def find_leftover(path: str) -> Leftover | None:
     path = path.rstrip("/")
     locked = locked_path(path)
     if locked is not None:
-        return Leftover(path, locked, "appending")
+        return Leftover(path, locked, "appending", parts=parts_of(path))
     found = temporary_of(path)
     if found is None or not os.path.exists(path):
         return None
@@ -126,6 +130,16 @@ def find_leftover(path: str) -> Leftover | None:
     if os.path.exists(target) and os.path.samefile(path, target):
         return Leftover(path, target, "linked")
     return Leftover(path, target, what, bool(head) and head != MARK_BEGINS)
+
+
+def leftovers_beside(path: str) -> list[Leftover]:
+    """What saves and appends to `path` have left beside it, or are writing now; without what goes with another of them."""
+    final = os.path.realpath(path)
+    folder, name = os.path.split(final)
+    others = [other for other in sorted(os.listdir(folder)) if other.startswith(f"{name}.")]
+    there = [left for other in others if (left := find_leftover(os.path.join(folder, other))) and left.target == final]
+    parts = {part for left in there for part in left.parts}
+    return [left for left in there if left.path not in parts]
 
 
 def refuse_leftover(path: str) -> None:

@@ -305,6 +305,7 @@ class AddedFolder(NewFolder):
     def create(self) -> str:
         """See `WritableFolder`."""
         self._right = AppendLock(self.old)
+        self._target.token = self._right.token
         try:
             super().create()
             self._write_small(GROWTH_MARK, b"")

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import logging
 import os
 import re
 import secrets
@@ -27,6 +28,8 @@ from typing import Any
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.local import LocalFile, kind_of
 from shardload.storage.objects import UnsyncedError
+
+_log = logging.getLogger("shardload")
 
 MODES = ("w-", "w")
 MARK_NBYTES = 64
@@ -212,22 +215,25 @@ class Target:
         Whether a folder is made.
     known : sequence of str
         Names of which one must be in a folder that is to be replaced: others are not ours to replace.
+    token : str, optional
+        What the name of the temporary has, 16 digits; by default a new one.
     """
 
-    def __init__(self, path: str, mode: str, *, is_folder: bool = False, known: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: str, mode: str, *, is_folder: bool = False, known: Sequence[str] = (), token: str | None = None
+    ) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
         path = os.fspath(path).rstrip("/") if len(os.fspath(path)) > 1 else os.fspath(path)
         self.path, self.mode, self._is_folder, self._known = path, mode, is_folder, tuple(known)
         self._final = os.path.realpath(path) if mode == "w" else path
         self.folder = os.path.dirname(self._final) or "."
-        self.token = ""
+        self.token = token or secrets.token_hex(8)
         self.temporary: str | None = None
 
     def create(self) -> str:
         """Make the temporary; returns its path. ConfigError if the name is taken or cannot be made."""
         self._refuse()  # early, for the caller's sake: `commit` is what decides
-        self.token = secrets.token_hex(8)
         temporary = f"{self._final}.{self.token}.unfinished"
         try:
             if self._is_folder:
@@ -293,6 +299,9 @@ class Target:
         finally:  # not before: if the machine stops, the name may still be that of the old store
             if left is not None:
                 _remove(left)
+                if os.path.lexists(left):
+                    told = "'%s' is saved, but what had this name before cannot be removed. Type, or who may: rm -r %s"
+                    _log.warning(told, self.path, shlex.quote(left))
 
     def _take_free_name(self, temporary: str) -> str | None:
         """Give the temporary a name that nobody has. Returns a second name that is left over.

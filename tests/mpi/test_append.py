@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -583,6 +585,8 @@ def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
     refused({"g/vel": rho, **whole}, "no array '/g/vel'", "'/g/rho'")
     refused({"g/rho": rho, "g/time": time[:1]}, "from 5 to 7", "from 5 to 6", "equally long")
     refused({"g/rho": rho[:, :-8], "g/time": time}, "(5, 24, 12)", "(2, 16, 12)", "along axis 0 only")
+    row = put(values[5], mesh_of(), P("a"))
+    refused({"g/rho": row, "g/time": time[:1]}, "(5, 24, 12)", "(24, 12)", "For a single row", "expand_dims(x, 0)")
     refused({"g/rho": rho.astype("int32"), "g/time": time}, "holds float32", "x.astype('float32')")
     refused({"g/rho": rho[:0], "g/time": time[:0]}, "none without elements")
     refused({"rho": rho, "time": time}, "part of the Zarr store", at=path / "g")
@@ -592,6 +596,25 @@ def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
     refused(rho, "'transpose'", "append does not write", at=shared_tmp_path / "t.zarr", dataset="/", dim=0)
     refused(whole, "dim is None", dim=None)
     assert on_root(ranks, lambda: files(path)) == before
+
+
+def test_a_folder_into_which_this_user_may_not_look(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a file that is there were said not to exist, and should be made by a save."""
+    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
+    on_root(ranks, lambda: make(path, values[:5]))
+    for name in ("stat", "open"):  # the tests run as root, too, who may look everywhere
+        monkeypatch.setattr(os, name, partial(_forbidden, getattr(os, name), str(path)))
+    error = same_error(
+        ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, "may not be read", "Ask for access"
+    )
+    assert "does not exist" not in str(error)
+
+
+def _forbidden(call: Any, path: str, given: Any, *args: Any, **how: Any) -> Any:
+    """A call of the system, which may not look at `path`."""
+    if given == path:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    return call(given, *args, **how)
 
 
 @pytest.mark.any_version

@@ -90,6 +90,36 @@ def test_a_state_comes_back(comm: Any, shared_tmp_path: Path, name: str) -> None
         check(found.fields["rho"], ramp((2 * unit(), 2 * unit() + 1), "float32"), mesh, P("a"))
 
 
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_none_is_no_array(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if None were refused in a dict, or at the top of a state, but not in a NamedTuple or a list further down."""
+    w = put(ramp((unit(), 2), "float32"), mesh_of(), P("a"))
+    states = [
+        {"w": w, "ema": None},
+        Adam(w, {"bias": None, "kernel": w}),
+        [w, None, {"opt": {"mu": None}, "nu": (None, 3)}],
+    ]
+    for k, state in enumerate(states):
+        path = shared_tmp_path / f"{k}-{name}"
+        shardload.save(path, state)
+        found = shardload.load(path, like=state)
+        assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(state)
+        for array in (leaf for leaf in jax.tree_util.tree_leaves(found) if isinstance(leaf, jax.Array)):
+            check(array, ramp((unit(), 2), "float32"), mesh_of(), P("a"))
+    if name == "state.h5":
+
+        def names() -> None:
+            with h5py.File(shared_tmp_path / "2-state.h5") as file:
+                assert set(file) == {"0", "2"}
+                assert file["2/nu/1"][()] == 3
+
+        on_root(comm, names)
+    nothing = shared_tmp_path / f"nothing-{name}"
+    same_error(comm, lambda: shardload.save(nothing, {"w": None}), ConfigError, "no arrays to save", "None")
+    text = {"title": "run 7"}
+    same_error(comm, lambda: shardload.save(nothing, text), ConfigError, "'/title' is a str", "attrs={'/': {'title'")
+
+
 def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> None:
     path = shared_tmp_path / "state.h5"
     state = state_of()
@@ -99,7 +129,17 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
         same_error(comm, lambda: shardload.load(path, **{"like": like} | how), ConfigError, *words)
 
     refused({"time": 1.0, "step": 3}, "has no '/step'", "/opt/0/count")
-    refused({"opt": {"2": {"steps": np.zeros(3)}}}, "'opt/2/steps'", "int64 ()", "float64 (3,)")
-    refused(Run(0.0, {"rho": jnp.zeros(3, "float32")}, None), "'fields/rho'", "(3,)")
+    refused({"opt": {"2": {"steps": np.zeros(3)}}}, "'/opt/2/steps'", "int64 ()", "float64 (3,)")
+    refused(Run(0.0, {"rho": jnp.zeros(3, "float32")}, None), "'/fields/rho'", "(3,)")
+    # Wrong if the error were that an axis of the file does not divide, and asked for pad=.
+    n = len(jax.devices())
+    square = put(ramp((n, n), "float32"), mesh_of(), P(None, ("a", "b")))
+    refused({"fields": {"rho": square}}, f"'/fields/rho' in '{path}' is float32", f"and in `like` float32 {n, n}")
+    refused({"opt": {"0": {"count": square}}}, f"'/opt/0/count' in '{path}' is int32 ()", f"and in `like` float32 {n, n}")
+    refused({"fields": {"rho": 0.0}}, "'/fields/rho'", "in `like` None ()")  # wrong if NumPy said that it makes no number of it
+    # Wrong if the options counted for some leaves, and the others came as they are stored, without a word.
+    rho = put(ramp((2 * unit(), 2 * unit() + 1), "float32"), mesh_of(), P("a"))
+    for option, value in (("select", slice(None, None, -1)), ("select", 0), ("decode", True)):
+        refused({"fields": {"rho": rho}, "time": 0.0}, f"{option} is {value!r}", "'/time'", **{option: value})
     refused({"time": 0.0}, "leave out mesh", mesh=mesh_of())
     refused((), "a tree with leaves")

@@ -33,7 +33,7 @@ from shardload.formats.codecs.algorithms import numcodecs
 from shardload.formats.contract.array import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.hdf5.filters import Hdf5Encoder, create_type
 from shardload.formats.hdf5.ledger import old_file
-from shardload.formats.hdf5.metadata import axes_of, is_scale, properties_of, scales_of, stands_for_axis
+from shardload.formats.hdf5.metadata import NON_COORDINATE, axes_of, is_scale, properties_of, scales_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
     OpenDataset,
     OpenFacts,
@@ -172,6 +172,11 @@ def _details(path: str, dataset: OpenDataset) -> Json:
             f"{where} is virtual: its values are in other files, so that it cannot grow. Append to the last part, and join the "
             "parts anew (`shardload join`); or make one file of them: `shardload copy OLD NEW --unlimited AXIS`"
         )
+    if stands_for_axis(dataset):
+        above, _, last = dataset.name.rpartition("/")
+        variable = f"{above}/{NON_COORDINATE}{last}"
+        fix = f". The array of that name is stored as '{variable}': append to it by that" if variable in dataset.file else ""
+        raise ConfigError(f"{where} is an axis without values, which grows with the arrays that have it{fix}")
     if dataset.chunks is None:
         raise ConfigError(f"{where} has no chunks, so that it cannot grow. {HOW_TO_GROW}")
     dtype = type_of_values(dataset.kind)

@@ -23,12 +23,12 @@ from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import some
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.lookup import open_file
+from shardload.formats.lookup import FoundArray, open_file
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.call import LoadCall, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
-from shardload.jobs.loading.request import read_requests
+from shardload.jobs.loading.request import Request, read_requests
 from shardload.jobs.trees import (
     ArrayTree,
     Place,
@@ -252,26 +252,54 @@ def _sharding_of(x: Any) -> Any:
     return x.sharding
 
 
+class StateCall(LoadCall):
+    """One call that loads the arrays of a state, as those in `leaves` are, by their names in the file."""
+
+    def __init__(self, path: Any, leaves: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        self._leaves = {f"/{name}": leaf for name, leaf in leaves.items()}
+        super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**given, "dataset": [*leaves]})
+
+    def plan_file(self, request: Request, place: Place, where: str, found: FoundArray) -> ArrayLoad:
+        """See `LoadCall`. If the file's array has another shape, that is the error, not what follows from it."""
+        options, info = request.options, found.info
+        leaf = self._leaves[info.dataset]
+        is_whole = options.select is None and options.pad is None and not options.halo
+        if is_whole and info.shape != np.shape(leaf):
+            raise _unlike(info.dataset, str(place.path), leaf, info.shape, info.dtype)
+        return super().plan_file(request, place, where, found)
+
+
+def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> ConfigError:
+    """The error about an array of the file that is not as the leaf in whose place it comes."""
+    return ConfigError(
+        f"'{name}' in '{path}' is {dtype} {shape}, and in `like` {getattr(leaf, 'dtype', None)} {np.shape(leaf)}. Pass a "
+        "state of the shapes and types that were saved"
+    )
+
+
 def load_state(path: Any, like: Any, given: Mapping[str, Any]) -> Any:
     """The tree `like`, with values from a file. `given` are the options of `load`. Collective: yes."""
     named = dict(named_leaves(like))
     if not isinstance(path, (str, os.PathLike)) or not named:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")
-    shardings = {name: leaf.sharding for name, leaf in named.items() if isinstance(_sharding(leaf), NamedSharding)}
+    sharded = {name: leaf for name, leaf in named.items() if isinstance(_sharding(leaf), NamedSharding)}
+    others = [name for name in named if name not in sharded]
+    if others and (given["select"] is not None or given["decode"]):
+        option = "decode" if given["select"] is None else "select"
+        raise ConfigError(
+            f"{option} is {given[option]!r}, but '/{others[0]}' has no NamedSharding in `like`, and what has none is read "
+            "as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
+        )
     values: dict[str, Any] = {}
-    if shardings:
-        names = [*shardings]
-        with LoadCall("load", path, [*shardings.values()], None, {**given, "dataset": names}).begin() as call:
-            values = dict(zip(names, call.load(), strict=True))
-    if others := [name for name in named if name not in shardings]:
+    if sharded:
+        with StateCall(path, sharded, given).begin() as call:
+            values = dict(zip(sharded, call.load(), strict=True))
+    if others:
         values |= {name: _as(named[name], value) for name, value in _read_all(path, others, given).items()}
     for name, leaf in named.items():
-        shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
-        if np.shape(values[name]) != shape or (dtype is not None and values[name].dtype != dtype):
-            raise ConfigError(
-                f"'{name}' in '{path}' is {values[name].dtype} {np.shape(values[name])}, and in `like` {dtype} {shape}. Pass a "
-                "state of the shapes and types that were saved"
-            )
+        shape, dtype = np.shape(values[name]), getattr(values[name], "dtype", None)
+        if shape != np.shape(leaf) or dtype != getattr(leaf, "dtype", dtype):
+            raise _unlike(f"/{name}", str(path), leaf, shape, dtype)
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in named])
 
 
@@ -309,6 +337,8 @@ def _read(path: Any, names: Sequence[str], access: Access) -> dict[str, Array]:
 
 def _as(leaf: Any, value: Array) -> Any:
     """A value of the kind of a leaf: a number of Python, an array of NumPy, or one on the devices of the leaf."""
+    if np.shape(value) != np.shape(leaf):  # which is an error; not of what would be made of it
+        return value
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(value.item())
     if isinstance(leaf, (np.ndarray, np.generic)):

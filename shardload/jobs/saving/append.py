@@ -28,6 +28,7 @@ from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import native_dtype, some
 from shardload.formats.contract.format import Source, open_alone
+from shardload.formats.diagnosis import check_readable
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import HOW_TO_GROW, Growing, Sink
 from shardload.jobs.described import read_values
@@ -128,7 +129,13 @@ def _read(asked: SaveRequest) -> Any:
         )
     refuse_leftover(path)
     if not os.path.exists(path):
-        raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            text = f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save"
+            raise SourceError(text, path=path) from None
+        except OSError:  # a folder into which this user may not look
+            check_readable(path)
     names = [array.name for array in asked.arrays]
     if os.path.isfile(path):
         from shardload.formats.hdf5.growth import read_file
@@ -283,9 +290,11 @@ def _check(asked: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, int
                 )
         expected = (*shape[:axis], new[axis] if len(new) > axis else 0, *shape[axis + 1 :])
         if new != expected or 0 in new:
+            row = f". For a single row, give it that axis: jax.numpy.expand_dims(x, {axis})"
+            fix = row if new == (*shape[:axis], *shape[axis + 1 :]) else ""
             raise ConfigError(
                 f"{where} has the shape {shape} and can grow along axis {axis} only; what is to be appended has {new}. Its "
-                "other axes must be the same, and none without elements"
+                f"other axes must be the same, and none without elements{fix}"
             )
         most = known.get("maxshape", [None] * len(shape))[axis]
         if most is not None and shape[axis] + new[axis] > most:

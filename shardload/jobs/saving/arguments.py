@@ -313,7 +313,7 @@ def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
             raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
         arrays[name] = array
     if not arrays:
-        raise ConfigError("there are no arrays to save: the dict is empty")
+        raise ConfigError("there are no arrays to save: the dict is empty, or has None in the place of arrays")
     return arrays
 
 
@@ -326,8 +326,8 @@ def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]
         if isinstance(value, Mapping):
             yield from _named_in(value, name)
         elif node_of(value) is not None:  # any other pytree
-            yield from _named_in({key_text(key): child for key, child in node_of(value) or () if child is not None}, name)
-        else:
+            yield from _named_in({key_text(key): child for key, child in node_of(value) or ()}, name)
+        elif value is not None:  # which is a tree without leaves
             yield name, value
 
 
@@ -338,9 +338,12 @@ def _checked(name: str, x: Any) -> Any:
     if isinstance(x, (bool, int, float, complex, np.generic)):
         x = np.asarray(x)
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        hint = "Pass x.data of an object of xarray (or a Dataset in place of the dict)"
+        if isinstance(x, str):
+            hint = f"Save a text as an attribute: attrs={{'/': {{{name.rpartition('/')[2]!r}: ...}}}}"
         raise ConfigError(
             f"'{name}' is a {type(x).__name__}; expected a jax.Array, a number, a NumPy array (the same on every rank), "
-            "or a tree of them. Pass x.data of an object of xarray (or a Dataset in place of the dict)"
+            f"or a tree of them. {hint}"
         )
     if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
         raise ConfigError(

@@ -535,6 +535,23 @@ def test_what_cannot_grow(tmp_path: Path, how: dict[str, Any], words: str) -> No
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_array_that_has_the_name_of_an_axis(tmp_path: Path) -> None:
+    """Wrong if the netCDF dimension of that name, which has no chunks, were taken for the array, which has."""
+    path, values = tmp_path / "x.nc", np.arange(12.0).reshape(2, 3, 2)
+    with netCDF4.Dataset(path, "w") as file:
+        for name, n in (("time", None), ("y", 3), ("x", 2)):
+            file.createDimension(name, n)
+        file.createVariable("x", "f8", ("time", "y", "x"))[:] = values[:1]
+    with pytest.raises(ConfigError, match=r"'/x' .* axis without values.* stored as '/_nc4_non_coord_x'") as found:
+        read_file(str(path), ["/x"])
+    assert "chunks" not in str(found.value)
+    grow(path, {"/_nc4_non_coord_x": values}, dimensions={"/time": 2})  # what is advised works
+    with netCDF4.Dataset(path) as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+    with pytest.raises(ConfigError, match=r"'/y' .* grows with the arrays that have it$"):
+        read_file(str(path), ["/y"])
+
+
 def test_another_program_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a file grew that somebody writes, or that HDF5 would not open for writing; or if a reader got metadata of which
     some are old and some new.

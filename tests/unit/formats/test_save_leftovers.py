@@ -21,9 +21,11 @@ from typer.testing import CliRunner
 from shardload.cli.main import app
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
+from shardload.formats.hdf5.growth import Hdf5Growth, read_file
 from shardload.formats.lookup import Finder, find_array, list_arrays
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression
+from shardload.formats.zarr.growth import GrowthSink, read_store
 from shardload.storage import target
 from shardload.storage.changes import AppendLock
 from shardload.storage.leftovers import find_leftover
@@ -130,7 +132,9 @@ def test_a_second_name_of_a_file_that_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["both", "new", "parts"])
-def test_a_store_that_was_being_replaced(tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_was_being_replaced(
+    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Killed while the name was free for a moment, after it was given to the new store, and while the old one was removed."""
     save(tmp_path / "x.zarr", {"old": np.arange(3)})
     sink, catalog = catalog_of(tmp_path, "x.zarr")
@@ -157,6 +161,8 @@ def test_a_store_that_was_being_replaced(tmp_path: Path, phase: str, monkeypatch
             catalog.commit()
     else:
         catalog.commit()
+        (warning,) = caplog.messages  # wrong if the old store, which may be large, stayed without a word
+        assert "is saved" in warning and warning.endswith(f"rm -r {next(tmp_path.glob('*.replaced'))}")
     monkeypatch.undo()
     (old,) = tmp_path.glob("*.replaced")
     found = find_leftover(str(old))
@@ -198,10 +204,43 @@ def test_who_must_not_run_there_any_more(tmp_path: Path) -> None:
     path = left_after(tmp_path, "out.h5", "put")
     assert "If no save runs there any more" in " ".join(info(path).split())
     lock = tmp_path / "out.zarr.appending"
+    (tmp_path / "out.zarr.").mkdir()  # what a path through it would need
     lock.touch()
     with pytest.raises(SourceError, match=r"is being appended to.* If no append runs there any more, remove it: `rm "):
         find_array(str(lock))
     assert "If no append runs there any more" in " ".join(info(str(lock)).split())
+    (tmp_path / "mine.0123456789abcdef.unfinished").touch()
+    lock.write_text("shardload append /../mine.0123456789abcdef out.zarr node7 4711\n")  # wrong if it led to other files
+    assert f"remove it:  rm {lock}\n" in info(str(lock))
+
+
+@pytest.mark.parametrize("kind", ["x.h5", "x.zarr"])
+def test_one_command_removes_what_a_killed_append_left(tmp_path: Path, kind: str) -> None:
+    """Wrong if the next append, or `info` of the file, said nothing of its temporary; or removed that of another save."""
+    path = tmp_path / kind
+    if kind == "x.h5":
+        with h5py.File(path, "w") as file:
+            file.create_dataset("rho", data=VALUES, maxshape=(None, 4), chunks=(2, 4))
+        sink: Any = Hdf5Growth(str(path), read_file(str(path), ["/rho"]), {"/rho": 0}, {"/rho": 2})
+    else:
+        zarr.create_array(path / "rho", data=VALUES, chunks=(2, 4))
+        zarr.open_group(path, mode="a")
+        sink = GrowthSink(str(path), read_store(str(path), ["/rho"]), {"/rho": 0}, {"/rho": 2})
+    sink.create()  # nobody ends it, as after a kill
+    other = left_after(tmp_path, kind, "create")
+    with pytest.raises(ConfigError, match="is being appended to") as found:
+        AppendLock(str(path))
+    command = str(found.value).rpartition("remove what it left: ")[2]
+    told = info(str(path))
+    assert "6 x 4" in told and f"  remove what it left:  {command}\n" in told
+    assert f"  remove it:  rm {'-r ' if kind == 'x.zarr' else ''}{other}\n" in told  # each once
+    assert told.count("\n  remove") == 2
+    subprocess.run(shlex.split(command), check=True)  # what is advised works
+    assert sorted(os.listdir(tmp_path)) == sorted([kind, os.path.basename(other)])
+    AppendLock(str(path)).release()
+    told = info(str(path))
+    assert told.count("\n  remove") == 1 and other in told
+    sink.abandon()
 
 
 def test_the_lock_of_another_append_stays(tmp_path: Path) -> None:
