@@ -174,14 +174,13 @@ def plan_copy(
         reading = max(reading, least_staging(layout))
     name, largest = max(((array.name, unit.unit_nbytes) for array, unit in zip(arrays, units, strict=True)), key=itemgetter(1))
     least = least_memory(largest, largest, reading)
-    asked = request.options.staging
-    staging = max(STAGING_NBYTES, least) if isinstance(asked, str) else asked
-    if staging < least:
-        raise ConfigError(
-            f"staging is {format_nbytes(staging)}, but this copy needs {format_nbytes(least)}: what a rank writes at once of "
-            f"'{name}' is {format_nbytes(largest)} (a chunk, a file of chunks, or some rows). Pass "
-            f"staging='{-(-least >> 20)}MiB', or smaller chunks="
+    staging = max(STAGING_NBYTES, least)
+    if request.options.staging != AUTO:
+        told = (
+            f"what a rank writes at once of '{name}' is {format_nbytes(largest)} (a chunk, a file of chunks, or some rows), "
+            f"and copying it takes {format_nbytes(least)}"
         )
+        staging = request.options.staging_cap(least, told, fix="smaller chunks=, or ")
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
     slabs = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
