@@ -22,7 +22,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ConfigError
-from shardload.units import parse_nbytes
+from shardload.units import format_nbytes, parse_nbytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -645,6 +645,36 @@ class CallOptions:
     def staging_nbytes(self) -> int:
         """The cap in bytes; for ``"auto"``, the one that files with small chunks get."""
         return STAGING_NBYTES if isinstance(self.staging, str) else self.staging
+
+    def staging_cap(self, needed: int, told: str, *, room: int = 0, ample: int = 0, fix: str = "") -> int:
+        """The cap in bytes for what needs so many: what was asked for; if that is ``"auto"`` and too little, what is needed.
+
+        Parameters
+        ----------
+        needed, ample : int
+            Bytes that are needed, and bytes that are better, for ``"auto"``.
+        told : str
+            What needs them, for the message.
+        room : int
+            What ``"auto"`` may be at most.
+        fix : str
+            What else can be passed, for the message: ``"smaller chunks, or "``.
+
+        Raises
+        ------
+        ConfigError
+            If there are too few.
+        """
+        cap, is_auto = self.staging_nbytes, self.staging == AUTO
+        if needed <= cap:
+            return cap
+        if is_auto and needed <= room:
+            return min(room, max(needed, ample))
+        found, how = format_nbytes(cap), "Pass"
+        if is_auto:
+            found = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
+            how = "Start fewer processes on a node, or pass"
+        raise ConfigError(f"{told}, but staging is {found}. {how} {fix}staging='{-(-needed >> 20)}MiB' or more")
 
     @property
     def limits(self) -> Limits | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.memory import MemorySource
-from shardload.planning.schedule import Block, Schedule, SourceLayout
+from shardload.planning.schedule import Block, SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import is_remote
 from shardload.transfer.buffers import Resources
@@ -26,32 +27,36 @@ from shardload.transfer.reader import SourceReader, open_reader
 from shardload.values.decoding import Decoding
 
 
-@dataclass(frozen=True)
-class OpenArray:
-    """An array that is open, and how it is read.
+class FileMove(ArrayMove):
+    """What moves of an array that is read from a file, or from memory.
 
     Attributes
     ----------
     info : ArrayInfo
-        Its metadata.
-    source : Source or None
-        What reads it; None on a rank that reads nothing of it.
+        The array's metadata.
     layout : SourceLayout
         How the selected elements lie in the file.
-    schedule : Schedule
-        Which rank reads which block.
-    decoding : Decoding, optional
+    decoding : Decoding or None
         How stored numbers become values.
     library : Lock
         Held while the format's library reads. Where the source stays open, rounds that overlap have the same one.
     """
 
-    info: ArrayInfo
-    source: Source | None
-    layout: SourceLayout
-    schedule: Schedule
-    decoding: Decoding | None = None
-    library: threading.Lock = field(default_factory=threading.Lock)
+    flow: Any  # one that also says what a rank ever reads: a `Schedule` or a `BatchFlow`
+
+    def __init__(
+        self,
+        array: int,
+        flow: Any,
+        info: ArrayInfo,
+        layout: SourceLayout,
+        decoding: Decoding | None = None,
+        name: str | None = None,
+        named: Callable[[BaseException], BaseException] | None = None,
+    ) -> None:
+        super().__init__(array, flow, layout.dtype, str(info) if name is None else name, named)
+        self.info, self.layout, self.decoding = info, layout, decoding
+        self.library = threading.Lock()
 
 
 class FileSource(ABC):
@@ -71,30 +76,33 @@ class FileSource(ABC):
         self._rank, self._checksums, self._tuning = rank, checksums, tuning or default_tuning()
 
     @abstractmethod
-    def open(self, moves: Sequence[ArrayMove], opened: ExitStack) -> list[OpenArray]:
-        """Open the arrays of a round. `opened` closes them when all has moved, or they stay open for later rounds."""
+    def open(self, moves: Sequence[Any], opened: ExitStack) -> list[Source | None]:
+        """Open the arrays of a round: None for one that this rank does not read. `opened` closes them when all has moved, or
+        they stay open for later rounds.
+        """
 
-    def coming(self, move: ArrayMove) -> Iterable[Block]:
+    def coming(self, move: Any) -> Iterable[Block]:
         """The blocks of an array in a store that this rank reads next, in order, as far as nothing was told of them."""
-        return move.flow.outgoing(self._rank)
+        blocks: Iterable[Block] = move.flow.outgoing(self._rank)
+        return blocks
 
-    def stage(self, moves: Sequence[ArrayMove], resources: Resources, opened: ExitStack) -> None:
+    def stage(self, moves: Sequence[Any], resources: Resources, opened: ExitStack) -> None:
         """See `SourceEndpoint`."""
-        for move, array in zip(moves, self.open(moves, opened), strict=True):
+        for move, source in zip(moves, self.open(moves, opened), strict=True):
             try:
-                move.producer = self._reader(array, move, resources, opened)
+                move.producer = self._reader(move, source, resources, opened)
             except Exception as error:
                 move.fail(error)
 
-    def _reader(self, array: OpenArray, move: ArrayMove, resources: Resources, opened: ExitStack) -> SourceReader:
-        source, layout, schedule, tuning = array.source, array.layout, array.schedule, self._tuning
+    def _reader(self, move: FileMove, source: Source | None, resources: Resources, opened: ExitStack) -> SourceReader:
+        info, layout, flow, tuning = move.info, move.layout, move.flow, self._tuning
+        in_store = source is not None and is_remote(info.path)
         if source is None:
-            source = MemorySource(np.empty((0,) * len(array.info.shape), dtype=np.dtype(array.info.dtype)))
-        elif (around := schedule.around(self._rank)) is not None:
+            source = MemorySource(np.empty((0,) * len(info.shape), dtype=np.dtype(info.dtype)))
+        elif (around := flow.around(self._rank)) is not None:
             source.expect(layout.selection.to_file(around))
         if isinstance(source, MemorySource) and tuning.inline_nbytes > 0:  # a copy: not worth a thread
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, tuning.small_nbytes))
-        in_store = array.source is not None and is_remote(array.info.path)
         if in_store:  # also tiny chunks are fetched ahead
             tuning = replace(tuning, min_chunk_nbytes=0)
         reader = open_reader(
@@ -103,9 +111,9 @@ class FileSource(ABC):
             LocalPieces(self._rank, move.targets, self._checksums),
             resources,
             tuning=tuning,
-            counts=counter_of(schedule, self._rank),
-            convert=conversion(array.decoding),
-            library=array.library,
+            counts=counter_of(flow, self._rank),
+            convert=conversion(move.decoding),
+            library=move.library,
         )
         if in_store:
             reader.expect(self.coming(move))

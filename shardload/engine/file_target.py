@@ -17,6 +17,7 @@ had the name before is as it was.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections import deque
@@ -212,16 +213,16 @@ class FileTarget:
     def begin(self) -> None:
         """Rank 0 makes the temporary, all ranks open it."""
 
-        def create() -> str:
+        def create() -> bytes:
             # Noted by the thread itself: after Ctrl-C nobody takes its result, and the temporary must be removed.
             self._catalog = self._sink.create()
-            return str(self._catalog.ticket.to_json())
+            return pickle.dumps(self._catalog.ticket)
 
         def open_writer() -> None:
             self._writer = self._sink.writer(self._ticket)
 
         self._group.watch.enter("create")
-        self._ticket = Ticket.from_json(self._on_root(create))
+        self._ticket = pickle.loads(bytes(self._on_root(create)))  # of this job's rank 0, never of a file
         with self._errors, named(self._sink.path):
             self._in_thread(open_writer)
         self._agree()
@@ -288,10 +289,10 @@ class FileTarget:
     def _agree(self) -> None:
         self._group.agree(self._errors.take())
 
-    def _on_root(self, call: Callable[[], str]) -> Any:
+    def _on_root(self, call: Callable[[], str | bytes]) -> Any:
         """Do something with the sink on rank 0. If it fails, all ranks raise that error. Collective."""
 
-        def run() -> str:
+        def run() -> str | bytes:
             self._is_at_work = True
             with named(self._sink.path):
                 told = self._in_thread(call)

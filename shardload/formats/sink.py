@@ -12,12 +12,11 @@ docs/design/save.md has the protocol, and what is on disk after a kill in each o
 from __future__ import annotations
 
 import abc
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -532,17 +531,6 @@ class Ticket:
 
     temporary: str
     places: Mapping[str, Places] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """As text, for another rank."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Ticket:
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        places = {name: Places(**one) for name, one in fields["places"].items()}
-        return cls(fields["temporary"], places)
 
 
 class Writer:

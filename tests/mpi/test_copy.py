@@ -482,10 +482,10 @@ def test_a_source_that_changes_meanwhile(comm: Any, shared_tmp_path: Path, monke
     on_root(comm, lambda: make_h5(before, chunks=(4, 5, 6), compression="gzip"))
     chunks = CopySource._chunks
 
-    def change(self: Any, moves: Any) -> Any:
+    def change(self: Any, *moves: Any) -> Any:
         if comm.rank == 0:
             os.utime(before, ns=(time.time_ns(), time.time_ns() + 10**9))
-        yield from chunks(self, moves)
+        yield from chunks(self, *moves)
 
     monkeypatch.setattr(CopySource, "_chunks", change)
     target = shared_tmp_path / "out.h5"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec, Encoder, Sink, Stored, Ticket, Writer
+from shardload.formats.sink import ArraySpec, Encoder, Sink, Stored, Writer
 from shardload.planning.region import Region, ravel
 
 Array = np.ndarray[Any, Any]
@@ -55,7 +56,7 @@ def write_all(
     name, number, offset, stored.
     """
     chance = random.Random(seed)
-    ticket = Ticket.from_json(catalog.ticket.to_json())
+    ticket = pickle.loads(pickle.dumps(catalog.ticket))
     todo = [(name, region) for name, one in sink.arrays.items() for region in regions(one)]
     chance.shuffle(todo)
     writers = [sink.writer(ticket) for _ in range(n_writers)]

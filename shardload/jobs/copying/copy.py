@@ -31,7 +31,7 @@ import numpy as np
 from shardload.comm.group import Group, Topology
 from shardload.comm.mpi import mpi_is_off, refuse_singletons
 from shardload.engine.call import Call, begin_request
-from shardload.engine.file_source import FileSource, OpenArray
+from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, StallError
@@ -54,10 +54,9 @@ from shardload.options import AUTO, CHECKSUM, TIMEOUT, Progress
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_array, plan_copy_rounds
 from shardload.planning.region import Grid, Region
 from shardload.planning.saving import plan_rows
-from shardload.planning.schedule import Owners, Schedule, SourceLayout, plan_direct, plan_shared
+from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
 from shardload.planning.staging import RoundMemory, Staging, least_memory, least_staging, plan_memory, plan_staging
-from shardload.transfer.moves import ArrayMove
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
@@ -175,14 +174,13 @@ def plan_copy(
         reading = max(reading, least_staging(layout))
     name, largest = max(((array.name, unit.unit_nbytes) for array, unit in zip(arrays, units, strict=True)), key=itemgetter(1))
     least = least_memory(largest, largest, reading)
-    asked = request.options.staging
-    staging = max(STAGING_NBYTES, least) if isinstance(asked, str) else asked
-    if staging < least:
-        raise ConfigError(
-            f"staging is {format_nbytes(staging)}, but this copy needs {format_nbytes(least)}: what a rank writes at once of "
-            f"'{name}' is {format_nbytes(largest)} (a chunk, a file of chunks, or some rows). Pass "
-            f"staging='{-(-least >> 20)}MiB', or smaller chunks="
+    staging = max(STAGING_NBYTES, least)
+    if request.options.staging != AUTO:
+        told = (
+            f"what a rank writes at once of '{name}' is {format_nbytes(largest)} (a chunk, a file of chunks, or some rows), "
+            f"and copying it takes {format_nbytes(least)}"
         )
+        staging = request.options.staging_cap(least, told, fix="smaller chunks=, or ")
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
     slabs = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
@@ -405,14 +403,6 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
 # --- what one rank reads
 
 
-class CopyMove(ArrayMove):
-    """One slab of an array in one round."""
-
-    def __init__(self, array: int, slab: Region, layout: SourceLayout, schedule: Schedule, name: str) -> None:
-        super().__init__(array, schedule, layout.dtype, name)
-        self.slab, self.layout, self.schedule = slab, layout, schedule
-
-
 class CopySource(FileSource):
     """The source of a copy on one rank, and its rounds. What is open stays so from round to round.
 
@@ -458,13 +448,13 @@ class CopySource(FileSource):
         if self._file is not None:
             self._file.close()
 
-    def open(self, moves: Sequence[Any], opened: ExitStack) -> list[OpenArray]:
+    def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
         opened.callback(self._close_some)
         opened.callback(self._count, moves)
-        return [OpenArray(self._found[move.array].info, self._source(move.array), move.layout, move.schedule) for move in moves]
+        return [self._source(move.array) for move in moves]
 
-    def _count(self, moves: Sequence[CopyMove]) -> None:
+    def _count(self, moves: Sequence[FileMove]) -> None:
         for move in moves if all(move.producer for move in moves) else ():
             self.n_decoded += move.producer.counters.chunks_decoded if move.layout.has_chunks else 0
             self.n_missing[move.array] += move.producer.counters.chunks_missing
@@ -518,11 +508,11 @@ class CopySource(FileSource):
         memory = self._plan.memory
         for slabs, is_together in self.slabs():
             moves = [self._move(array, slab, is_together) for array, slab in slabs]
-            layouts = [(move.schedule, move.layout) for move in moves]
+            layouts = [(move.flow, move.layout) for move in moves]
             staging = plan_staging(layouts, memory.moving_nbytes, memory.n_threads)
-            yield Round(moves, staging, is_together, partial(self._chunks, moves))
+            yield Round(moves, staging, is_together, partial(self._chunks, moves, [slab for _, slab in slabs]))
 
-    def _move(self, array: int, slab: Region, is_together: bool) -> CopyMove:
+    def _move(self, array: int, slab: Region, is_together: bool) -> FileMove:
         layout = self._found[array].layout(slab)
         most = self._plan.memory.moving_nbytes // _BLOCKS_IN_CAP
         if is_together:
@@ -531,16 +521,16 @@ class CopySource(FileSource):
         else:
             shards = Shards(slab.shape, (1,) * slab.ndim, np.array([[self._rank]], dtype=np.int64))
             schedule = plan_direct(layout, shards, self._n_ranks, max_nbytes=most)
-        return CopyMove(array, slab, layout, schedule, str(self._found[array].info))
+        return FileMove(array, schedule, self._found[array].info, layout)
 
-    def _chunks(self, moves: Sequence[CopyMove]) -> Iterator[Chunk]:
-        """The chunks of the target that lie in this rank's pieces."""
-        for move in moves:
+    def _chunks(self, moves: Sequence[FileMove], slabs: Sequence[Region]) -> Iterator[Chunk]:
+        """The chunks of the target that lie in this rank's pieces of slabs."""
+        for move, slab in zip(moves, slabs, strict=True):
             for piece in move.targets.values():
-                for unit in self._plan.arrays[move.array].units_in(piece.region.moved(move.slab.start)):
+                for unit in self._plan.arrays[move.array].units_in(piece.region.moved(slab.start)):
                     for region in self._chunks_of(move.array, unit):
                         if not self._is_done(move.array, region):
-                            values = piece.view(region.moved(tuple(-start for start in move.slab.start)))
+                            values = piece.view(region.moved(tuple(-start for start in slab.start)))
                             yield Chunk(self._found[move.array].full_name, region, values)
 
     def _chunks_of(self, array: int, unit: Region) -> Iterator[Region]:

@@ -420,13 +420,9 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
     staging = max(load.options.staging_nbytes for load in loads)
     layouts = {id(load.layout): load.layout for load in loads}.values()
     needed = least_together([(layout.schedule, layout.source) for layout in layouts])
-    most = ranks.staging_room_nbytes if request.options.staging == AUTO else staging
-    if needed > max(staging, most):
-        raise ConfigError(
-            f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}, but staging is "
-            f"{format_nbytes(staging)}. Pass staging='{-(-needed // (1 << 20))}MiB' or more, or load them one by one"
-        )
-    staging, shared = max(staging, needed), list[ArrayLoad]()
+    told = f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}"
+    cap = request.options.staging_cap(needed, told, room=ranks.staging_room_nbytes, fix="fewer arrays at a time, or ")
+    staging, shared = max(staging, cap), list[ArrayLoad]()
     for load in loads:
         if staging != load.options.staging_nbytes:
             plan = replace(load.plan, staging_nbytes=staging, staging_is_raised=True)

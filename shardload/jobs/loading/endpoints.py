@@ -21,7 +21,7 @@ import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.padding import remember
-from shardload.engine.file_source import FileSource, OpenArray
+from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round, Session
 from shardload.errors import StallError, printable
 from shardload.formats.access import Access
@@ -133,12 +133,13 @@ class ArrayLoad:
         return as_planned(source, self.info, is_decoded=self.layout.decoding is not None)
 
 
-def moves_of(loads: Sequence[ArrayLoad]) -> list[ArrayMove]:
+def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
     """What moves in a load of these arrays."""
-    return [
-        ArrayMove(k, load.layout.schedule, load.plan.dtype, load.name if len(loads) > 1 else "", load.named)
-        for k, load in enumerate(loads)
-    ]
+    moves = []
+    for k, load in enumerate(loads):
+        layout, name = load.layout, load.name if len(loads) > 1 else ""
+        moves.append(FileMove(k, layout.schedule, load.info, layout.source, layout.decoding, name, load.named))
+    return moves
 
 
 # --- where values come from
@@ -228,12 +229,12 @@ class LoadSource(FileSource):
         self.contents: list[State] = [None] * len(loads)
         self.files: dict[str, State] = {}
 
-    def open(self, moves: Sequence[ArrayMove], opened: ExitStack) -> list[OpenArray]:
+    def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
         rank, loads = self._rank, self._loads
         here = {load.info.path for load in loads if load.layout.schedule.is_owner(rank)}
         sources = OpenSources([load for load in loads if load.info.path in here], opened)
-        arrays: list[OpenArray] = []
+        found: list[Source | None] = []
         compared: list[tuple[ArrayLoad, Source, State]] = []  # in the end, with how they were
 
         for k, load in enumerate(loads):
@@ -249,14 +250,14 @@ class LoadSource(FileSource):
                     check_names(load.name, None if labels is None else labels.read_in, state, info.path, info.dataset)
                 if load.is_open:
                     self.contents[k] = load.contents()
-            arrays.append(OpenArray(info, source, layout.source, layout.schedule, layout.decoding))
+            found.append(source)
         self.files = sources.states
         for load in loads:  # one rank may have read a small array in another file than the one that is open here
             if load.values is not None and load.info.path in self.files:
                 with load.naming_errors():
                     check_same_file(load.name, load.read_in, self.files[load.info.path], load.info.path, load.info.dataset)
         opened.push(partial(_check_unchanged, compared))
-        return arrays
+        return found
 
 
 def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 import jax
@@ -22,27 +21,25 @@ from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import some
-from shardload.formats.diagnosis import as_source_error
 from shardload.formats.lookup import FoundArray, open_file
 from shardload.formats.memory import MemorySource
+from shardload.jobs.described import read_values
 from shardload.jobs.loading.call import LoadCall, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
-from shardload.jobs.loading.request import Request, read_requests
+from shardload.jobs.loading.request import Request, has_trees, read_requests
 from shardload.jobs.trees import (
     ArrayTree,
     Place,
     Where,
     in_array,
-    is_one,
-    is_one_spec,
     named_leaves,
     naming_errors,
     node_of,
     text_of,
     where_text,
 )
-from shardload.options import FILE, FULL, OPTIONS, PER_LOADED_ARRAY, Options
+from shardload.options import FILE, FULL, OPTIONS, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import ROOT
 from shardload.transfer.buffers import sendable
@@ -66,9 +63,7 @@ class ScatterCall(LoadCall):
 
     def __init__(self, array: Any, mesh: Any, spec: Any, given: dict[str, Any]) -> None:
         self._array, self._root = array, given["root"]
-        self._has_tree = not (is_one(mesh) and is_one_spec(spec)) or any(
-            not (option.is_one or is_one)(given[option.name]) for option in PER_LOADED_ARRAY if option.name in given
-        )
+        self._has_tree = has_trees(mesh, spec, given)
         self._sources: list[MemorySource] | None = None
         super().__init__("scatter", "", mesh, spec, given | {"readers": ROOT})
 
@@ -327,12 +322,7 @@ def _read(path: Any, names: Sequence[str], access: Access) -> dict[str, Array]:
         if lacks := [f"/{name}" for name in names if f"/{name}" not in there]:
             told, has = (some(list(map(repr, sorted(them)))) for them in (lacks, there))
             raise ConfigError(f"'{path}' has no {told}, which `like` has; it has {has}")
-        values = {}
-        for name in names:
-            with as_source_error(str(path), f"/{name}"), closing(file.open(f"/{name}")) as source:
-                found = np.asarray(source.plain(Region.whole(source.info.shape))).reshape(source.info.shape)
-                values[name] = found.astype(source.dtype.newbyteorder("="), copy=False)
-        return values
+        return {name: read_values(file, f"/{name}") for name in names}
 
 
 def _as(leaf: Any, value: Array) -> Any:

@@ -328,21 +328,13 @@ def staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: 
     ConfigError
         If that is too small to read, decode and send one chunk at a time.
     """
-    needed, staging_nbytes = least_staging(source), request.options.staging_nbytes
-    if needed <= staging_nbytes:
-        return staging_nbytes
-    is_auto, room = request.options.staging == AUTO, ranks.staging_room_nbytes
-    if is_auto and needed <= room:
-        return min(room, ample_staging(source, ranks.n_threads))
-    found, fix = format_nbytes(staging_nbytes), "Pass"
-    if is_auto:
-        found = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
-        fix = "Start fewer processes on a node, or pass"
-    raise ConfigError(
-        f"one chunk of {info} is {format_nbytes(source.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the "
-        f"chunk as stored, as decompressed, as decoded, as read and as sent), but staging is {found}. "
-        f"{fix} staging='{-(-needed // (1 << 20))}MiB' or more"
+    needed = least_staging(source)
+    told = (
+        f"one chunk of {info} is {format_nbytes(source.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the chunk "
+        "as stored, as decompressed, as decoded, as read and as sent)"
     )
+    ample = ample_staging(source, ranks.n_threads)
+    return request.options.staging_cap(needed, told, room=ranks.staging_room_nbytes, ample=ample)
 
 
 def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks, info: ArrayInfo) -> tuple[str, str]:

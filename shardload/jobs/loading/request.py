@@ -104,7 +104,6 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, given: Mapping[str, Any
     }
     values |= {"mesh": tree.spread("mesh", mesh), "spec": tree.spread("spec", spec, is_one_spec)}
     shared = {name: value for name, value in options.items() if name not in values}
-    is_tree = not (is_one(mesh) and is_one_spec(spec)) or any(not (o.is_one or is_one)(options[o.name]) for o in own)
     made: dict[tuple[int, ...], Request] = {}  # `values` keeps alive whatever has its id in a key
     requests = []
     for k, place in enumerate(tree.places):
@@ -117,9 +116,15 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, given: Mapping[str, Any
                 read = _read_pattern if place.is_pattern else _read
                 made[key] = read(shared | of_place, processes)
         except ConfigError as error:
-            raise in_array(where_text(tree.where[k]) if is_tree else "", error) from None
+            raise in_array(where_text(tree.where[k]) if has_trees(mesh, spec, options) else "", error) from None
         requests.append(made[key])
     return requests
+
+
+def has_trees(mesh: Any, spec: Any, given: Mapping[str, Any]) -> bool:
+    """True if an argument is a tree of values, and none that counts for all arrays."""
+    of_arrays = (option for option in PER_LOADED_ARRAY if option.name in given)
+    return not (is_one(mesh) and is_one_spec(spec)) or any(not (o.is_one or is_one)(given[o.name]) for o in of_arrays)
 
 
 def _read(given: dict[str, Any], processes: Any) -> Request:

@@ -285,18 +285,9 @@ def _spec(array: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimit
 
 def _staging(request: SaveRequest, layouts: Sequence[WriteLayout], room: int) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto"."""
-    needed, cap = least_save_memory(layouts), request.options.staging_nbytes
-    if needed <= cap:
-        return cap
-    is_auto = request.options.staging == AUTO
-    if is_auto and needed <= room:
-        return needed
-    k = max(range(len(layouts)), key=lambda k: layouts[k].unit_nbytes)
-    cap_text = format_nbytes(cap)
-    if is_auto:
-        cap_text = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
-    raise ConfigError(
+    needed, k = least_save_memory(layouts), max(range(len(layouts)), key=lambda k: layouts[k].unit_nbytes)
+    told = (
         f"what a rank writes at once of '{request.arrays[k].name}' is {format_nbytes(layouts[k].unit_nbytes)} (a chunk, or a "
-        f"file of chunks), and saving it takes {format_nbytes(needed)}, but staging is {cap_text}. Pass smaller chunks, or "
-        f"staging='{-(-needed // (1 << 20))}MiB'"
+        f"file of chunks), and saving it takes {format_nbytes(needed)}"
     )
+    return request.options.staging_cap(needed, told, room=room, fix="smaller chunks, or ")

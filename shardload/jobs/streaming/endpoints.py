@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.arrays.assemble import EarlyPieces, assemble
-from shardload.engine.file_source import FileSource, OpenArray
+from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round
 from shardload.errors import StallError
 from shardload.formats.contract.format import Source
@@ -35,22 +35,21 @@ from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import aligned_bytes
 from shardload.transfer.buffers import Piece
 from shardload.transfer.counters import Counters, describe_missing, settle_missing
-from shardload.transfer.moves import ArrayMove
 
 Array = np.ndarray[Any, Any]
 _INLINE_NBYTES = 1 << 20  # of a block: decoded while other ranks wait for an answer, a millisecond or two
 _Key = tuple[EpochRounds, int, int, int, int]  # epoch, and the numbers of array, reading, cut and shard
 
 
-class StreamMove(ArrayMove):
+class StreamMove(FileMove):
     """What moves of one array in a round; `later` is what moves of it in the next ones."""
 
     def __init__(
         self, array: int, of: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: Sequence[int]
     ) -> None:
+        super().__init__(array, BatchFlow(flows), of.info, of.source, of.decoding)
         self.of, self.flows, self.epoch, self.places = of, flows, epoch, places
-        self.batches, self.later, self.is_told = BatchFlow(flows), list[StreamMove](), False
-        super().__init__(array, self.batches, of.source.dtype, str(of.info))
+        self.later, self.is_told = list[StreamMove](), False
 
 
 def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
@@ -83,18 +82,15 @@ class StreamSource(FileSource):
         self.n_decoded = self.nbytes_read = 0
         self._told: set[int] = set()
 
-    def open(self, moves: Sequence[Any], opened: ExitStack) -> list[OpenArray]:
+    def open(self, moves: Sequence[StreamMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
         opened.push(lambda kind, *_: self._count(moves) if kind is None else None)
-        found = []
         for move in moves:
-            reads = any(each.batches.blocks_of(self._rank) for each in (move, *move.later))
-            source = self._source(move.array) if reads else None
-            library = self._libraries[move.array]  # blocks of two rounds may be read at the same time
-            found.append(OpenArray(move.of.info, source, move.of.source, move.batches, move.of.decoding, library))
-        return found
+            move.library = self._libraries[move.array]  # blocks of two rounds may be read at the same time
+        reads = (any(each.flow.blocks_of(self._rank) for each in (move, *move.later)) for move in moves)
+        return [self._source(move.array) if is_read else None for move, is_read in zip(moves, reads, strict=True)]
 
-    def coming(self, move: Any) -> Iterable[Block]:
+    def coming(self, move: StreamMove) -> Iterable[Block]:
         """See `FileSource`: of later rounds, too, which are fetched while this one is decoded."""
         for each in (move, *move.later):
             if not each.is_told:
@@ -197,7 +193,7 @@ class BatchTarget:
                     region = flow.target(number)
                     if region is not None:
                         room = self._room(move, cut, shard, run, region.shape)
-                        move.targets[move.batches.number(cut, number)] = Piece(region, room)
+                        move.targets[move.flow.number(cut, number)] = Piece(region, room)
 
     def _room(self, move: Any, cut: int, shard_number: int, run: int, shape: tuple[int, ...]) -> Array:
         """Memory for a run of steps of a shard."""
@@ -228,7 +224,7 @@ class BatchTarget:
         places, ends = runs.column.tolist(), (runs.last // self._plan.batch).tolist()
         for shard, run in flow.runs_held_by(self._rank):
             key, start = (move.epoch, move.array, move.places[places[run]], cut, shard), runs.steps[run][0]
-            piece = move.targets[move.batches.number(cut, flow.number(shard, run))]
+            piece = move.targets[move.flow.number(cut, flow.number(shard, run))]
             self._steps.setdefault(key, Steps()).add(start, np.moveaxis(piece.data, axis, 0))
             self._ends.setdefault((move.epoch, ends[run]), []).append((key, start))
 
