@@ -101,9 +101,8 @@ def _print_elsewhere(out: IO[str], path: str, arrays: Sequence[ArrayInfo], acces
 
 def _print_beside(out: IO[str], path: str) -> None:
     """What is beside a file or store of saves and appends that were killed, or go on now."""
-    with suppress(OSError):  # the folder may not be listed
-        for left in [] if "://" in path else leftovers_beside(path):
-            _tell_leftover(out, left)
+    for left in [] if "://" in path else leftovers_beside(path):
+        _tell_leftover(out, left)
 
 
 def _print_leftover(out: IO[str], left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:

@@ -19,7 +19,7 @@ from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, refusal, some
 from shardload.formats.contract.format import ChangedError, HelperError
-from shardload.storage.leftovers import ROOTS, find_leftover
+from shardload.storage.leftovers import ROOTS, find_leftover, whole_beside
 from shardload.storage.local import NotAFileError, OutsideError, open_file
 from shardload.storage.objects import NoListingError
 from shardload.storage.remote import RemoteError
@@ -126,6 +126,8 @@ def _what_is_there_instead(path: str) -> str:
         )
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
+    if beside := whole_beside(path):
+        return f"there is no file '{path}'.{beside}"
     near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
     names = ", ".join(repr(os.path.join(folder, other)) for other in near)
     return f"there is no file '{path}' (in the folder '{there}'). Near it: {names or 'nothing'}."

@@ -136,10 +136,18 @@ def leftovers_beside(path: str) -> list[Leftover]:
     """What saves and appends to `path` have left beside it, or are writing now; without what goes with another of them."""
     final = os.path.realpath(path)
     folder, name = os.path.split(final)
-    others = [other for other in sorted(os.listdir(folder)) if other.startswith(f"{name}.")]
+    try:
+        others = [other for other in sorted(os.listdir(folder)) if other.startswith(f"{name}.")]
+    except OSError:  # the folder is not there, or may not be listed
+        return []
     there = [left for other in others if (left := find_leftover(os.path.join(folder, other))) and left.target == final]
     parts = {part for left in there for part in left.parts}
     return [left for left in there if left.path not in parts]
+
+
+def whole_beside(path: str) -> str:
+    """Of a name that nothing has: the whole files or stores beside it that a save has left, as sentences for a message."""
+    return "".join(f" Beside it: {left}" for left in leftovers_beside(path) if left.is_whole)
 
 
 def refuse_leftover(path: str) -> None:

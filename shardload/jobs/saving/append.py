@@ -38,7 +38,7 @@ from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
 from shardload.planning.selection import Between, direction_of, first_break
 from shardload.planning.staging import Item, plan_rounds
-from shardload.storage.leftovers import ROOTS, refuse_leftover
+from shardload.storage.leftovers import ROOTS, refuse_leftover, whole_beside
 from shardload.storage.remote import without_secrets
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
@@ -132,8 +132,8 @@ def _read(asked: SaveRequest) -> Any:
         try:
             os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
-            text = f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save"
-            raise SourceError(text, path=path) from None
+            fix = whole_beside(path) or " Make it with shardload.save"
+            raise SourceError(f"'{path}' does not exist, so nothing can be appended to it.{fix}", path=path) from None
         except OSError:  # a folder into which this user may not look
             check_readable(path)
     names = [array.name for array in asked.arrays]

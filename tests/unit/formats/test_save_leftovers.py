@@ -18,6 +18,7 @@ import pytest
 import zarr
 from typer.testing import CliRunner
 
+import shardload
 from shardload.cli.main import app
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
@@ -171,6 +172,11 @@ def test_a_store_that_was_being_replaced(
     assert ("perhaps only a part" in told) == (phase != "both")
     if phase == "both":
         assert "/old" in told
+        for call in (find_array, lambda path: shardload.append(path, {"rho": VALUES}, dim=0)):
+            with pytest.raises(SourceError, match=r"Beside it: .* before a save replaced it") as gone:
+                call(str(tmp_path / "x.zarr"))  # wrong if the old store were gone for all that is said, or should be made anew
+            assert f"`{dict(found.commands)['give it a name to use it']}`" in str(gone.value)
+            assert "shardload.save" not in str(gone.value)
         subprocess.run(shlex.split(dict(found.commands)["give it a name to use it"]), check=True)
         assert zarr.open_group(tmp_path / "x.zarr", mode="r")["old"][...].tolist() == [0, 1, 2]
     else:
