@@ -37,7 +37,7 @@ def parse_nbytes(text: object, name: str = "staging") -> int:
 
 
 class PrintedReport:
-    """What a call did, as a sentence: in a terminal, in a log, in a notebook. A subclass has `__str__`."""
+    """What a call did, or will do, as text: in a terminal, in a log, in a notebook. A subclass has `__str__`."""
 
     def __repr__(self) -> str:
         """In one line."""

@@ -28,7 +28,7 @@ from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import PIECE_NBYTES, is_remote
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap, wrap_parts
 from shardload.transfer.counters import Counters
-from shardload.units import PrintedReport, as_html, counted, format_nbytes, number_text
+from shardload.units import PrintedReport, counted, format_nbytes, number_text
 from shardload.values.decoding import Decoding
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
@@ -207,7 +207,7 @@ class LoadLayout:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(PrintedReport):
     """What a load will do: inspect it, print it, `execute` it.
 
     Attributes
@@ -359,10 +359,6 @@ class Plan:
         what = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
         return f"<Plan of {printable(str(self.info))}: {what} on mesh {mesh_text(self.sharding)}; {readers}>"
 
-    def _repr_html_(self) -> str:
-        """HTML for a notebook: the text."""
-        return as_html(describe_plan(self, WIDTH))
-
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the plan with its present report, in a list of its own."""
         return {**vars(self), "_reports": list(self._reports)}
@@ -390,7 +386,7 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TreePlan:
+class TreePlan(PrintedReport):
     """What a load of a tree of arrays will do: inspect it, print it, `execute` it.
 
     Attributes
@@ -458,10 +454,6 @@ class TreePlan:
     def __repr__(self) -> str:
         """One line."""
         return f"<TreePlan of {len(self.where)} arrays: {format_nbytes(self.nbytes)}>"
-
-    def _repr_html_(self) -> str:
-        """HTML for a notebook: the text."""
-        return as_html(self.describe(WIDTH))
 
     def _title(self) -> str:
         first = self.leaves[0]

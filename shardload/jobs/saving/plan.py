@@ -35,7 +35,7 @@ from shardload.planning.saving import (
 from shardload.planning.shards import Shards
 from shardload.planning.staging import Item, RoundMemory
 from shardload.system.terminal import width_of_prints, wrap
-from shardload.units import counted, format_nbytes
+from shardload.units import PrintedReport, counted, format_nbytes
 
 _PAGE_NBYTES = 4096
 _CHUNK_OF_COORDINATE = 512  # elements, of an array with one axis, which can grow
@@ -44,7 +44,7 @@ _MODES = {"w-": "must not exist", "w": "is replaced if it exists", "a": "exists,
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SavePlan:
+class SavePlan(PrintedReport):
     """What `save` will do: inspect it, or print it.
 
     Attributes

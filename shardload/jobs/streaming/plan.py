@@ -26,7 +26,7 @@ from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
-from shardload.units import counted, format_nbytes
+from shardload.units import PrintedReport, counted, format_nbytes
 from shardload.values.decoding import Decoding
 
 Array = np.ndarray[Any, Any]
@@ -175,7 +175,7 @@ class Stack:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StreamPlan:
+class StreamPlan(PrintedReport):
     """What a stream will do: inspect it, print it.
 
     Attributes
