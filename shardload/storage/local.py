@@ -70,15 +70,18 @@ class Fence:
 
     def holds_open(self, descriptor: int, path: str) -> bool:
         """The same for an open file: by where it really is, even if its name has changed since."""
-        if not self.folders:
-            return True
-        try:
-            return self._is_inside(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except OSError:  # no /proc here
-            return self.holds(path)
+        return not self.folders or self._is_inside(real_path_of(descriptor, path))
 
     def _is_inside(self, real: str) -> bool:
         return any(real == folder or real.startswith(folder.rstrip("/") + "/") for folder in self.folders)
+
+
+def real_path_of(descriptor: int, path: str) -> str:
+    """Where an open file really is, also if it was renamed; where `path` leads if the system does not say."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # no /proc here
+        return os.path.realpath(path)
 
 
 _KINDS = (
@@ -202,13 +205,6 @@ class LocalFile:
     def version(self) -> tuple[int, ...] | None:
         """`state_of` the open file."""
         return state_of(self.descriptor)
-
-    def place_now(self, path: str) -> str:
-        """The real path of the open file, also if it was renamed; `path` if the system does not say."""
-        try:
-            return os.readlink(f"/proc/self/fd/{self.descriptor}")
-        except OSError:  # no /proc here
-            return path
 
     def read_into(self, out: Bytes, offset: int) -> None:
         """Fill `out`, C-contiguous bytes. OSError if the file ends before, or cannot be read."""

@@ -45,7 +45,7 @@ from shardload.formats.hdf5.opened import (
     inode_of,
 )
 from shardload.formats.hdf5.tiles import Behind, Names, version_of
-from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, state_of, why_not_a_file
+from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, real_path_of, state_of, why_not_a_file
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
@@ -261,7 +261,7 @@ def _open_checked(path: str, what: str, fence: Fence) -> OpenFacts:
         opened = OpenFacts.at(path)
     except OSError as error:
         raise LostError(f"{what}, which cannot be opened (HDF5 says: {error})") from error
-    if isinstance(opened.stored, LocalFile) and not fence.holds(opened.stored.place_now(path)):
+    if isinstance(opened.stored, LocalFile) and not fence.holds_open(opened.stored.descriptor, path):
         opened.close()
         raise OutsideError(_leads_outside(what))
     return opened
@@ -444,7 +444,7 @@ def place_of(file: OpenFacts) -> str:
     name = str(file.file.filename)
     if not isinstance(file.stored, LocalFile) or inode_of(name) == (file.state() or ())[2:]:
         return name
-    return file.stored.place_now(name)
+    return real_path_of(file.stored.descriptor, name)
 
 
 class SearchPath:
@@ -515,7 +515,7 @@ def nothing_else_opened(fence: Fence) -> Iterator[None]:
         yield
         for descriptor, *_ in _open_files() - before:
             if not fence.holds_open(descriptor, "") and _is_hdf5(descriptor):
-                where = os.readlink(f"/proc/self/fd/{descriptor}")
+                where = real_path_of(descriptor, "")
                 raise OutsideError(_leads_outside(f"values of another file, '{where}', as the HDF5 library says when it reads"))
 
 
