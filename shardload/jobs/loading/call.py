@@ -369,7 +369,7 @@ class LoadCall:
             return request
         if not self.tree.is_single:  # of several arrays, some may lie along other axes
             request = replace(request, by_name={name: cut for name, cut in request.by_name.items() if name in info.dims})
-        return request.for_axes(info.dims, [info.dims[axis] for axis in selection.kept], str(info))
+        return request.for_axes(info, [info.dims[axis] for axis in selection.kept])
 
     def _grow(self, found: list[Any]) -> list[Any]:
         """Replace the patterns by the arrays that were found."""

@@ -121,8 +121,7 @@ def plan_array(
     request: Request, ranks: PlannedRanks, info: ArrayInfo, selection: Selection, modes: Sequence[str] = MODES
 ) -> Plan:
     """Plan the load of an array in a file from its metadata, in one of these ways of reading."""
-    decoding = decoding_for(request.options, info)
-    source = source_layout_of(request.options, info, selection, decoding)
+    source, decoding = source_layout_of(request.options, info, selection)
     name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
     shards = lay_out_shards(request, ranks, source.selection.shape, source.dtype, name)
     staging_nbytes = staging_for(request, ranks, info, source)
@@ -240,25 +239,19 @@ def _read_by(ranks: PlannedRanks, plan: Plan, rank: int, per_owner: int) -> Plan
     return replace(plan, why=why, _layouts={**plan._layouts, PARALLEL: replace(layout, schedule=schedule)})
 
 
-def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
-    """The rule by which the stored numbers become values; None if they are not decoded.
+def source_layout_of(options: Options, info: ArrayInfo, selection: Selection) -> tuple[SourceLayout, Decoding | None]:
+    """How the selected array lies in its file, and the rule by which stored numbers become values; None if they stay as they are.
 
     Raises
     ------
     ConfigError
-        If the attributes, or the stored values, are no numbers.
+        If they are to be decoded, and its attributes, or the stored values, are no numbers; or if a cast would lose a part.
     """
-    if not options.decode:
-        return None
-    return decoding_of(np.dtype(info.dtype), info.packing, str(info), with_valid=options.decode == VALID)
-
-
-def source_layout_of(options: Options, info: ArrayInfo, selection: Selection, decoding: Decoding | None) -> SourceLayout:
-    """How the selected array lies in its file."""
-    found = np.dtype(info.dtype)
+    found, decoding = np.dtype(info.dtype), None
+    if options.decode:
+        decoding = decoding_of(found, info.packing, str(info), with_valid=options.decode == VALID)
     dtype = _target_dtype(options.dtype, info, found if decoding is None else decoding.dtype)
-    is_decoded = decoding is not None
-    return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, is_decoded)
+    return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, decoding is not None), decoding
 
 
 def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, found: np.dtype[Any]) -> np.dtype[Any]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.errors import ConfigError
+from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.trees import (
     ArrayTree,
     in_array,
@@ -55,8 +56,8 @@ class Request:
     devices_per_rank: int = 1
     by_name: Mapping[Any, Any] | None = None
 
-    def for_axes(self, dims: Sequence[str | None], axes: Sequence[str | None], what: str) -> Request:
-        """A copy whose spec is that of an array with these axes, if it is by names: `axes` of the array's `dims` are left.
+    def for_axes(self, info: ArrayInfo, axes: Sequence[str | None]) -> Request:
+        """A copy whose spec is that of an array of which these axes are left, if it is by names.
 
         Raises
         ------
@@ -67,12 +68,10 @@ class Request:
             return self
         for name in self.by_name:
             if axes.count(name) != 1:
-                why = (
-                    "is selected away: pass a slice of it"
-                    if name in dims
-                    else f"{what} {axes_told(name, axes.count(name), dims)}"
-                )
-                raise ConfigError(f"the spec {dict(self.by_name)} names the axis {name!r}, but {'it ' * (name in dims)}{why}")
+                why = f"{info} {axes_told(name, axes.count(name), info.dims)}"
+                if name in info.dims:
+                    why = "it is selected away: pass a slice of it"
+                raise ConfigError(f"the spec {dict(self.by_name)} names the axis {name!r}, but {why}")
         last = max((at for at, dim in enumerate(axes) if self.by_name.get(dim)), default=-1)
         spec = PartitionSpec(*(self.by_name.get(dim) for dim in axes[: last + 1]))
         return replace(self, sharding=NamedSharding(self.sharding.mesh, spec), by_name=None)

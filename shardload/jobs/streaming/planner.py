@@ -21,7 +21,6 @@ from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.planner import (
     PlannedRanks,
-    decoding_for,
     lay_out_shards,
     max_block_nbytes,
     source_layout_of,
@@ -281,8 +280,7 @@ class StreamPlanner:
         """The array that these leaves have in common."""
         leaf = leaves[0]
         request, info, ranks = leaf.request, leaf.info, self._ranks
-        decoding = decoding_for(request.options, info)
-        source = source_layout_of(request.options, info, leaf.selection, decoding)
+        source, decoding = source_layout_of(request.options, info, leaf.selection)
         axis = leaf.axis
         blocks = self._blocks(source, axis, staging_for(request, ranks, info, source))
         readers = request.options.readers

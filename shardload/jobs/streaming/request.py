@@ -159,7 +159,7 @@ class StreamCall(LoadCall):
                 del spec[has_batch : has_batch + 1]  # it has an entry for the windows of other leaves
             return PartitionSpec(*spec)
         axes = [info.dims[axis] for axis in selection.kept]
-        entries = [*request.for_axes(info.dims, axes, str(info)).sharding.spec]
+        entries = [*request.for_axes(info, axes).sharding.spec]
         entries += [None] * (len(axes) - len(entries))
         of_samples = entries.pop(axis)
         if of_samples is not None and not has_batch:
