@@ -174,6 +174,18 @@ def check_names(name: str, before: State, now: State, path: str, dataset: str) -
         )
 
 
+def check_same_as_planned(name: str, before: State, now: State, path: str, dataset: str) -> None:
+    """Raise SourceError if a file that is opened now is another one than that of which a stream was made."""
+    if before is not None and now is not None and before[:_N_COMPARED] != now[:_N_COMPARED]:
+        raise SourceError(
+            f"{name} is not what it was when the stream was made: its size, or the time of its last change, is another. It was "
+            "replaced or written since, or each machine has a copy of its own: then copy it with its time (cp -p, sbcast -p, "
+            "rsync -t). Batches could have been a mixture of old and new. Make the stream again, when nothing writes to it",
+            path=path,
+            dataset=dataset,
+        )
+
+
 def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was made for", *, is_decoded: bool = False) -> Source:
     """Return `source` if its shape, dtype and chunks are those of `info`; otherwise close it and raise SourceError.
 

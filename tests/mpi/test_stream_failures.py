@@ -140,6 +140,27 @@ def test_a_damaged_chunk(comm: Any, path: Path, groups: list[Group], prefetch: i
         check_batch(next(batches), np.arange(BATCH))
 
 
+@PREFETCH
+def test_a_file_that_is_replaced_before_it_is_opened(comm: Any, path: Path, prefetch: int) -> None:
+    """Wrong if a rank that opens the file late took the new one: a batch would be a mixture, without any error.
+
+    Shape, dtype and chunks are the same, and so is each rank's own view of the file from when it opens it to its end.
+    """
+    data = stream(path, prefetch=prefetch)
+
+    def replace() -> None:
+        before, other = path.stat(), path.with_suffix(".new")
+        with h5py.File(path) as old, h5py.File(other, "w") as new:
+            new.create_dataset("x", data=old["x"][...] + 1, chunks=old["x"].chunks, compression="gzip")
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+        other.replace(path)
+
+    on_root(comm, replace)
+    with pytest.raises(SourceError, match="is not what it was when the stream was made") as caught, iter(data) as batches:
+        next(batches)
+    assert same_on_all(comm, str(caught.value)) and not open_files(path)
+
+
 def test_a_batch_by_its_number(path: Path, groups: list[Group]) -> None:
     data = stream(path)
     for k in (3, 0, len(data) - 1):

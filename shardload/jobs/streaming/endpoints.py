@@ -22,10 +22,10 @@ from jax.sharding import NamedSharding
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round
-from shardload.errors import StallError
+from shardload.errors import SourceError, StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
-from shardload.jobs.consistency import State, as_planned, check_unchanged, is_compared
+from shardload.jobs.consistency import State, as_planned, check_same_as_planned, check_unchanged, is_compared
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow, CutFlow
@@ -107,9 +107,16 @@ class StreamSource(FileSource):
     def _source(self, number: int) -> Source:
         if number not in self._sources:
             of = self._plan.arrays[number]
-            opened = open_source(of.handle, of.info.dataset, of.options.access, of.info)
-            source = as_planned(opened, of.info, "the stream was planned for", is_decoded=of.decoding is not None)
-            self._sources[number] = source, source.opened_in()
+            info = of.info
+            opened = open_source(of.handle, info.dataset, of.options.access, info)
+            source = as_planned(opened, info, "the stream was planned for", is_decoded=of.decoding is not None)
+            state = source.opened_in()
+            try:
+                check_same_as_planned(str(info), of.state, state, info.path, info.dataset)
+            except SourceError:
+                source.close()
+                raise
+            self._sources[number] = source, state
         return self._sources[number][0]
 
     def check(self, moves: Sequence[Any]) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from shardload.arrays.sharding import spec_text
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo
+from shardload.jobs.consistency import State
 from shardload.options import Options
 from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
@@ -61,6 +62,8 @@ class StreamArray:
         The steps that samples have of it, from the anchor.
     sum_of_values : int or None
         A checksum of some values, which tells its file from others; None if they could not be read.
+    state : State
+        That of its file when the stream was made: each rank that opens it later must find the same one.
     """
 
     info: ArrayInfo
@@ -72,6 +75,7 @@ class StreamArray:
     region_schedule: Schedule
     offsets: tuple[int, ...]
     sum_of_values: int | None
+    state: State
 
     @property
     def schedule(self) -> BatchSchedule:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardload.arrays.sharding import cuts_of, read_spec, spec_text
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
+from shardload.jobs.consistency import State
 from shardload.jobs.loading.planner import (
     PlannedRanks,
     lay_out_shards,
@@ -96,6 +97,8 @@ class LeafRequest:
         As the caller passed it.
     sum_of_values : int or None
         A checksum of some values of the array.
+    state : State
+        That of its file, when the values were read.
     """
 
     request: Request
@@ -109,6 +112,7 @@ class LeafRequest:
     has_new_axis: bool
     scale: tuple[Any, Any] | None
     sum_of_values: int | None
+    state: State
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -300,6 +304,7 @@ class StreamPlanner:
             Schedule(blocks, whole, source.dtype.itemsize, ranks.n, owners),
             tuple(sorted({step for same in leaves for step in same.offsets})),
             leaf.sum_of_values,
+            leaf.state,
         )
 
     def _shards(self, leaf: LeafRequest, source: SourceLayout, axis: int) -> Shards:

@@ -25,7 +25,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import Labeller
 from shardload.formats.lookup import Finder, open_source
-from shardload.jobs.consistency import checksum_of_samples
+from shardload.jobs.consistency import State, checksum_of_samples
 from shardload.jobs.loading.call import SEARCHED_NBYTES, LoadCall
 from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
@@ -39,6 +39,8 @@ from shardload.options import FILE, FULL, OPTIONS
 from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import DIRECT
 from shardload.planning.selection import Selection, named_coordinates
+
+_Contents = tuple[int | None, State]
 
 
 class StreamCall(LoadCall):
@@ -125,15 +127,15 @@ class StreamCall(LoadCall):
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)
 
     def _find_all(self, finder: Finder) -> Any:
-        """See `LoadCall`; and a checksum of some values of each array, which tells its file from others."""
+        """See `LoadCall`; and a checksum of some values of each array, which tells its file from others, and its state."""
         found = super()._find_all(finder)
-        sums: dict[tuple[str, str], int | None] = {}
+        contents: dict[tuple[str, str], _Contents] = {}
         for (info, *_), place, request in zip(found, self.tree.places, self.requests, strict=True):
-            if info.refused is None and (info.path, info.dataset) not in sums:
-                sums[info.path, info.dataset] = _sum_of_values(place.path, info, request)
-        return [(info, sums.get((info.path, info.dataset))) for info, *_ in found]
+            if info.refused is None and (info.path, info.dataset) not in contents:
+                contents[info.path, info.dataset] = _contents_of(place.path, info, request)
+        return [(info, contents.get((info.path, info.dataset), (None, None))) for info, *_ in found]
 
-    def _leaf_request(self, k: int, info: ArrayInfo, values: int | None) -> LeafRequest:
+    def _leaf_request(self, k: int, info: ArrayInfo, contents: _Contents) -> LeafRequest:
         """What the k-th leaf asks of its array."""
         request, place, window = self.requests[k], self.tree.places[k], self.windows[k]
         selection, where = selection_of(request.options.select, info), where_text(self.tree.where[k])
@@ -144,7 +146,7 @@ class StreamCall(LoadCall):
         sharding = self._of_samples(request.sharding, spec, isinstance(window, tuple), has_new_axis, where)
         request = replace(request, sharding=sharding, by_name=None)
         return LeafRequest(
-            request, info, selection, axis, place.path, where, spec, window, has_new_axis, self.scales[k], values
+            request, info, selection, axis, place.path, where, spec, window, has_new_axis, self.scales[k], *contents
         )
 
     def _spec_of(
@@ -201,9 +203,9 @@ class StreamCall(LoadCall):
         if self.sampling is None:
             raise ConfigError("the arguments were not read")
         leaves = []
-        for k, (info, sum_of_values) in enumerate(pickle.loads(told)):
+        for k, (info, contents) in enumerate(pickle.loads(told)):
             with naming_errors(where_text(self.tree.where[k])):
-                leaves.append(self._leaf_request(k, info, sum_of_values))
+                leaves.append(self._leaf_request(k, info, contents))
         return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()
 
     def open(self) -> Stream:
@@ -223,15 +225,18 @@ class StreamCall(LoadCall):
         return Stream(plan, make_reader, self._build)
 
 
-def _sum_of_values(handle: Any, info: ArrayInfo, request: Request) -> int | None:
-    """A checksum of values in at most two chunks; None if they cannot be read: the stream says so when it comes to them."""
+def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:
+    """A checksum of values in at most two chunks, and the state of the file.
+
+    The checksum is None if they cannot be read: the stream says so when it comes to them.
+    """
     chunks = None if info.chunks is None else Grid(info.shape, info.chunks, (0,) * len(info.shape))
     whole = Selection(Region.whole(info.shape), tuple(range(len(info.shape))))
     source = open_source(handle, info.dataset, request.options.access, info)
     try:
-        return checksum_of_samples(source, whole, chunks, 2)
+        return checksum_of_samples(source, whole, chunks, 2), source.opened_in()
     except SourceError:
-        return None
+        return None, source.opened_in()
     finally:
         source.close()
 
