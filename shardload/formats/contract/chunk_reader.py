@@ -162,8 +162,9 @@ def region_of(box: Sequence[range], cell: Sequence[int], within: Region, phase: 
 
 
 def as_chunks(view: np.ndarray[Any, Any], box: Sequence[range], cell: Sequence[int]) -> np.ndarray[Any, Any] | None:
-    """The memory of what a region has of a box of chunks, as an array with the axes of the box, then those of a chunk; None
-    unless it has all of these chunks, and they lie there one after the other.
+    """The memory of what a region has of a box of chunks, as an array with the axes of the box, then those of a chunk (of a
+    single one those of the chunk alone: NumPy has at most 64); None unless it has all of these chunks, and they lie there one
+    after the other.
 
     >>> view = np.zeros((4, 6))
     >>> as_chunks(view, [range(2), range(1)], (2, 6)).shape, as_chunks(view, [range(1), range(2)], (4, 3))
@@ -172,6 +173,8 @@ def as_chunks(view: np.ndarray[Any, Any], box: Sequence[range], cell: Sequence[i
     n, ndim = [len(axis) for axis in box], len(box)
     if view.size != math.prod(n) * math.prod(cell) or not view.flags.c_contiguous:
         return None
+    if math.prod(n) == 1:
+        return view
     cut = view.reshape([size for pair in zip(n, cell, strict=True) for size in pair])
     chunks = cut.transpose([*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)])
     return chunks if chunks.flags.c_contiguous else None
