@@ -282,7 +282,7 @@ class LoadCall:
         return Labeller(finder, room, named_coordinates(selections)) if is_named else None
 
     def _find_all(self, finder: Finder) -> Any:
-        """What was found of each place: a `FoundArray`, or of a pattern all of them, and what is left out."""
+        """What was found of each place: a `FoundArray`, or of a pattern all of them, by their names, and what is left out."""
         found = list[Any]()
         labeller = self._labeller(finder)
         for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
@@ -294,7 +294,7 @@ class LoadCall:
                 below, left_out = finder.find_below(place.path, place.group)
                 if labeller is not None:
                     below = [array._replace(info=labeller.label(place.path, array.info)) for array in below]
-                found.append({"all": below, "left_out": left_out})
+                found.append(({array.info.dataset: array for array in below}, left_out))
         for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
             check_unchanged(f"'{path}'", before, now, path, "")
         return found
@@ -373,23 +373,17 @@ class LoadCall:
 
     def _grow(self, found: list[Any]) -> list[Any]:
         """Replace the patterns by the arrays that were found."""
-        patterns = {k: below for k, below in enumerate(found) if isinstance(below, dict)}
-        self.left_out = [info for of in patterns.values() for info in of["left_out"]]
-        grown = self.tree.grow({k: [info.dataset for info, *_ in of["all"]] for k, of in patterns.items()})
-        by_name = {(id(self.tree.places[k]), array[0].dataset): array for k, of in patterns.items() for array in of["all"]}
-        kept = {id(place): k for k, place in enumerate(self.tree.places)}
-        requests = read_requests(grown, self._mesh, self._spec, self._given)
-        new_found = []
-        for k, place in enumerate(grown.places):
-            if id(place) in kept:
-                new_found.append(found[kept[id(place)]])
-                continue
-            array = by_name[id(place.pattern), place.dataset]
-            if not array[0].shape:  # it has no axis that could be cut, and the spec is that of the other arrays
+        patterns = {k: below for k, (place, below) in enumerate(zip(self.tree.places, found, strict=True)) if place.is_pattern}
+        self.left_out = [info for _, left_out in patterns.values() for info in left_out]
+        by_place = {id(place): array for place, array in zip(self.tree.places, found, strict=True)}
+        tree = self.tree.grow({k: arrays for k, (arrays, _) in patterns.items()})
+        requests = read_requests(tree, self._mesh, self._spec, self._given)
+        for k, place in enumerate(tree.places):
+            if place.found is not None and not place.found.info.shape:  # no axis that could be cut: the spec is of the others
                 requests[k] = _whole(requests[k])
-            new_found.append(array)
-        self.tree, self.requests = grown, requests
-        return new_found
+        grown = [by_place[id(place)] if place.found is None else place.found for place in tree.places]
+        self.tree, self.requests = tree, requests
+        return grown
 
     def _explain(self, error: ConfigError, k: int, info: ArrayInfo) -> None:
         """Add to the error about the k-th array, which cannot be planned, what it is called, and what it shares with others."""
