@@ -15,7 +15,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -39,8 +39,8 @@ from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_names, check_unchanged
 from shardload.jobs.loading.endpoints import ArrayLoad
-from shardload.jobs.loading.execution import Loader, LoadResult, execute
-from shardload.jobs.loading.plan import Plan, TreePlan, describe_job
+from shardload.jobs.loading.execution import Loader, execute
+from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors, where_text
@@ -224,7 +224,8 @@ class LoadCall:
         """Do `plan`, and load what is planned: the arrays in the structure of the tree. Collective."""
         started = time.perf_counter()
         loads = self.plan(root)
-        return self.tree.build(self.loader(loads).run(started).arrays)
+        arrays, _ = self.loader(loads).run(started)
+        return self.tree.build(arrays)
 
     def loader(self, loads: list[ArrayLoad]) -> Loader:
         """What loads the planned arrays, inside this call."""
@@ -242,7 +243,7 @@ class LoadCall:
         is_path = (str, os.PathLike)  # the working folder may be another one when the plan is executed
         loads = [replace(load, handle=absolute(load.handle)) if isinstance(load.handle, is_path) else load for load in loads]
         plans = [_with_names(load) for load in loads]
-        run: Callable[[], LoadResult] | None = None
+        run: Executor | None = None
         if self._begun is not None:
             agreed = self._begun.asked
             comm = self._given.get("comm")
