@@ -658,7 +658,7 @@ class CallOptions:
         room : int
             What ``"auto"`` may be at most.
         fix : str
-            What else can be passed, for the message: ``"smaller chunks, or "``.
+            What else can be passed, for the message: ``", or smaller chunks"``.
 
         Raises
         ------
@@ -674,7 +674,7 @@ class CallOptions:
         if is_auto:
             found = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
             how = "Start fewer processes on a node, or pass"
-        raise ConfigError(f"{told}, but staging is {found}. {how} {fix}staging='{-(-needed >> 20)}MiB' or more")
+        raise ConfigError(f"{told}, but staging is {found}. {how} staging='{-(-needed >> 20)}MiB' or more{fix}")
 
     @property
     def limits(self) -> Limits | None:

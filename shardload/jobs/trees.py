@@ -40,13 +40,13 @@ NEEDED: Any = object()  # in place of a default: there is none
 class Place:
     """A leaf of a tree of names: the path, and the name in that file (None: the file's only array).
 
-    `is_pattern` is True if it stands for all arrays below a group. An array that was found so has that place as `pattern`.
+    `is_pattern` is True if it stands for all arrays below a group. `found` is what is known of an array that was found so.
     """
 
     path: Any
     dataset: Any
     is_pattern: bool = False
-    pattern: Place | None = None
+    found: Any = None
 
     @classmethod
     def of(cls, path: Any, dataset: Any) -> Place:
@@ -333,13 +333,13 @@ class ArrayTree:
 
         return list(walk(self._outline, value, ()))
 
-    def grow(self, names: Mapping[int, Sequence[str]]) -> ArrayTree:
+    def grow(self, found: Mapping[int, Mapping[str, Any]]) -> ArrayTree:
         """The tree with a nested dict in the place of each pattern.
 
         Parameters
         ----------
-        names : mapping of int to sequence of str
-            For the number of each place that is a pattern: the full names of the arrays that were found.
+        found : mapping of int to mapping of str
+            For the number of each place that is a pattern: what is known of the arrays below it, by their full names.
 
         Raises
         ------
@@ -347,12 +347,12 @@ class ArrayTree:
             If a name is that of an array and of a group.
         """
         leaves: list[Any] = list(self.places)
-        for k, found in names.items():
+        for k, arrays in found.items():
             pattern = self.places[k]
-            below = (name.removeprefix(pattern.group).strip("/").split("/") for name in found)
             try:
                 leaves[k] = _nested(
-                    (keys, Place(pattern.path, name, pattern=pattern)) for keys, name in zip(below, found, strict=True)
+                    (name.removeprefix(pattern.group).strip("/").split("/"), Place(pattern.path, name, found=array))
+                    for name, array in arrays.items()
                 )
             except ValueError as error:
                 raise ConfigError(

@@ -114,15 +114,6 @@ class SlabLayout:
         ranks = np.arange(n, dtype=np.int64) * min(n, n_ranks) // n
         return Shards(tuple(c * k for c, k in zip(cell, cuts, strict=True)), cuts, ranks[:, None])
 
-    def units_in(self, region: Region) -> Iterator[Region]:
-        """The units that lie in a region of whole units."""
-        steps = [
-            [(a, min(a + u, b)) for a in range(low, b, u)]
-            for low, b, u in zip(region.start, region.stop, self.array.unit, strict=True)
-        ]
-        for bounds in itertools.product(*steps):
-            yield Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
-
 
 def _up(n: int, step: int) -> int:
     return -(-n // step) * step

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import group_of
-from shardload.jobs.loading import execution
 from shardload.jobs.loading.call import LoadCall
+from shardload.jobs.loading.plan import Loaded
 from shardload.options import DEFAULTS, PER_LOADED_ARRAY, keywords_of
 from tests.mpi.support import READERS, check, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
@@ -62,7 +62,7 @@ def paths(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
     return on_root(comm, write)
 
 
-def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> execution.LoadResult:
+def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> Loaded:
     """Load arrays of which each has a path, a mesh, a spec and keywords of `load`."""
     paths, meshes, specs, given = map(list, zip(*arrays, strict=True))
     options = keywords_of("load", vars(DEFAULTS) | given[0] | {"comm": comm, "dataset": [one["dataset"] for one in given]})
@@ -71,15 +71,16 @@ def load_many(arrays: list[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = No
         return call.loader(call.plan()).run(time.perf_counter())
 
 
-def load(paths: dict[str, str], names: tuple[str, ...], comm: Any = None, **common: Any) -> execution.LoadResult:
+def load(paths: dict[str, str], names: tuple[str, ...], comm: Any = None, **common: Any) -> Loaded:
     own = {"odd": {"pad": -1}}
     calls = [(paths[n], mesh_of(), SPECS.get(n, P("a")), {"dataset": n, **own.get(n, {}), **common}) for n in names]
     return load_many(calls, comm)
 
 
-def check_all(loaded: execution.LoadResult, names: tuple[str, ...], note: object = "") -> None:
-    assert len(loaded.arrays) == len(names)
-    for x, name in zip(loaded.arrays, names, strict=True):
+def check_all(loaded: Loaded, names: tuple[str, ...], note: object = "") -> None:
+    arrays, _ = loaded
+    assert len(arrays) == len(names)
+    for x, name in zip(arrays, names, strict=True):
         values = ramp(shapes()[name], DTYPES[name])
         values = padded(values, mesh_of(), SPECS[name], -1) if name == "odd" else values
         check(x, values, mesh_of(), SPECS[name], (name, note))
@@ -92,13 +93,15 @@ def test_arrays_of_different_type_shape_and_sharding(paths: dict[str, str], name
     for verify in ("index", "checksum", "full"):
         loaded = load(paths, names, readers=readers, verify=verify, staging="64KiB")
         check_all(loaded, names, verify)
+        _, report = loaded
         nbytes = sum(int(np.prod(shapes()[n])) * np.dtype(DTYPES[n]).itemsize for n in names)
         if readers in ("root", "parallel", 2):
-            assert loaded.report.nbytes_read == nbytes, "one report, for all arrays"
-        assert loaded.report.proven.how == verify and len(loaded.proven) == len(names)
+            assert report.nbytes_read == nbytes, "one report, for all arrays"
+        proven = [one.proven for one in report.arrays]
+        assert report.proven.how == verify and len(proven) == len(names)
         if verify == "full":
-            assert loaded.report.proven.n_elements == sum(one.n_elements for one in loaded.proven) > 0
-            assert all(one.digest is not None for one in loaded.proven)
+            assert report.proven.n_elements == sum(one.n_elements for one in proven) > 0
+            assert all(one.digest is not None for one in proven)
 
 
 @pytest.mark.parametrize("readers", READERS)
@@ -168,7 +171,7 @@ def test_arrays_that_fit_alone_but_not_together(comm: Any, shared_tmp_path: Path
     on_root(comm, write)
     wide, cast = ((path, mesh_of(), P(("a", "b")), {"dataset": d, "dtype": "f4", "staging": staging}) for d in ("wide", "cast"))
     for alone in (wide, cast):
-        assert float(load_many([alone]).arrays[0].addressable_shards[0].data[0]) == 1
+        assert float(load_many([alone])[0][0].addressable_shards[0].data[0]) == 1
     same_error(comm, lambda: load_many([wide, cast]), ConfigError, "these 2 arrays share their staging buffers", "staging='")
 
 

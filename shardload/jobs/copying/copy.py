@@ -99,7 +99,7 @@ class CopyPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all values in memory."""
-        return sum(int(np.prod(copied.array.shape, dtype=object)) * copied.array.itemsize for copied in self.arrays)
+        return sum(copied.nbytes for copied in self.arrays)
 
     def describe(self, target: str) -> list[str]:
         """The plan, for people: lines."""
@@ -180,7 +180,7 @@ def plan_copy(
             f"what a rank writes at once of '{name}' is {format_nbytes(largest)} (a chunk, a file of chunks, or some rows), "
             f"and copying it takes {format_nbytes(least)}"
         )
-        staging = request.options.staging_cap(least, told, fix="smaller chunks=, or ")
+        staging = request.options.staging_cap(least, told, fix=", or smaller chunks=")
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
     slabs = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
@@ -431,6 +431,10 @@ class CopySource(FileSource):
         super().__init__(group.rank, request.options.checksums)
         self._n_ranks, self._request, self._plan, self._found = group.size, request, plan, plan.found
         self._done = done
+        self._grids: list[Grid] = []  # each array cut into what is written as a chunk
+        for array, copied in zip(plan.found, plan.arrays, strict=True):
+            cell = tuple(max(1, n) for n in array.spec.chunks or copied.array.unit)
+            self._grids.append(Grid(array.spec.shape, cell, (0,) * len(cell)))
         self._file: OpenFile | None = None
         self._sources: dict[int, tuple[Source, State]] = {}
         self.n_decoded = 0
@@ -526,30 +530,18 @@ class CopySource(FileSource):
     def _chunks(self, moves: Sequence[FileMove], slabs: Sequence[Region]) -> Iterator[Chunk]:
         """The chunks of the target that lie in this rank's pieces of slabs."""
         for move, slab in zip(moves, slabs, strict=True):
+            chunks = self._grids[move.array]
             for piece in move.targets.values():
-                for unit in self._plan.arrays[move.array].units_in(piece.region.moved(slab.start)):
-                    for region in self._chunks_of(move.array, unit):
-                        if not self._is_done(move.array, region):
-                            values = piece.view(region.moved(tuple(-start for start in slab.start)))
-                            yield Chunk(self._found[move.array].full_name, region, values)
-
-    def _chunks_of(self, array: int, unit: Region) -> Iterator[Region]:
-        """The chunks of a unit: several if it is a file of chunks."""
-        chunks = self._found[array].spec.chunks
-        if chunks is None or self._plan.arrays[array].array.unit == chunks:
-            yield unit
-            return
-        inner = Grid(unit.shape, tuple(map(min, chunks, unit.shape)), (0,) * unit.ndim)
-        for number in range(inner.n_cells):
-            yield inner.region(number).moved(unit.start)
+                for region in map(chunks.region, chunks.meeting(piece.region.moved(slab.start))):
+                    if not self._is_done(move.array, region):
+                        values = piece.view(region.moved(tuple(-start for start in slab.start)))
+                        yield Chunk(self._found[move.array].full_name, region, values)
 
     def _is_done(self, array: int, region: Region) -> bool:
         """Whether all chunks of the target that meet a region are there already."""
         if not self._done:
             return False
-        spec = self._found[array].spec
-        grid = Grid(spec.shape, tuple(max(1, n) for n in spec.chunks or spec.shape), (0,) * len(spec.shape))
-        box = tuple(slice(axis.start, axis.stop) for axis in grid.meeting_axes(region))
+        box = tuple(slice(axis.start, axis.stop) for axis in self._grids[array].meeting_axes(region))
         return bool(self._done[array][box].all())
 
 

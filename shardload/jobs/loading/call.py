@@ -15,7 +15,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -39,8 +39,8 @@ from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_names, check_unchanged
 from shardload.jobs.loading.endpoints import ArrayLoad
-from shardload.jobs.loading.execution import Loader, LoadResult, execute
-from shardload.jobs.loading.plan import Plan, TreePlan, describe_job
+from shardload.jobs.loading.execution import Loader, execute
+from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors, where_text
@@ -224,7 +224,8 @@ class LoadCall:
         """Do `plan`, and load what is planned: the arrays in the structure of the tree. Collective."""
         started = time.perf_counter()
         loads = self.plan(root)
-        return self.tree.build(self.loader(loads).run(started).arrays)
+        arrays, _ = self.loader(loads).run(started)
+        return self.tree.build(arrays)
 
     def loader(self, loads: list[ArrayLoad]) -> Loader:
         """What loads the planned arrays, inside this call."""
@@ -242,7 +243,7 @@ class LoadCall:
         is_path = (str, os.PathLike)  # the working folder may be another one when the plan is executed
         loads = [replace(load, handle=absolute(load.handle)) if isinstance(load.handle, is_path) else load for load in loads]
         plans = [_with_names(load) for load in loads]
-        run: Callable[[], LoadResult] | None = None
+        run: Executor | None = None
         if self._begun is not None:
             agreed = self._begun.asked
             comm = self._given.get("comm")
@@ -282,7 +283,7 @@ class LoadCall:
         return Labeller(finder, room, named_coordinates(selections)) if is_named else None
 
     def _find_all(self, finder: Finder) -> Any:
-        """What was found of each place: a `FoundArray`, or of a pattern all of them, and what is left out."""
+        """What was found of each place: a `FoundArray`, or of a pattern all of them, by their names, and what is left out."""
         found = list[Any]()
         labeller = self._labeller(finder)
         for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
@@ -294,7 +295,7 @@ class LoadCall:
                 below, left_out = finder.find_below(place.path, place.group)
                 if labeller is not None:
                     below = [array._replace(info=labeller.label(place.path, array.info)) for array in below]
-                found.append({"all": below, "left_out": left_out})
+                found.append(({array.info.dataset: array for array in below}, left_out))
         for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
             check_unchanged(f"'{path}'", before, now, path, "")
         return found
@@ -373,23 +374,17 @@ class LoadCall:
 
     def _grow(self, found: list[Any]) -> list[Any]:
         """Replace the patterns by the arrays that were found."""
-        patterns = {k: below for k, below in enumerate(found) if isinstance(below, dict)}
-        self.left_out = [info for of in patterns.values() for info in of["left_out"]]
-        grown = self.tree.grow({k: [info.dataset for info, *_ in of["all"]] for k, of in patterns.items()})
-        by_name = {(id(self.tree.places[k]), array[0].dataset): array for k, of in patterns.items() for array in of["all"]}
-        kept = {id(place): k for k, place in enumerate(self.tree.places)}
-        requests = read_requests(grown, self._mesh, self._spec, self._given)
-        new_found = []
-        for k, place in enumerate(grown.places):
-            if id(place) in kept:
-                new_found.append(found[kept[id(place)]])
-                continue
-            array = by_name[id(place.pattern), place.dataset]
-            if not array[0].shape:  # it has no axis that could be cut, and the spec is that of the other arrays
+        patterns = {k: below for k, (place, below) in enumerate(zip(self.tree.places, found, strict=True)) if place.is_pattern}
+        self.left_out = [info for _, left_out in patterns.values() for info in left_out]
+        by_place = {id(place): array for place, array in zip(self.tree.places, found, strict=True)}
+        tree = self.tree.grow({k: arrays for k, (arrays, _) in patterns.items()})
+        requests = read_requests(tree, self._mesh, self._spec, self._given)
+        for k, place in enumerate(tree.places):
+            if place.found is not None and not place.found.info.shape:  # no axis that could be cut: the spec is of the others
                 requests[k] = _whole(requests[k])
-            new_found.append(array)
-        self.tree, self.requests = grown, requests
-        return new_found
+        grown = [by_place[id(place)] if place.found is None else place.found for place in tree.places]
+        self.tree, self.requests = tree, requests
+        return grown
 
     def _explain(self, error: ConfigError, k: int, info: ArrayInfo) -> None:
         """Add to the error about the k-th array, which cannot be planned, what it is called, and what it shares with others."""
@@ -421,7 +416,7 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
     layouts = {id(load.layout): load.layout for load in loads}.values()
     needed = least_together([(layout.schedule, layout.source) for layout in layouts])
     told = f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}"
-    cap = request.options.staging_cap(needed, told, room=ranks.staging_room_nbytes, fix="fewer arrays at a time, or ")
+    cap = request.options.staging_cap(needed, told, room=ranks.staging_room_nbytes, fix=", or load them one by one")
     staging, shared = max(staging, cap), list[ArrayLoad]()
     for load in loads:
         if staging != load.options.staging_nbytes:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from shardload.errors import ConfigError, PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, OpenSources, moves_of
-from shardload.jobs.loading.plan import ArrayReport, LoadReport, Phase, join_proven, phases_of, staging_of
+from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, join_proven, phases_of, staging_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
 from shardload.options import INDEX, Options
@@ -49,17 +49,8 @@ _N_COSTS = 4  # numbers of an array that the last agreement sums for the report
 _MOST_TOLD = 8  # arrays with missing chunks in one message
 
 
-@dataclass(frozen=True, eq=False)
-class LoadResult:
-    """The result of a call: the arrays in order, what was proven of each, and one report for all."""
-
-    arrays: list[jax.Array]
-    proven: list[VerifyReport]
-    report: LoadReport
-
-
-def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> LoadResult:
-    """Agree that all ranks execute the same plans, then load. Collective.
+def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> Loaded:
+    """Agree that all ranks execute the same plans, then load: the arrays in order, and a report of all. Collective.
 
     Parameters
     ----------
@@ -105,8 +96,10 @@ class Loader:
         self._options = loads[0].options
         self._name = _name_of(loads)
 
-    def run(self, started: float) -> LoadResult:
-        """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
+    def run(self, started: float) -> Loaded:
+        """Load the arrays: these in order, and a report of all. That counts seconds from `started`, a value of
+        `time.perf_counter`.
+        """
         group, loads, options = self._group, self._loads, self._options
         group.watch.begin(self._name, options.timeout)
         schedules = [load.layout.schedule for load in loads]
@@ -139,11 +132,11 @@ class Loader:
             group.watch.enter("agree")
             checked = checked or [ShardFindings() for _ in loads]
             totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, requests_before))
-            loaded = self._finish(totals, session, target, checked, started)
+            arrays, report = self._finish(totals, session, target, checked, started)
         group.watch.close()
         if _log.isEnabledFor(logging.INFO):
-            _log.info("loaded %s: %s", self._name, loaded.report)
-        return loaded
+            _log.info("loaded %s: %s", self._name, report)
+        return arrays, report
 
     def verify(self, arrays: Sequence[jax.Array], seed: int) -> list[VerifyReport]:
         """Compare arrays, in the order of the loads, with their files."""
@@ -220,7 +213,7 @@ class Loader:
 
     def _finish(
         self, totals: list[int], session: Session, target: DeviceTarget, checked: list[ShardFindings], started: float
-    ) -> LoadResult:
+    ) -> Loaded:
         """Check that all read the same file, warn, and make the result. `totals`: the sums of `_counts` over the ranks."""
         arrays = [sharded.array for sharded in target.arrays if sharded.array is not None]
         if len(arrays) < len(self._loads):
@@ -267,7 +260,7 @@ class Loader:
             nbytes_fetched,
             n_retries,
         )
-        return LoadResult(arrays, proven, report)
+        return arrays, report
 
     def _agree(self, checked: list[ShardFindings], sums: list[list[int]]) -> list[VerifyReport]:
         """What was proven of each array. `sums`: the counts of all ranks."""

@@ -35,7 +35,6 @@ NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute thi
 _MOST_LEFT_OUT = 8
 _AT_ONCE, _LATENCY_SECONDS, _CONNECTION_NBYTES = 16, 0.02, 60 * 10**6  # of a store as it is assumed to be: S3 in its region
 _WIDE = 60  # from this width on, names have a column of their own
-Executor = Callable[[], Any]  # returns what was loaded: `arrays`, `report`
 
 
 @dataclass(frozen=True)
@@ -137,6 +136,10 @@ class LoadReport(PrintedReport):
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
             f"{self.proven}"
         )
+
+
+Loaded = tuple[list[jax.Array], LoadReport]
+Executor = Callable[[], Loaded]
 
 
 def phases_of(counters: Counters, device: Phase) -> dict[str, Phase]:
@@ -378,9 +381,8 @@ class Plan(PrintedReport):
         """
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
-        loaded = self._executor()
-        array: jax.Array = loaded.arrays[0]
-        self._reports[:] = [loaded.report]
+        (array,), report = self._executor()
+        self._reports[:] = [report]
         self._versions[:] = [version_of(array)]
         return array
 
@@ -504,11 +506,11 @@ class TreePlan(PrintedReport):
         """
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
-        loaded = self._executor()
-        self._reports[:] = [loaded.report]
-        for plan, array in zip(self.leaves, loaded.arrays, strict=True):
+        arrays, report = self._executor()
+        self._reports[:] = [report]
+        for plan, array in zip(self.leaves, arrays, strict=True):
             plan._versions[:] = [version_of(array)]
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), loaded.arrays)
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), arrays)
 
 
 def staging_of(plans: Sequence[Plan]) -> Staging:

@@ -240,7 +240,7 @@ def _read_by(ranks: PlannedRanks, plan: Plan, rank: int, per_owner: int) -> Plan
 
 
 def source_layout_of(options: Options, info: ArrayInfo, selection: Selection) -> tuple[SourceLayout, Decoding | None]:
-    """How the selected array lies in its file, and how stored numbers become values; None if they stay as they are.
+    """How the selected array lies in its file, and the rule by which stored numbers become values: None if they stay so.
 
     Raises
     ------

@@ -290,4 +290,4 @@ def _staging(request: SaveRequest, layouts: Sequence[WriteLayout], room: int) ->
         f"what a rank writes at once of '{request.arrays[k].name}' is {format_nbytes(layouts[k].unit_nbytes)} (a chunk, or a "
         f"file of chunks), and saving it takes {format_nbytes(needed)}"
     )
-    return request.options.staging_cap(needed, told, room=room, fix="smaller chunks, or ")
+    return request.options.staging_cap(needed, told, room=room, fix=", or smaller chunks")

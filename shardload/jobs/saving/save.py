@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -189,10 +189,6 @@ def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveRepor
                 own.free()
 
         return BackgroundSave(plan.path, own.rank, write)
-
-
-if TYPE_CHECKING:
-    from shardload.jobs.saving.save import SaveReport
 
 
 class BackgroundSave:
