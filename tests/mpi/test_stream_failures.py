@@ -342,6 +342,11 @@ def test_what_is_no_state(path: Path, prefetch: int) -> None:
     for wrong in (None, {}, good | {"version": 99}, good | {"stream": None}, good | {"sample": -1}, good | {"sample": 10**6}):
         with pytest.raises(ConfigError):
             iter(data).set_state(wrong)  # type: ignore[arg-type]
+    for name in ("epoch", "sample", "stream"):
+        cut = {key: value for key, value in good.items() if key != name}
+        for wrong in (cut, good | {name: 1.5}):
+            with pytest.raises(ConfigError, match=f"no whole state of a stream: its '{name}' is"):
+                iter(data).set_state(wrong)
     with iter(data) as batches:
         next(batches)
         with pytest.raises(ConfigError, match="has given batches"):
