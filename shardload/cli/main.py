@@ -41,6 +41,10 @@ _ALL_ARRAYS = (None, 'Names of arrays; "group/*" for all below (default: all of 
 _UsageError: Any = typer.BadParameter.__base__  # of which are all wrong options; typer does not export it
 _LATER_SECONDS = 2.0
 _HOW_TO_SHARD = "Type for example --mesh a=4,b=2 --spec -,a,b: the mesh of devices, and which of its axes cuts each array axis"
+_HOW_TO_NAME_FILES = (
+    ". Of several files that are one, type the pattern in quotes, so that the shell does not replace it by their names: "
+    'shardload copy "era5_*.nc" era5.zarr --along time'
+)
 
 
 class _Commands(TyperGroup):
@@ -58,6 +62,8 @@ class _Commands(TyperGroup):
         except _UsageError as error:
             if type(error).__name__ == "MissingParameter" and error.param is not None and error.param.name in ("mesh", "spec"):
                 error.message = _HOW_TO_SHARD
+            if ctx.invoked_subcommand == "copy" and "unexpected extra argument" in error.message:
+                error.message += _HOW_TO_NAME_FILES
             launcher, n = launched(os.environ)
             if n > 1 and task(os.environ) > 0:
                 time.sleep(_LATER_SECONDS)

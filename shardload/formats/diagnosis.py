@@ -122,7 +122,8 @@ def _what_is_there_instead(path: str) -> str:
     if n_files := len(glob.glob(path)):
         return (
             f"'{path}' is a pattern, which fits {counted(n_files, 'file')}. Pass one path, or a list of them for an array of "
-            f"each. For one array in all of them: shardload.concat('{path}', along=AXIS) in the place of the path."
+            f"each. For one array in all of them: shardload.concat('{path}', AXIS) in the place of the path, in Python; in a "
+            "shell `shardload join` makes one file of them, without a copy of the values."
         )
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."

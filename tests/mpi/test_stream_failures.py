@@ -302,6 +302,21 @@ def test_a_rank_leaves(comm: Any, path: Path, groups: list[Group], prefetch: int
         check_batch(next(again), np.arange(BATCH))
 
 
+@PREFETCH
+def test_a_rank_that_leaves_with_an_error_without_text(comm: Any, path: Path, prefetch: int, tune_rounds: None) -> None:
+    """Ctrl-C and ``assert`` have none. Wrong if the others were told "AssertionError: , but others go on"."""
+    if comm.size == 1:
+        pytest.skip("there is no other rank")
+    with iter(stream(path, prefetch=prefetch)) as batches:
+        next(batches)
+        with pytest.raises(AssertionError if comm.rank == 0 else PeerError) as caught, batches:
+            if comm.rank == 0:
+                raise AssertionError
+            for _ in batches:
+                pass
+    assert comm.rank == 0 or "after 1 batches with AssertionError, but others go on" in str(caught.value)
+
+
 @pytest.fixture
 def tune_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds as small as they can be: one for each few batches."""
@@ -327,6 +342,11 @@ def test_what_is_no_state(path: Path, prefetch: int) -> None:
     for wrong in (None, {}, good | {"version": 99}, good | {"stream": None}, good | {"sample": -1}, good | {"sample": 10**6}):
         with pytest.raises(ConfigError):
             iter(data).set_state(wrong)  # type: ignore[arg-type]
+    for name in ("epoch", "sample", "stream"):
+        cut = {key: value for key, value in good.items() if key != name}
+        for wrong in (cut, good | {name: 1.5}):
+            with pytest.raises(ConfigError, match=f"no whole state of a stream: its '{name}' is"):
+                iter(data).set_state(wrong)
     with iter(data) as batches:
         next(batches)
         with pytest.raises(ConfigError, match="has given batches"):

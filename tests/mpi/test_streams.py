@@ -562,7 +562,11 @@ def test_batches_by_number(comm: Any, files: dict[str, str]) -> None:
         next(it)
         assert it.index.tolist() == ds.order(0)[6:12].tolist()
     for k in (12, -1):
-        same_error(comm, lambda k=k: ds[k], IndexError, str(k))  # type: ignore[misc]
+        same_error(comm, lambda k=k: ds[k], IndexError, f"batch {k} of a stream; expected 0 to 11")  # type: ignore[misc]
+    for k in (1.5, slice(1, 3)):
+        same_error(comm, lambda k=k: ds[k], TypeError, "a batch of a stream is taken by its number")  # type: ignore[misc]
+    for epoch in (-1, 1.5):
+        same_error(comm, lambda epoch=epoch: ds.order(epoch), ConfigError, f"epoch is {epoch}; expected")  # type: ignore[misc]
 
 
 # --- (11, 12) cost

@@ -362,7 +362,9 @@ class JoinedParts:
         for k, shape in member.shapes.items():
             if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
                 told = self._own_shape(member, first), self._own_shape(member, shape)
-                only = "With a new axis they may not" if self._ask.stack is not None else f"They may along axis {axis} only"
+                only = f"They may differ along axis {axis} only"
+                if self._ask.stack is not None:
+                    only = "With a new axis they may not differ"
                 raise self._differs("shape", member, k, told, fix=f"{only}: name the arrays to join with dataset=")
             if isinstance(self.axis, str) and shape[axis] != expected[k]:
                 raise ConfigError(

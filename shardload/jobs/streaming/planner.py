@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -142,8 +143,12 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     n, names = len(info.shape), [name for name in info.dims if name is not None]
     if isinstance(along, str):
         if along not in names:
-            have = f"has axes named {', '.join(map(repr, names))}" if names else "has no names of axes"
-            raise ConfigError(f"along is {along!r}, but {info} {have}. Pass one of its {n} axes, by its number: along=0")
+            if names:
+                near = (get_close_matches(along, names, n=1) or names)[0]
+                have = f"has axes named {', '.join(map(repr, names))}. Pass one of them, such as along={near!r}"
+            else:
+                have = f"has no names of axes. Pass one of its {n} axes, by its number: along=0"
+            raise ConfigError(f"along is {along!r}, but {info} {have}")
         axis = info.dims.index(along)
     else:
         axis = along + n if along < 0 else along

@@ -319,7 +319,10 @@ def _epochs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iter
 
 def _reason_of(error: BaseException | None) -> str:
     """With what a program has left a stream."""
-    return "" if error is None else f" with {type(error).__name__}: {error}"
+    if error is None:
+        return ""
+    text = f": {error}" if str(error) else ""  # Ctrl-C and many assertions have none
+    return f" with {type(error).__name__}{text}"
 
 
 class Inline:

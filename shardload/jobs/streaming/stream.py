@@ -16,6 +16,14 @@ from shardload.system.garbage import let_go
 STATE_VERSION = 1
 
 
+def _integer(value: Any) -> int | None:
+    """An integer, which may be NumPy's; None for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 class Stream:
     """Batches of arrays in files. Made by `shardload.stream`.
 
@@ -36,14 +44,20 @@ class Stream:
 
     def order(self, epoch: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The anchors of all samples of an epoch, in the order in which they are given: steps of the selection."""
-        return self.plan.sample_order.epoch(epoch).copy()
+        number = _integer(epoch)
+        if number is None or number < 0:
+            raise ConfigError(f"epoch is {epoch!r}; expected the number of an epoch, 0 or more")
+        return self.plan.sample_order.epoch(number).copy()
 
     def __getitem__(self, number: int) -> Any:
         """The batch with a number. Collective: yes."""
         n_epoch = self.plan.n_batches(self.plan.n_samples)
+        if _integer(number) is None:
+            raise TypeError(f"a batch of a stream is taken by its number, such as 0, not by {number!r}")
         epoch, k = divmod(number, max(1, n_epoch))
         if number < 0 or not n_epoch or (self.plan.epochs is not None and epoch >= self.plan.epochs):
-            raise IndexError(f"batch {number} of a stream with {'no end' if self.plan.epochs is None else len(self)} batches")
+            numbers = "0 or more" if self.plan.epochs is None else f"0 to {len(self) - 1}"
+            raise IndexError(f"batch {number} of a stream; expected {numbers}, in the order in which they are given")
         reader = self._make_reader(epoch, k * self.plan.batch, 1)
         source = Inline(reader)
         try:
@@ -157,16 +171,22 @@ class StreamIterator:
         if self._batches is not None:
             raise ConfigError("this iterator has given batches already: set the state of a new one, iter(stream)")
         version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-        if not isinstance(state, Mapping) or version != STATE_VERSION or not isinstance(state.get("stream"), Mapping):
+        if not isinstance(state, Mapping) or version != STATE_VERSION:
             raise ConfigError(f"this is no state of a stream, or one of another version: {version!r}, expected {STATE_VERSION}")
-        mine, theirs = self._stream.plan.fingerprint, state["stream"]
+        epoch, sample = _integer(state.get("epoch")), _integer(state.get("sample"))
+        mine, theirs = self._stream.plan.fingerprint, state.get("stream")
+        if epoch is None or sample is None or not isinstance(theirs, Mapping):
+            part = "epoch" if epoch is None else "sample" if sample is None else "stream"
+            raise ConfigError(
+                f"this is no whole state of a stream: its {part!r} is {state.get(part)!r}. Pass what get_state gave, or what "
+                "json.loads made of it"
+            )
         told = {name: (mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
         differ = [f"{name} is {now!r}, was {before!r}" for name, (now, before) in told.items() if now != before]
         if differ:
             raise ConfigError(
                 f"this state is of another stream, whose order is another one: {'; '.join(differ)}. Pass what was passed then"
             )
-        epoch, sample = (operator.index(state[name]) for name in ("epoch", "sample"))
         if epoch < 0 or not 0 <= sample <= self._stream.plan.n_samples:
             raise ConfigError(
                 f"this state is after sample {sample} of epoch {epoch}, but an epoch has {self._stream.plan.n_samples} samples"

@@ -120,6 +120,7 @@ def test_a_dry_run_writes_nothing(file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
+        (["run_2002.h5", "run.zarr"], 2, "type the pattern in quotes, so that the shell does not replace it by their names: "),
         (["--chunks", "4,x"], 2, "Type for example --chunks 128,128,128"),
         (["--chunks", "4,,4"], 2, "Type for example --chunks 128,128,128"),
         (["--shards", "0,1"], 2, "Type for example --shards 128,128,128"),

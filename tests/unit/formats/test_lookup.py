@@ -305,7 +305,7 @@ def test_no_such_file_names_those_near_it(tmp_path: Path, monkeypatch: pytest.Mo
         assert caught.value.path == "densty.h5"
     with pytest.raises(SourceError, match=f"there is no file '{tmp_path}/x/densty.h5', nor a folder '{tmp_path}/x'"):
         find_array(tmp_path / "x" / "densty.h5")
-    pattern = r"'dens\*\.h5' is a pattern, which fits 1 file\..* shardload\.concat\('dens\*\.h5', along=AXIS\)"
+    pattern = r"'dens\*\.h5' is a pattern, which fits 1 file\..* shardload\.concat\('dens\*\.h5', AXIS\) .* `shardload join`"
     with pytest.raises(SourceError, match=pattern):
         find_array("dens*.h5")
     with pytest.raises(SourceError, match=r"'density\.h5' is a file, not a folder\. Pass 'density\.h5:/g/a' if you mean"):

@@ -190,7 +190,9 @@ def test_steps_become_a_new_axis(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'/t' does not go on from part to part"):
         shardload.join(str(tmp_path / "no.nc"), [paths[0], paths[2], paths[1]], stack="t")
     (opened[1].isel(x=slice(3))).to_netcdf(paths[1], engine="netcdf4")
-    with pytest.raises(ConfigError, match=r"the shape of '/rho' differs: \(2, 4\) in .*step0.*, \(2, 3\) in .*step1"):
+    with pytest.raises(
+        ConfigError, match=r"the shape of '/rho' differs: \(2, 4\) in .*step0.*, \(2, 3\) in .*step1.* may not differ: "
+    ):
         shardload.join(str(tmp_path / "no.nc"), paths, stack="t")
 
 
@@ -233,7 +235,7 @@ def replaced(name: str, values: Any) -> Callable[[h5py.File], None]:
         (lambda file: file.__delitem__("dm/id"), r"'/dm/id' is not in '.*snap\.1\.h5', which has '/dm/pos'.*row by row"),
         (
             replaced("dm/pos", np.zeros((7, 2), "f4")),
-            r"the shape of '/dm/pos' differs: \(5, 3\) in '.*0\.h5', \(7, 2\) in '.*1\.h5'",
+            r"the shape of '/dm/pos' differs: \(5, 3\) in '.*0\.h5', \(7, 2\) in '.*1\.h5'\. They may differ along axis 0",
         ),
         (replaced("dm/pos", np.zeros((7, 3), "f8")), r"the type of '/dm/pos' differs: float32 in .* float64 in '.*1\.h5'"),
         (replaced("dm/id", np.zeros(7, "<u8")), r"the type of '/dm/id' differs: >u8 in .*, uint64 in"),
