@@ -139,7 +139,7 @@ def test_a_dry_run_writes_nothing(file: str, tmp_path: Path) -> None:
         (["--mode", "a"], 1, "mode is 'a'"),
         (["--verify", "file"], 1, "verify is 'file'"),
         (["--dtype", "float33"], 1, "dtype is 'float33'"),
-        (["--staging", "1KiB"], 1, "Pass smaller --chunks, or --staging 5MiB or more"),
+        (["--staging", "1KiB"], 1, "Pass --staging 5MiB or more, or smaller --chunks"),
         (["--dataset", "whole", "--compression", "zstd"], 1, "such as --chunks 12,8,20"),
         (["--format", "tiff"], 1, "format is 'tiff'"),
         (["--select", "time=1"], 1, "no array has"),
