@@ -275,11 +275,10 @@ def test_without_prefetch_mpi_is_called_in_next_only(path: Path, monkeypatch: py
         assert group.watch.n_agreed == before
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_rank_leaves(comm: Any, path: Path, groups: list[Group], prefetch: int, tune_rounds: None) -> None:
     """Wrong if the others waited out the timeout, were told another rank, or lost batches that they had."""
-    if comm.size == 1:
-        pytest.skip("there is no other rank")
     left = comm.size - 1
     batches = iter(stream(path, prefetch=prefetch))
     for k in range(3):
@@ -302,11 +301,10 @@ def test_a_rank_leaves(comm: Any, path: Path, groups: list[Group], prefetch: int
         check_batch(next(again), np.arange(BATCH))
 
 
+@pytest.mark.mpi(min_size=2)
 @PREFETCH
 def test_a_rank_that_leaves_with_an_error_without_text(comm: Any, path: Path, prefetch: int, tune_rounds: None) -> None:
     """Ctrl-C and ``assert`` have none. Wrong if the others were told "AssertionError: , but others go on"."""
-    if comm.size == 1:
-        pytest.skip("there is no other rank")
     with iter(stream(path, prefetch=prefetch)) as batches:
         next(batches)
         with pytest.raises(AssertionError if comm.rank == 0 else PeerError) as caught, batches:

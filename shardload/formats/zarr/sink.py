@@ -393,7 +393,7 @@ def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
         if spec.compression.shuffle and not has_own_shuffle(spec.compression.name):
             raise ConfigError(
                 f"compression of '{name}' is {spec.compression.name!r} after a shuffle, which Zarr format 3 does not have. "
-                "Pass compression='blosc', which shuffles, or leave the shuffle out"
+                "Pass compression='blosc', which shuffles, or 'gzip' alone"
             )
         options = _compressor(name, spec.compression, spec.dtype.itemsize, 3)
         codecs.append({"name": spec.compression.name, "configuration": options})
