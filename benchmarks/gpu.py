@@ -483,7 +483,7 @@ def ways_to_host(values: Array, device: Any, cuda: Cuda | None) -> Ways:
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
-    from shardload.arrays.assemble import device_values
+    from shardload.arrays.assemble import copy_from_device
     from shardload.planning.region import Region
 
     x, held = jax.device_put(values, device), Region.whole(values.shape)
@@ -498,7 +498,7 @@ def ways_to_host(values: Array, device: Any, cuda: Cuda | None) -> Ways:
 
     def by_regions(n_elements: int) -> Array:
         for region in held.split(n_elements):
-            out[region.slices()] = device_values(x, region, held, view_on_cpu=False)
+            out[region.slices()] = copy_from_device(x, region, held)
         return out
 
     def ahead() -> Array:

@@ -24,7 +24,7 @@ def test_the_grid_times_every_way_and_what_plans_say(tmp_path: Path) -> None:
     assert set(cell["ways"]) >= {"root", "parallel 1", "parallel 2", "direct"} and cell["auto"] in cell["ways"]
     nbytes = 4 * 32**3
     for name, took in cell["ways"].items():
-        assert "error" not in took and took["estimate"] > 0, (name, took)
+        assert "error" not in took, (name, took)
         assert took["seconds"][0] >= nbytes / len(files) / 60e6
         assert nbytes <= took["nbytes"] <= 2 * nbytes + (1 << 17) and took["opens"] >= 3, (name, took)
         assert took["sent_nbytes"] == (0 if name == "direct" else nbytes // 2), (name, took)
