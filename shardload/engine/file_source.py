@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,8 +39,6 @@ class FileMove(ArrayMove):
         How the selected elements lie in the file.
     decoding : Decoding or None
         How stored numbers become values.
-    library : Lock
-        Held while the format's library reads. Where the source stays open, rounds that overlap have the same one.
     """
 
     flow: Any  # one that also says what a rank ever reads: a `Schedule` or a `BatchFlow`
@@ -56,7 +55,6 @@ class FileMove(ArrayMove):
     ) -> None:
         super().__init__(array, flow, layout.dtype, str(info) if name is None else name, named)
         self.info, self.layout, self.decoding = info, layout, decoding
-        self.library = threading.Lock()
 
 
 class FileSource(ABC):
@@ -74,6 +72,8 @@ class FileSource(ABC):
 
     def __init__(self, rank: int, checksums: bool, tuning: Tuning | None = None) -> None:
         self._rank, self._checksums, self._tuning = rank, checksums, tuning or default_tuning()
+        # Of each array: held while the format's library reads it. Blocks of two rounds may be read at the same time.
+        self._libraries = defaultdict[int, threading.Lock](threading.Lock)
 
     @abstractmethod
     def open(self, moves: Sequence[Any], opened: ExitStack) -> list[Source | None]:
@@ -113,7 +113,7 @@ class FileSource(ABC):
             tuning=tuning,
             counts=counter_of(flow, self._rank),
             convert=conversion(move.decoding),
-            library=move.library,
+            library=self._libraries[move.array],
         )
         if in_store:
             reader.expect(self.coming(move))

@@ -87,6 +87,11 @@ class _Begun:
     opened: ExitStack = field(default_factory=ExitStack)
     errors: FirstError = field(default_factory=FirstError)
 
+    def drop(self) -> None:
+        """End it after an error, which names the cause better than one that comes up here."""
+        with suppress(Exception):
+            self.opened.__exit__(*sys.exc_info())
+
 
 class Session:
     """The rounds of one call, on one rank. To make one is collective; a context manager, which ends its threads.
@@ -181,7 +186,7 @@ class Session:
         tags = self._group.next_tags() if round_.is_shared else _NO_TAGS
         begun, self._next = self._next, None
         if begun is None:
-            begun = self._begin(_Begun(round_), source, target)
+            begun = self._begin(round_, source, target)
         elif begun.round is not round_:
             raise ValueError("another round is begun: a defect in shardload")
 
@@ -194,24 +199,22 @@ class Session:
             if round_.moves and (round_.is_shared or not self.errors):
                 self._exchange(begun, tags, partial(self._begin_next, round_, source, target, coming))
         except BaseException:
-            with suppress(Exception):  # the first error names the cause better
-                begun.opened.__exit__(*sys.exc_info())
+            begun.drop()
             raise
         with self.errors:  # other ranks still wait for this rank
             begun.opened.close()
 
-    def _begin(self, begun: _Begun, source: SourceEndpoint, target: TargetEndpoint) -> _Begun:
+    def _begin(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> _Begun:
         """Make memory for a round, and what stages its blocks. Not collective; what fails is kept."""
-        moves = begun.round.moves
+        begun, moves = _Begun(round_), round_.moves
         try:
             with begun.errors:
                 target.make_room(moves)
                 if moves:
-                    source.stage(moves, self._resources(begun.round), begun.opened)
+                    source.stage(moves, self._resources(round_), begun.opened)
                     begun.outgoing = Outgoing(moves, self._group.rank)
         except BaseException:
-            with suppress(Exception):  # the first error names the cause better
-                begun.opened.__exit__(*sys.exc_info())
+            begun.drop()
             raise
         return begun
 
@@ -227,8 +230,7 @@ class Session:
             following = coming()
             if following is None or (following.staging, following.is_shared) != (round_.staging, round_.is_shared):
                 return False
-            self._next = _Begun(following)
-            self._begin(self._next, source, target)
+            self._next = self._begin(following, source, target)
             return True
         with begun.errors:
             return not begun.errors and begun.outgoing is not None and begun.outgoing.start_one()

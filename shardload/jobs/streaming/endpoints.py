@@ -7,7 +7,6 @@ batch that comes soon, is read straight into it (`StreamPlan.in_place`); others 
 from __future__ import annotations
 
 import math
-import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -77,7 +76,6 @@ class StreamSource(FileSource):
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, _INLINE_NBYTES))
         super().__init__(rank, plan.arrays[0].options.checksums, tuning)
         self._sources: dict[int, tuple[Source, State]] = {}
-        self._libraries = [threading.Lock() for _ in plan.arrays]
         self._plan = plan
         self.n_decoded = self.nbytes_read = 0
         self._told: set[int] = set()
@@ -85,8 +83,6 @@ class StreamSource(FileSource):
     def open(self, moves: Sequence[StreamMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
         opened.push(lambda kind, *_: self._count(moves) if kind is None else None)
-        for move in moves:
-            move.library = self._libraries[move.array]  # blocks of two rounds may be read at the same time
         reads = (any(each.flow.blocks_of(self._rank) for each in (move, *move.later)) for move in moves)
         return [self._source(move.array) if is_read else None for move, is_read in zip(moves, reads, strict=True)]
 
