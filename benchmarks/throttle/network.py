@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.transport import Transport
-from shardload.transfer import exchange
+from shardload.comm import group
+from shardload.comm.transport import MpiTransport
 
 __all__ = ["slow_down"]
 
 
-class LateTransport(Transport):
+class LateTransport(MpiTransport):
     """A transport whose values between nodes arrive as late as the network has them."""
 
     arrival: Callable[[int, int, int], float]
@@ -42,7 +42,6 @@ class LateTransport(Transport):
         if when <= 0:
             super().send(rank, values, on_done)
             return
-        self.n_data += 1  # it is pending
         heapq.heappush(self._late, (when, next(self._numbers), rank, values, on_done))
 
     def test(self) -> bool:
@@ -50,7 +49,6 @@ class LateTransport(Transport):
         is_due = False
         while self._late and self._late[0][0] <= time.monotonic():
             _, _, rank, values, on_done = heapq.heappop(self._late)
-            self.n_data -= 1
             super().send(rank, values, on_done)
             is_due = True
         return super().test() or is_due
@@ -62,4 +60,4 @@ def slow_down() -> None:
     arrival.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_double)
     arrival.restype = ctypes.c_double
     LateTransport.arrival = staticmethod(arrival)
-    exchange.Transport = LateTransport  # type: ignore[misc]
+    group.MpiTransport = LateTransport  # type: ignore[misc]
