@@ -35,6 +35,8 @@ NAMING = (
     *("geometry", "node_coordinates", "node_count", "part_node_count", "interior_ring"),
 )
 
+_IN_BLOSC = {"gzip": "zlib", "zstd": "zstd", "lz4": "lz4"}  # compressors that Blosc has inside, by Blosc's names for them
+
 
 @dataclass(frozen=True)
 class Overrides:
@@ -130,7 +132,19 @@ def _layout_like(
     if isinstance(properties.compression, str):
         raise ConfigError(f"{info} {properties.compression}. Pass compression='gzip', or compression=None")
     compression = Compression.of(properties.compression)
+    if kind == "zarr" and compression is not None and compression.shuffle:
+        compression = _shuffled_by_blosc(compression)
     return {"chunks": chunks, "shards": shards, "compression": compression, "checksum": properties.checksum}
+
+
+def _shuffled_by_blosc(compression: Compression) -> Compression:
+    """A compressor after a shuffle, for Zarr format 3, where only Blosc shuffles: the same one inside Blosc, if it has it."""
+    if compression.name not in _IN_BLOSC:
+        return compression
+    level = compression.level
+    if compression.name == "zstd" and level is not None:
+        level = min(max((level + 1) // 2, 1), 9)  # Blosc's level k is level 2 k - 1 of Zstandard
+    return Compression("blosc", level, shuffle=True, options={"cname": _IN_BLOSC[compression.name]})
 
 
 def _texts_like(

@@ -198,7 +198,6 @@ def test_where_other_commands_would_write(
     ("name", "target", "told"),
     [
         ("psi", "out.nc", "complex64, which netCDF4 does not have. Save it as int8 or float32 (complex numbers as two"),
-        ("shuffled", "out.zarr", "Pass --compression blosc"),
         ("frames", "out.zarr", "is 'lz4'; Zarr has gzip, zstd, blosc. Pass --compression 'blosc(lz4)'"),
         ("old", "out.h5", "is 'bz2'; expected one of bitshuffle,"),
         ("old", "out.h5", "Pass --compression gzip, which every HDF5 has, or another of these"),
@@ -209,13 +208,34 @@ def test_what_another_format_does_not_have_says_what_to_type(tmp_path: Path, nam
     with h5py.File(tmp_path / "in.h5", "w") as file:
         file["psi"] = VALUES.astype("c8")
         file.create_dataset("frames", data=VALUES, chunks=(4, 8, 20), **hdf5plugin.LZ4())
-        file.create_dataset("shuffled", data=VALUES, chunks=(4, 8, 20), compression="gzip", shuffle=True)
     group = zarr.open_group(tmp_path / "in.zarr", mode="w", zarr_format=2)
     group.create_array("old", data=VALUES, chunks=(4, 8, 20), compressors=numcodecs.BZ2())
     source = tmp_path / ("in.zarr" if name == "old" else "in.h5")
     code, _, said = run("copy", f"{source}:/{name}", str(tmp_path / target), columns=200)
     assert code == 1
     assert told in unwrapped(said)
+
+
+@pytest.mark.parametrize(
+    ("filters", "inner", "level"),
+    [
+        ({"compression": "gzip", "compression_opts": 7}, "zlib", 7),
+        ({"compression": 32015, "compression_opts": (17,)}, "zstd", 9),
+        ({"compression": 32015, "compression_opts": (3,)}, "zstd", 2),
+    ],
+)
+def test_zarr_shuffles_inside_blosc(tmp_path: Path, filters: dict[str, Any], inner: str, level: int) -> None:
+    """As most netCDF files are. Wrong if a copy to Zarr had to be asked for another compression, or did without the shuffle."""
+    path, out = tmp_path / "in.h5", tmp_path / "out.zarr"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("rho", data=VALUES, chunks=(4, 5, 20), shuffle=True, fletcher32=True, **filters)
+    ok("copy", str(path), str(out), "--verify", "full")
+    found = zarr.open_group(out, mode="r")["rho"]
+    np.testing.assert_array_equal(found[...], VALUES)
+    blosc, checksum = (codec.to_dict() for codec in found.compressors)
+    assert (blosc["name"], checksum["name"]) == ("blosc", "crc32c")
+    options = blosc["configuration"]
+    assert (options["cname"], options["clevel"], options["shuffle"], options["typesize"]) == (inner, level, "shuffle", 4)
 
 
 FILTERS: dict[str, dict[str, Any]] = {
