@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardload.api import stream
+from shardload.cli.copies import source_of
 from shardload.cli.info import to_json
 from shardload.cli.loads import mesh_of
 from shardload.comm.group import Group, group_of
@@ -31,7 +32,9 @@ def run(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, n: int, st
     how |= {"decode": bool(how["decode"]), "epochs": None}
     with mesh_of(axes) as mesh:
         began = time.perf_counter()
-        opened = stream(file, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **how)
+        source, names = source_of(file, how["along"], how["dataset"], how["allow_external"])
+        how["dataset"] = names[0] if names and len(names) == 1 else names or None
+        opened = stream(source, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **how)
         plan, group = opened.plan, group_of()
         found = _measure(opened, group, began, n, step)
     if group.rank == 0:

@@ -14,6 +14,7 @@ from typing import IO, Any
 from shardload.cli.arguments import as_typed, wrong
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import LeftOutWarning, printable
+from shardload.formats.concatenation import Concatenation
 from shardload.formats.lookup import split_path
 from shardload.jobs.copying.copy import CopyReport, copy
 from shardload.jobs.joining.join import concat, join
@@ -42,12 +43,8 @@ def run_copy(
         Keywords of `shardload.copy`.
     """
     rank = world_rank_and_size()[0]
-    path, name = split_path(source)
-    if glob.has_magic(path) and "://" not in path and not os.path.exists(path):
-        given["dataset"] = (name,) if name else given["dataset"]
-        names = {"dataset": given["dataset"], "allow_external": given["allow_external"]}
-        source = concat(path, along, **names)
-    report = copy(source, target, only_plan=only_plan, **given)
+    files, given["dataset"] = source_of(source, along, given["dataset"], given["allow_external"])
+    report = copy(files, target, only_plan=only_plan, **given)
     if rank:
         return
     if as_json:
@@ -57,6 +54,15 @@ def run_copy(
         print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
     lines = report.plan.describe(target) if report.written is None else [f"{target}: {report}"]
     tell("\n".join(part for line in lines for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")), out)
+
+
+def source_of(file: str, along: str | int | None, dataset: Any, allow_external: bool) -> tuple[str | Concatenation, Any]:
+    """What a call takes for FILE: its path, or the files of a pattern as one; and which arrays of it. Collective: yes."""
+    path, name = split_path(file)
+    if not glob.has_magic(path) or "://" in path or os.path.exists(path):
+        return file, dataset
+    names = dataset if name is None else (name,)
+    return concat(path, along, dataset=names, allow_external=allow_external), names
 
 
 def _as_json(report: CopyReport) -> str:

@@ -243,7 +243,7 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
 @app.command("bench-stream")
 @takes(
     *("dataset", "along", "batch", "window", "shuffle", "pool", "prefetch", "border", "gaps", "select", "dtype", "decode"),
-    *("pad", "readers", "staging", "missing", "allow_external", "allow_filters", "untrusted"),
+    *("pad", "readers", "staging", "missing", "allow_external", "allow_filters", "untrusted", "storage"),
     along=("0", "The axis of the steps: its name in the file, or its number."),
     batch=(8, "Samples of a batch."),
 )
@@ -258,7 +258,8 @@ def bench_stream(
 ) -> None:
     r"""Measure how fast batches of a file come, for at most a minute, and say what would be faster: chunks, pool, batch.
 
-    Takes what shardload.stream takes. For example:
+    Takes what shardload.stream takes; a pattern, "era5_*.nc", of files that
+    follow each other. For example:
 
       mpiexec -n 4 shardload bench-stream era5.zarr:/t2m --mesh data=2,lat=2 \
         --spec data,-,-,lat --along time --batch 8 --window -1,0 --shuffle 1 \
@@ -269,7 +270,7 @@ def bench_stream(
     with one_message(as_json) as out:
         from shardload.cli.bench_stream import run
 
-        run(out, file, axes, parts, steps, step_ms / 1e3, as_json, **_with_names(how))
+        run(out, file, axes, parts, steps, step_ms / 1e3, as_json, **how)
 
 
 @app.command()

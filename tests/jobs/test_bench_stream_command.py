@@ -44,6 +44,20 @@ def test_it_says_what_batches_take_and_what_to_change(file: str) -> None:
     assert "batch: 3.0 KiB is little for what each batch costs; try --batch 16" in printed
 
 
+def test_a_pattern_is_one_array(tmp_path: Path) -> None:
+    """Wrong if it was taken for a name, or if samples did not go on from file to file."""
+    for k in range(3):
+        with h5py.File(tmp_path / f"run.{k}.h5", "w") as file:
+            file.create_dataset("t2m", data=np.zeros((5, 6, 8), "f4"), chunks=(5, 6, 8))
+            file["mask"] = np.zeros((6, 8), "f4")
+    how = ["--mesh", "lat=2", "--spec", "-,-,lat", "--along", "0", "--batch", "4", "--window", "-1,0", "--steps", "3"]
+    job = bench(2, f"{tmp_path}/run.*.h5:/t2m", *how)
+    assert job.returncode == 0, job.stderr
+    assert "14 samples, 3 batches of 4 an epoch" in " ".join(job.stdout.split())
+    job = bench(1, f"{tmp_path}/run.?.h5", "--dataset", "t2m", *how)
+    assert job.returncode == 0, job.stderr
+
+
 def test_json_is_one_document_with_the_figures(file: str) -> None:
     job = bench(1, file, "--dataset", "t2m", "--mesh", "lat=2", "--spec", "-,lat", "--steps", "3", "--step-ms", "1", "--json")
     assert job.returncode == 0, job.stderr
