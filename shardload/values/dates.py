@@ -1,13 +1,13 @@
 """Which number of a time axis is a date? By the ``units`` and ``calendar`` of its coordinate, as CF has them.
 
-`near` and `between` may be given dates: text, objects of `datetime`, `numpy.datetime64`, objects of cftime. `in_numbers` turns
-them into the numbers of one coordinate, and `counted` an array of dates. `recounted` turns the numbers of one axis into those
-of another one.
+`near` and `between` take dates: text, objects of `datetime`, `numpy.datetime64`, objects of cftime. `in_numbers` turns them
+into numbers of one coordinate, and `numbers_of_dates` an array of dates. `in_other_units` turns the numbers of one axis into
+those of another one.
 
 1. A date is a name: year, month, day, time of day. Which day it is, the axis's calendar says.
 2. Text may be a span: ``"2001-06"`` is a month. A range begins where its first span begins, and ends where its last one ends.
-3. cftime knows the calendars (`_day`). All else is exact: only at the end is a number rounded to the type of the coordinate, as
-   whoever wrote that has done.
+3. cftime knows the calendars (`_to_seconds`). All else is exact: only at the end is a number rounded to the type of the
+   coordinate, as by the program that wrote the coordinate.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def in_numbers(part: Near | Between, name: str, attrs: Mapping[str, Any], dtype:
         raise ValueError(f"select has {part} on the axis {name!r}: {error}") from None
 
 
-def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+def in_other_units(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     """Times by the units and the calendar of `attrs`, as numbers of the same type by those of `wanted`. NaN stays.
 
     Raises
@@ -109,21 +109,21 @@ def recounted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Ma
 
     Examples
     --------
-    >>> one, other = ({"units": f"days since {year}-01-01", "calendar": "noleap"} for year in (2002, 2001))
-    >>> recounted(np.array([0, 1], "i4"), one, other)
+    >>> attrs, wanted = ({"units": f"days since {year}-01-01", "calendar": "noleap"} for year in (2002, 2001))
+    >>> in_other_units(np.array([0, 1], "i4"), attrs, wanted)
     array([365, 366], dtype=int32)
     """
     try:
-        axis_before, axis = _Axis.of(attrs), _Axis.of(wanted)
+        old, new = _Axis.of(attrs), _Axis.of(wanted)
     except ValueError:
         raise ValueError("these are no units of time that have a length of their own and a known calendar") from None
-    if axis_before.calendar != axis.calendar:
-        raise ValueError(f"one is of the calendar {axis_before.calendar!r}, the other of {axis.calendar!r}")
-    times, step, zero = values.reshape(-1), axis_before.unit / axis.unit, (axis_before.zero - axis.zero) / axis.unit
-    numbers = np.array(times)
-    for k, number in enumerate(times):
+    if old.calendar != new.calendar:
+        raise ValueError(f"one is of the calendar {old.calendar!r}, the other of {new.calendar!r}")
+    step, zero = old.unit / new.unit, (old.zero - new.zero) / new.unit
+    numbers = values.flatten()
+    for k, number in enumerate(numbers):
         if values.dtype.kind != "f" or np.isfinite(number):
-            numbers[k] = _as_type(_exact(number) * step + zero, values.dtype, axis.unit, axis.text)
+            numbers[k] = _as_type(_exact(number) * step + zero, values.dtype, new.unit, new.text)
     return numbers.reshape(values.shape)
 
 
@@ -147,7 +147,7 @@ def is_dates(values: Any) -> bool:
     return values.dtype.kind in "mM" or isinstance(first, datetime.date | cftime.datetime)
 
 
-def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def numbers_of_dates(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Dates as numbers of a type, by the units and the calendar of `attrs`; spans of time by units such as ``"days"``.
 
     NaT is NaN, or in ``int64`` the least number, as xarray has it.
@@ -159,7 +159,7 @@ def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dt
 
     Examples
     --------
-    >>> counted(np.array(["2000-01-02", "2000-03-01"], "M8[D]"), {"units": "hours since 2000-01-01"}, np.dtype("i4"))
+    >>> numbers_of_dates(np.array(["2000-01-02", "2000-03-01"], "M8[D]"), {"units": "hours since 2000-01-01"}, np.dtype("i4"))
     array([  24, 1440], dtype=int32)
     """
     numbers = np.zeros(values.shape, dtype)
@@ -178,7 +178,7 @@ def counted(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], dtype: np.dt
 
 
 def _spans(values: np.ndarray[Any, Any], attrs: Mapping[str, Any]) -> tuple[list[Fraction], Fraction, Callable[[Any], str]]:
-    """Spans of time in the units of `attrs`, that unit in seconds, and how such a number is told."""
+    """Spans of time in the units of `attrs`; that unit in seconds; and a function from such a number to text."""
     units = attrs.get("units")
     unit = _SECONDS.get(units.lower()) if isinstance(units, str) else None
     if unit is None:
@@ -187,7 +187,7 @@ def _spans(values: np.ndarray[Any, Any], attrs: Mapping[str, Any]) -> tuple[list
     seconds = {"W": Fraction(7 * 86400), "m": Fraction(60)}.get(name, _SECONDS.get(name.lower()))
     if seconds is None:
         raise ValueError(f"these are {values.dtype}, which have no length of their own, or are shorter than nanoseconds")
-    return [int(one) * n * seconds / unit for one in values.astype("i8")], unit, lambda count: f"{float(count):g} {units}"
+    return [int(span) * n * seconds / unit for span in values.astype("i8")], unit, lambda count: f"{float(count):g} {units}"
 
 
 def _as_type(count: Fraction, dtype: np.dtype[Any], unit: Fraction, text: Callable[[Any], str]) -> Any:
@@ -216,17 +216,17 @@ def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
         if is_open:
             # A type that does not tell the end of a span from its begin has both as one number.
             high_number = max(np.nextafter(high_number, dtype.type(-np.inf)), _rounded(last_begin + slack, dtype))
-        return replace(part, low=float(low_number), high=float(high_number), typed=repr(part), told=axis.text)
-    return replace(
-        part, low=math.ceil(begin), high=math.ceil(end) - 1 if is_open else math.floor(end), typed=repr(part), told=axis.text
-    )
+        low, high = float(low_number), float(high_number)
+    else:
+        low, high = math.ceil(begin), math.ceil(end) - 1 if is_open else math.floor(end)
+    return replace(part, low=low, high=high, typed=repr(part), told=axis.text)
 
 
 def _near(part: Near, axis: _Axis, dtype: np.dtype[Any]) -> Near:
-    begin, _, lacks = axis.span(part.value)
-    if lacks:
+    begin, _, n_lacking = axis.span(part.value)
+    if n_lacking:
         raise ValueError(
-            f"which day of it? Pass one, near('{str(part.value).strip()}{'-01' * lacks}'), or "
+            f"which day of it? Pass one, near('{str(part.value).strip()}{'-01' * n_lacking}'), or "
             f"between({part.value!r}, {part.value!r}) for all of it"
         )
     within: Any = part.within
@@ -258,42 +258,39 @@ class _Axis:
     def of(cls, attrs: Mapping[str, Any]) -> _Axis:
         units, calendar = attrs.get("units"), attrs.get("calendar", "")
         match = _UNITS.fullmatch(units) if isinstance(units, str) else None
+        has_units = f"its coordinate has the units {units!r}" if isinstance(units, str) else "its coordinate has no units"
         if match is None:
-            has = f"the units {units!r}" if isinstance(units, str) else "no units"
-            raise ValueError(
-                f"its coordinate has {has}; dates need those of time, such as 'days since 2000-01-01'. Pass numbers"
-            )
-        has_units = f"its coordinate has the units {units!r}"
+            raise ValueError(f"{has_units}; dates need those of time, such as 'days since 2000-01-01'. Pass numbers")
         name = calendar.strip().lower() if isinstance(calendar, str) else repr(calendar)
         name = _CALENDARS.get(name, name)
         if name not in _KNOWN:
             raise ValueError(f"its coordinate has the calendar {calendar!r}; expected one of {', '.join(_KNOWN)}. Pass numbers")
-        unit, date = _SECONDS.get(match[1].lower()), _read(match[2])
+        unit, date = _SECONDS.get(match[1].lower()), _parse(match[2])
         if unit is None:
             raise ValueError(
                 f"{has_units}: {match[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers"
             )
         if date is None:
             raise ValueError(f"{has_units}, of which the date cannot be read. Pass numbers")
-        return cls(unit, _seconds(date, name)[0], name)
+        return cls(unit, _span_of_match(date, name)[0], name)
 
     def span(self, date: Any) -> tuple[Fraction, Fraction, int]:
-        """Where a date begins and ends in numbers of the axis, the same for an instant; and what it lacks of a day: a month 1,
-        a year 2.
+        """Where a date begins and ends in numbers of the axis, the same for an instant; and how many fields it lacks of a day:
+        a month 1, a year 2.
         """
         if _is_number(date):
             if not math.isfinite(date):
                 raise ValueError("expected dates or numbers")
             return _exact(date), _exact(date), 0
-        begin, end, lacks = _seconds_of(date, self.calendar)
-        return (begin - self.zero) / self.unit, (end - self.zero) / self.unit, lacks
+        begin, end, n_lacking = _span_of(date, self.calendar)
+        return (begin - self.zero) / self.unit, (end - self.zero) / self.unit, n_lacking
 
     def text(self, number: Any) -> str:
         """A number of the axis as a date, for a message."""
         if not math.isfinite(number):
             return str(number)
         try:
-            date = _date(self.calendar, round(_exact(number) * self.unit + self.zero))
+            date = _from_seconds(self.calendar, round(_exact(number) * self.unit + self.zero))
             return str(date.isoformat()).removesuffix("T00:00:00")
         except (ValueError, OverflowError):
             return str(number)
@@ -310,22 +307,22 @@ def _exact(number: Any) -> Fraction:
 # --- dates
 
 
-def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
-    """Where a date begins and ends, in seconds; and what it lacks of a day. ValueError if it is none."""
+def _span_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
+    """Where a date begins and ends, in seconds; and how many fields it lacks of a day. ValueError if it is no date."""
     if isinstance(date, np.datetime64):
         if np.isnat(date):
             raise ValueError("NaT is no date. Pass one such as '2001-06-15'")
-        begin, _, _ = _seconds_of(str(date), calendar)  # an instant, as in pandas
+        begin, _, _ = _span_of(str(date), calendar)  # an instant, as in pandas
         return begin, begin, 0
     if isinstance(date, str):
-        match = _read(date.strip())
+        match = _parse(date.strip())
         if match is None or len(match["year"].lstrip("+-")) < 4:
             raise ValueError(
                 f"{date!r} is no date that can be read; expected one such as '2001-06-15', '2001-06-15T12:30' or '2001-06'"
             )
-        begin, length = _seconds(match, calendar)
-        lacks = 2 if match["month"] is None else 1 if match["day"] is None else 0
-        return begin, begin + length, lacks
+        begin, length = _span_of_match(match, calendar)
+        n_lacking = 2 if match["month"] is None else 1 if match["day"] is None else 0
+        return begin, begin + length, n_lacking
     if isinstance(date, datetime.datetime) and date.tzinfo is not None:
         date = date.astimezone(datetime.UTC)
     if not isinstance(date, datetime.date | cftime.datetime):
@@ -336,36 +333,40 @@ def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
     fields: Any = date
     year, month, day, hour, minute, second = (int(getattr(fields, key, 0)) for key in _FIELDS)
     name = str(getattr(fields, "calendar", "") or calendar).lower()
-    of_date = _CALENDARS.get(name, name)
-    is_modern = {of_date, calendar} <= {"standard", "proleptic_gregorian"} and (year, month, day) >= _REFORM
-    if of_date != calendar and not is_modern:
-        raise ValueError(f"this is a date of the calendar {of_date!r}, the axis has {calendar!r}. Pass text, or such a date")
+    calendar_of_date = _CALENDARS.get(name, name)
+    is_modern = {calendar_of_date, calendar} <= {"standard", "proleptic_gregorian"} and (year, month, day) >= _REFORM
+    if calendar_of_date != calendar and not is_modern:
+        raise ValueError(
+            f"this is a date of the calendar {calendar_of_date!r}, the axis has {calendar!r}. Pass text, or such a date"
+        )
     parts = Fraction(int(getattr(fields, "microsecond", 0)), 10**6) + Fraction(int(getattr(fields, "nanosecond", 0)), 10**9)
-    whole = _whole(calendar, year, month, day, hour, minute, second) + parts
-    return whole, whole, 0
+    instant = _to_seconds(calendar, year, month, day, hour, minute, second) + parts
+    return instant, instant, 0
 
 
-def _read(text: str) -> re.Match[str] | None:
+def _parse(text: str) -> re.Match[str] | None:
     """The parts of a date: ``2000-01-31``, ``20000131``, ``2000/01/31`` or ``2000.01.31``, with a time of day or not, or a
     month or year alone. None if it is no date, or may be several.
     """
-    other = _OTHER_DATE.match(text)
-    match = _DATE.fullmatch(text if other is None else "-".join(filter(None, other.groups())) + text[other.end() :])
+    without_dashes = _OTHER_DATE.match(text)
+    if without_dashes is not None:
+        text = "-".join(filter(None, without_dashes.groups())) + text[without_dashes.end() :]
+    match = _DATE.fullmatch(text)
     if match is None or (match["zone"] or " ")[0] not in "+-" or match["hour"] or match.string[match.start("zone") - 1] == " ":
         return match
     return None  # "2000-01-01+01:30" may be a zone or a time of day
 
 
-def _seconds(match: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
-    """Where a date that was read begins, and how long it is, in seconds of UTC. ValueError if there is no such date."""
+def _span_of_match(match: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
+    """Where the date of a match begins, and how long it is, in seconds of UTC. ValueError if there is no such date."""
     year, month, day, hour, minute, second = (None if match[key] is None else int(match[key]) for key in _FIELDS)
     y, m, d = year or 0, 1 if month is None else month, 1 if day is None else day
     zone = int(match["zone_hour"] or 0) * 3600 + int(match["zone_minute"] or 0) * 60
-    begin = _whole(calendar, y, m, d, hour or 0, minute or 0, second or 0) + (zone if match["zone_sign"] == "-" else -zone)
+    begin = _to_seconds(calendar, y, m, d, hour or 0, minute or 0, second or 0) + (zone if match["zone_sign"] == "-" else -zone)
     length = Fraction(0)
     if month is None or day is None:
         first = (y + 1, 1, 1) if month is None or m == 12 else (y, m + 1, 1)
-        length = _whole(calendar, *first) - _whole(calendar, y, m, d)
+        length = _to_seconds(calendar, *first) - _to_seconds(calendar, y, m, d)
     elif hour is None:
         length = Fraction(86400)
     elif minute is None:
@@ -382,10 +383,10 @@ def _seconds(match: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
 # --- calendars: cftime counts the days of each
 
 
-def _whole(calendar: str, year: int, month: int, day: int, *clock: int) -> Fraction:
+def _to_seconds(calendar: str, year: int, month: int, day: int, *clock: int) -> Fraction:
     """A time in seconds. ValueError if the calendar has none such.
 
-    >>> (_whole("standard", 1582, 10, 15) - _whole("standard", 1582, 10, 4)) / 86400
+    >>> (_to_seconds("standard", 1582, 10, 15) - _to_seconds("standard", 1582, 10, 4)) / 86400
     Fraction(1, 1)
     """
     if year < 1 and calendar in _FROM_YEAR_1:
@@ -398,8 +399,8 @@ def _whole(calendar: str, year: int, month: int, day: int, *clock: int) -> Fract
     return Fraction(86400 * int(date.toordinal()) + 3600 * date.hour + 60 * date.minute + date.second)
 
 
-def _date(calendar: str, seconds: int) -> cftime.datetime:
-    """The inverse of `_whole`."""
+def _from_seconds(calendar: str, seconds: int) -> cftime.datetime:
+    """The inverse of `_to_seconds`."""
     first = cftime.datetime(1, 1, 1, calendar=calendar, has_year_zero=True)
     days, rest = divmod(seconds, 86400)
     days -= int(first.toordinal())

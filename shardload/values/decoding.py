@@ -102,7 +102,7 @@ class Decoding:
     is_valid_decoded: bool = False
 
     def into(self, stored: Array, out: Array) -> None:
-        """Decode stored numbers into `out`, which has their shape and `dtype`. One array of booleans is needed beside."""
+        """Decode stored numbers into `out`, which has their shape and `dtype`. It takes one more array of booleans."""
         if self.work != self.dtype:  # booleans
             work = np.empty(stored.shape, self.work)
             self._decode(stored, work)
@@ -121,26 +121,26 @@ class Decoding:
             stored = stored.view(self.stored_as)
         with np.errstate(all="ignore"):  # NaN and infinity are values, and go through as xarray lets them
             np.copyto(out, stored, casting="unsafe")
-            nothing = self._nothing(stored, out)
+            is_absent = self._is_fill(stored, out)
             # Not fused, and in this order: each step rounds, as it does in xarray.
             if self.scale is not None:
                 np.multiply(out, self.scale, out=out)
             if self.offset is not None:
                 np.add(out, self.offset, out=out)
             if self.is_valid_decoded:
-                nothing = _or(nothing, self._invalid(out))
-        if nothing is not None:
-            np.copyto(out, complex(math.nan, math.nan) if self.work.kind == "c" else math.nan, where=nothing)
+                is_absent = _or(is_absent, self._is_invalid(out))
+        if is_absent is not None:
+            np.copyto(out, complex(math.nan, math.nan) if self.work.kind == "c" else math.nan, where=is_absent)
 
-    def _nothing(self, stored: Array, converted: Array) -> Array | None:
-        """Where there is no value, as far as this is known before scaling."""
+    def _is_fill(self, stored: Array, converted: Array) -> Array | None:
+        """Where there is no value, as far as this is known before scaling; None: nowhere."""
         # xarray compares converted numbers, not stored ones: of 64-bit integers, neighbours of the fill value are masked, too.
         mask: Array | None = None
         for fill in self.fills:
             mask = _or(mask, converted == fill)
-        return mask if self.is_valid_decoded else _or(mask, self._invalid(stored))
+        return mask if self.is_valid_decoded else _or(mask, self._is_invalid(stored))
 
-    def _invalid(self, values: Array) -> Array | None:
+    def _is_invalid(self, values: Array) -> Array | None:
         mask: Array | None = None if self.low is None else np.asarray(values < self.low)
         return mask if self.high is None else _or(mask, values > self.high)
 
@@ -177,20 +177,20 @@ def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: b
     if not packing:
         return None
     rules = _Rules(dtype, packing, name)
-    scale, offset = rules.one("scale_factor"), rules.one("add_offset")
-    stored_as, fills, has_fill = rules.settle()
-    low, high = rules.valid_range(scale is not None or offset is not None) if with_valid else (None, None)
+    scale, offset = rules.number("scale_factor"), rules.number("add_offset")
+    is_scaled = scale is not None or offset is not None
+    stored_as, fills, has_fill = rules.type_and_fills()
+    low, high, is_valid_decoded = rules.valid_range(is_scaled) if with_valid else (None, None, False)
     is_masked = bool(fills) or low is not None or high is not None
-    if scale is not None or offset is not None:
+    if is_scaled:
         # A fill value of NaN alone leaves floating point numbers as they are.
         work = _scaled_dtype(stored_as, scale, offset) if is_masked or not has_fill else stored_as
     else:
         work = np.dtype("f4" if stored_as.itemsize <= 2 else "f8") if is_masked and stored_as.kind in "iu" else stored_as
     rules.check(work, is_masked)
     is_bool = rules.text("dtype") == "bool"
-    if scale is None and offset is None and not is_masked and work == dtype and not (is_bool and dtype.kind != "b"):
+    if not is_scaled and not is_masked and work == dtype and not (is_bool and dtype.kind != "b"):
         return None
-    is_valid_decoded = is_masked and rules.is_valid_decoded
     out = np.dtype(bool) if is_bool else work
     return Decoding(out, stored_as, work, tuple(fills), scale, offset, low, high, is_valid_decoded)
 
@@ -216,7 +216,6 @@ class _Rules:
 
     def __init__(self, dtype: np.dtype[Any], packing: Packing, name: str) -> None:
         self._dtype, self._packing, self._name = dtype, packing, name
-        self.is_valid_decoded = False
         for key, (kind, values) in packing.items():
             if kind == _UNREADABLE:
                 raise self._refused(f"its attribute {key} is {values[0]}")
@@ -241,14 +240,14 @@ class _Rules:
         dtype: Any = np.dtype(kind)
         return [dtype.type(complex(*v)) if dtype.kind == "c" else dtype.type(v) for v in values]
 
-    def one(self, key: str) -> Any:
+    def number(self, key: str) -> Any:
         """The number of an attribute; None if it is absent."""
         numbers = self.numbers(key)
         if len(numbers) > 1 or (numbers and np.asarray(numbers[0]).dtype.kind not in "iuf"):
             raise self._refused(f"its attribute {key} is {np.asarray(numbers).tolist()}, expected one number")
         return numbers[0] if numbers else None
 
-    def settle(self) -> tuple[np.dtype[Any], list[Any], bool]:
+    def type_and_fills(self) -> tuple[np.dtype[Any], list[Any], bool]:
         """The true type of the stored numbers, the fill values in that type, and whether any is declared."""
         fills: dict[str, list[Any]] = {}
         has_fill = False
@@ -257,41 +256,39 @@ class _Rules:
             numbers = list(np.ravel(self.numbers(key))) if key in self._packing else []
             fills[key] = [number for number in numbers if number == number]
             has_fill |= bool(fills[key]) or (key in self._packing and self._dtype.kind not in "iu")  # also without a number
-        other = self._other()
-        stored_as = self._dtype if other is None else other
-        if other is not None:  # only `_FillValue` is converted, as in xarray
+        stored_as = self._stored_as()
+        if stored_as != self._dtype:  # only `_FillValue` is converted, as in xarray
             fill_values = fills["_FillValue"]
             converted = [np.asarray(number).astype(self._dtype).view(stored_as)[()] for number in fill_values]
             # Where a `missing_value` is the same, xarray drops it.
             fills["missing_value"] = [number for number in fills["missing_value"] if number not in fill_values]
-            fills["_FillValue"] = [number.item() for number in converted] if other.kind == "u" else converted
+            fills["_FillValue"] = [number.item() for number in converted] if stored_as.kind == "u" else converted
         return stored_as, [*fills["missing_value"], *fills["_FillValue"]], has_fill
 
-    def _other(self) -> np.dtype[Any] | None:
-        """The type with, or without, a sign that ``_Unsigned`` gives the stored numbers; None if it leaves them as they are."""
+    def _stored_as(self) -> np.dtype[Any]:
+        """The true type of the stored numbers: ``_Unsigned`` may give integers a sign, or take it away."""
         kind = {("i", "true"): "u", ("u", "false"): "i"}.get((self._dtype.kind, self.text("_Unsigned") or ""))
-        return None if kind is None else np.dtype(f"{kind}{self._dtype.itemsize}")
+        return self._dtype if kind is None else np.dtype(f"{kind}{self._dtype.itemsize}")
 
-    def valid_range(self, is_scaled: bool) -> tuple[Any, Any]:
-        """The least and the largest valid number, and whether they are of the values or of the stored numbers.
+    def valid_range(self, is_scaled: bool) -> tuple[Any, Any, bool]:
+        """The least and the largest valid number, and whether they are those of the values, not of the stored numbers.
 
         By the NetCDF Users Guide: a range of a floating point type, of integers that are scaled, is that of the values.
         """
         pair = self.numbers("valid_range")
         if pair and len(pair) != 2:
             raise self._refused(f"its attribute valid_range is {np.asarray(pair).tolist()}, expected two")
-        low, high = (self._as_stored(end) for end in pair or (self.one("valid_min"), self.one("valid_max")))
+        low, high = (self._as_stored(end) for end in pair or (self.number("valid_min"), self.number("valid_max")))
         kinds = {np.asarray(end).dtype.kind for end in (low, high) if end is not None}
-        self.is_valid_decoded = is_scaled and self._dtype.kind in "iu" and "f" in kinds
-        return low, high
+        return low, high, is_scaled and self._dtype.kind in "iu" and "f" in kinds
 
     def _as_stored(self, end: Any) -> Any:
         """An end of the valid range as a stored number: where ``_Unsigned`` counts, -6 of 16 bits is 65530."""
-        other = self._other()
-        if end is None or other is None or np.asarray(end).dtype.kind not in "iu":
+        stored_as = self._stored_as()
+        if end is None or stored_as == self._dtype or np.asarray(end).dtype.kind not in "iu":
             return end
         limits = np.iinfo(self._dtype)
-        return np.asarray(end).astype(self._dtype).view(other)[()] if limits.min <= end <= limits.max else end
+        return np.asarray(end).astype(self._dtype).view(stored_as)[()] if limits.min <= end <= limits.max else end
 
     def check(self, work: np.dtype[Any], is_masked: bool) -> None:
         """Raise ConfigError if the values would not be numbers, or lose their imaginary part."""

@@ -41,7 +41,7 @@ from shardload.options import Progress
 from shardload.planning.region import Region
 from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
-from shardload.values.dates import recounted
+from shardload.values.dates import in_other_units
 from shardload.values.decoding import ATTRIBUTES
 
 if TYPE_CHECKING:
@@ -451,7 +451,7 @@ class JoinedParts:
                     marks.append(fill)  # netCDF has one of its own for whole numbers that were never written
                 is_time = ~np.isin(block, marks)
                 units = ({key: as_text(of[key]) for key in _TIME & of.keys()} for of in (attrs, wanted))
-                block[is_time] = recounted(block[is_time], *units)
+                block[is_time] = in_other_units(block[is_time], *units)
             except ValueError as error:
                 told = (repr(as_text(wanted.get("units"))), repr(as_text(attrs.get("units"))))
                 fix = f"They cannot be counted alike, because {error}"

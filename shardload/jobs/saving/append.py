@@ -43,7 +43,7 @@ from shardload.storage.remote import without_secrets
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
-from shardload.values.dates import as_dates, counted, has_dates, in_numbers, is_dates
+from shardload.values.dates import as_dates, has_dates, in_numbers, is_dates, numbers_of_dates
 
 Array = np.ndarray[Any, Any]
 _NOWHERE = np.iinfo(np.int64).max  # the bits of a value that another process has
@@ -262,7 +262,7 @@ def _in_numbers(array: SavedArray, path: str, stored: Mapping[str, Any]) -> Save
         beside = [stored[name] for dim in old["dims"] or () if (name := f"{folder}/{dim}") in stored]
         attrs = next((coordinate["attrs"] for coordinate in beside if last_name in coordinate.get("bounds", ())), attrs)
     try:
-        return replace(array, x=counted(array.x, attrs, dtype), dtype=dtype)
+        return replace(array, x=numbers_of_dates(array.x, attrs, dtype), dtype=dtype)
     except ValueError as error:
         raise ConfigError(
             f"these times cannot be appended to '{array.name}' in '{path}': {error}. Convert them, or append numbers"

@@ -22,7 +22,7 @@ from shardload.formats.lookup import open_source
 from shardload.jobs.copying.request import CopyRequest, describe, find
 from shardload.planning.region import Region
 from shardload.storage.leftovers import find_leftover
-from shardload.values.dates import recounted
+from shardload.values.dates import in_other_units
 from tests.unit.cli.test_main import run, unwrapped
 
 __all__ = ["run"]  # a fixture
@@ -431,14 +431,14 @@ def test_the_first_part_may_have_no_stars(snapshot: list[str], tmp_path: Path) -
 def test_times_are_counted_exactly() -> None:
     days = {"units": "days since 2000-01-01", "calendar": "standard"}
     hours = {"units": "hours since 2001-01-01 06:00", "calendar": "gregorian"}
-    np.testing.assert_array_equal(recounted(np.array([18, 42], "i4"), hours, days), [367, 368])
-    np.testing.assert_array_equal(recounted(np.array([0.0, np.nan]), hours, days), [366.25, np.nan])
+    np.testing.assert_array_equal(in_other_units(np.array([18, 42], "i4"), hours, days), [367, 368])
+    np.testing.assert_array_equal(in_other_units(np.array([0.0, np.nan]), hours, days), [366.25, np.nan])
     with pytest.raises(ValueError, match=r"2001-01-01T06:00:00 is 366\.25 in these units, which int32 does not have"):
-        recounted(np.array([0], "i4"), hours, days)
+        in_other_units(np.array([0], "i4"), hours, days)
     with pytest.raises(ValueError, match="rounded by more than a millisecond, as float32"):
-        recounted(np.array([0.1], "f4"), days, {"units": "days since 1900-01-01"})
+        in_other_units(np.array([0.1], "f4"), days, {"units": "days since 1900-01-01"})
     with pytest.raises(ValueError, match="'noleap', the other of 'standard'"):
-        recounted(np.array([1.0]), {**days, "calendar": "noleap"}, days)
+        in_other_units(np.array([1.0]), {**days, "calendar": "noleap"}, days)
 
 
 def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.planning.selection import Near, between, name_axes, near
-from shardload.values.dates import as_dates, counted, has_dates, in_numbers, is_dates
+from shardload.values.dates import as_dates, has_dates, in_numbers, is_dates, numbers_of_dates
 
 CALENDARS = ("standard", "gregorian", "proleptic_gregorian", "noleap", "365_day", "360_day", "all_leap", "366_day", "julian")
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "milliseconds": Fraction(1, 1000)}
@@ -65,11 +65,11 @@ def test_arrays_of_dates() -> None:
     """Wrong if the numbers were others than cftime's and xarray's, or a date was taken for another one without a word."""
     attrs = {"units": "hours since 1999-12-31", "calendar": "noleap"}
     dates = cftime.num2date(np.array([[0, 1440], [1441, 9000]]), attrs["units"], attrs["calendar"])
-    np.testing.assert_array_equal(counted(dates, attrs, np.dtype("i4")), cftime.date2num(dates, **attrs))
+    np.testing.assert_array_equal(numbers_of_dates(dates, attrs, np.dtype("i4")), cftime.date2num(dates, **attrs))
     modern = {"units": "days since 1999-12-31"}
     instants = np.array(["2000-03-01T06:00", "2000-02-29"], "M8[ns]")
     wanted, *_ = xr.coding.times.encode_cf_datetime(instants, modern["units"], dtype=np.dtype("f8"))
-    np.testing.assert_array_equal(counted(instants, modern, np.dtype("f8")), wanted)
+    np.testing.assert_array_equal(numbers_of_dates(instants, modern, np.dtype("f8")), wanted)
     assert is_dates(dates) and is_dates(instants) and not is_dates(np.array(["a"], object)) and not is_dates([instants])
     for array, units, dtype, says in (
         (dates, modern, "f8", "calendar 'noleap', the axis has 'standard'"),
@@ -82,7 +82,7 @@ def test_arrays_of_dates() -> None:
         (instants, {}, "f8", "its coordinate has no units"),
     ):
         with pytest.raises(ValueError, match=says):
-            counted(array, units, np.dtype(dtype))
+            numbers_of_dates(array, units, np.dtype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i8"])
@@ -98,7 +98,7 @@ def test_times_that_are_missing_and_spans_of_time(times: Any, attrs: dict[str, s
     encoded = xr.conventions.encode_cf_variable(
         xr.Variable([f"x{k}" for k in range(times.ndim)], times, {}, {**attrs, "dtype": dtype})
     )
-    np.testing.assert_array_equal(counted(times, attrs, np.dtype(dtype)), encoded.values)
+    np.testing.assert_array_equal(numbers_of_dates(times, attrs, np.dtype(dtype)), encoded.values)
 
 
 @st.composite
