@@ -201,15 +201,15 @@ def parse_compression(text: str) -> Any:
     >>> parse_compression("blosc(zstd):5+bitshuffle")
     {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
     """
-    from shardload.formats.codecs.table import compression_typed
+    from shardload.formats.codecs.table import parse_compression
 
     word = text.strip().lower()
     if word in ("none", KEEP):
         return None if word == "none" else KEEP
-    found = compression_typed(text)
+    found = parse_compression(text)
     if found is None:
         raise wrong("--compression", f"cannot read {text!r}. Type for example --compression zstd, gzip:6+shuffle or none")
-    return found["name"] if found == compression_typed(found["name"]) else found
+    return found["name"] if found == parse_compression(found["name"]) else found
 
 
 def parse_storage(text: str) -> tuple[str, str]:

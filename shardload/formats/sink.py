@@ -23,7 +23,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.codecs.algorithms import Step
-from shardload.formats.codecs.table import compression_typed, has_own_shuffle
+from shardload.formats.codecs.table import has_own_shuffle, parse_compression
 from shardload.formats.contract.array import ArrayInfo, cast_value, json_value, native_dtype, refusal
 from shardload.planning.region import Region, ravel, unravel
 from shardload.storage.objects import ObjectFolder
@@ -73,7 +73,7 @@ class Compression:
         if isinstance(found, str):
             if found.strip().lower() == "none":
                 return None
-            found = compression_typed(found) or found
+            found = parse_compression(found) or found
         if not isinstance(found, Mapping) or not set(found) <= _KEYS or not isinstance(found.get("name"), str):
             raise ConfigError(
                 f"compression is {found!r}; expected a name such as 'gzip' or 'gzip:6+shuffle', None, or "

@@ -39,7 +39,7 @@ from shardload.system.scratch import shared_scratch
 _WORTH_RELEASING = 1 << 15  # bytes of a chunk from which NumPy copies it: that releases the GIL, and takes a microsecond more
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Many = Sequence[Any] | Bytes  # bytes-like objects: of several chunks, in order
+Many = Sequence[Any] | Bytes  # bytes-like objects, one for each of several chunks, in order
 Step = Callable[[Any], Any]  # bytes-like to bytes-like
 
 
@@ -137,12 +137,12 @@ class Chain:
         target = target.reshape(n, self.nbytes)
         stages = [stage for k, stage in enumerate(self._stages) if k not in skipped]
         for k, stage in enumerate(stages):
-            rest = [later.n_more for later in stages[k + 1 :]]
-            if None in rest:  # what a compressor made has any length
+            later = [stage.n_more for stage in stages[k + 1 :]]
+            if None in later:  # what a compressor made has any length
                 n_less = stage.n_more or 0
                 data = [stage.undo([chunk], np.empty((1, max(0, len(chunk) - n_less)), dtype=np.uint8))[0] for chunk in data]
                 continue
-            nbytes = self.nbytes + sum(more for more in rest if more)
+            nbytes = self.nbytes + sum(n_more for n_more in later if n_more)
             rows = target if k == len(stages) - 1 else self._scratch.bytes(f"stage{k}", n * nbytes).reshape(n, nbytes)
             data = stage.undo(data, rows)
             if data is not rows and have_other_sizes(data, nbytes):
@@ -224,15 +224,15 @@ def _unshuffle_by_blosc(data: Many, out: Bytes, itemsize: int) -> None:
 
 @lru_cache(maxsize=64)
 def _blosc_head(n: int, nbytes: int, itemsize: int) -> tuple[bytes, bytes]:
-    """What comes before the first of `n` shuffled blocks that are stored as they are, and what before each of the others.
+    """The bytes before the first of `n` shuffled blocks that are stored as they are, and those before each of the others.
 
     See c-blosc's README_CHUNK_FORMAT: version, version of the compressor (BloscLZ), flags (1: shuffled; 16: a block is one
     stream), bytes of an element; decoded bytes, bytes of a block, bytes of all; where each block begins.
     """
     first, length = 16 + 4 * n, struct.pack("<I", nbytes)
-    size = first + n * (4 + nbytes)
-    head = struct.pack("<BBBBIII", 2, 1, 1 | 16, itemsize, n * nbytes, nbytes, size)
-    return head + struct.pack(f"<{n}I", *range(first, size, 4 + nbytes)) + length, length
+    all_nbytes = first + n * (4 + nbytes)
+    head = struct.pack("<BBBBIII", 2, 1, 1 | 16, itemsize, n * nbytes, nbytes, all_nbytes)
+    return head + struct.pack(f"<{n}I", *range(first, all_nbytes, 4 + nbytes)) + length, length
 
 
 def encode_shuffle(itemsize: int) -> Step:
@@ -267,7 +267,7 @@ def decode_byte_order(itemsize: int) -> Stage:
 
 
 def _checked(name: str, check: Callable[[Bytes], None]) -> Stage:
-    """A stage that takes away a checksum of 4 bytes, after `check` of the data with it. ValueError if that is wrong."""
+    """A stage that takes away a checksum of 4 bytes. `check` gets the data with it, and raises ValueError if it is wrong."""
 
     def undo(data: Many, out: Bytes) -> Many:
         chunks = [np.frombuffer(encoded, dtype=np.uint8) for encoded in data]
@@ -330,7 +330,7 @@ def encode_crc32c() -> Step:
 
 
 _SMALL_NBYTES = 1 << 15
-_LZ4_BLOCK = 1 << 30
+_LZ4_BLOCK_NBYTES = 1 << 30
 
 
 def decode_zlib() -> Stage:
@@ -394,7 +394,8 @@ def _not_compressed(wbits: int) -> Step:
 def decode_zstd() -> Stage:
     """Zstandard frames. Uses numcodecs, which alone would leave the end of the buffer unwritten if a frame declares less.
 
-    It makes a new context for each frame, which takes a third of the time for 16 KiB; zstandard keeps its own.
+    numcodecs makes a new context for each frame: a third of the time for 16 KiB. So small frames go to zstandard, which keeps
+    one.
     """
 
     def undo(data: Many, out: Bytes) -> Many:
@@ -405,7 +406,7 @@ def decode_zstd() -> Stage:
                 if size not in (nbytes, -1):
                     raise ValueError(f"the frame declares {size} bytes, the chunk has {nbytes}")
                 if size == nbytes <= _SMALL_NBYTES:
-                    rows[k * nbytes : (k + 1) * nbytes] = _of_thread.decompress(chunk, allow_extra_data=False)
+                    rows[k * nbytes : (k + 1) * nbytes] = _zstd.decompress(chunk, allow_extra_data=False)
                 else:
                     # Always into `out`: a frame written as a stream declares no size, and would get any amount of memory.
                     numcodecs().zstd.decompress(chunk, out[k])
@@ -426,7 +427,7 @@ class _ZstdOfThread(threading.local):
         self.decompress = zstandard.ZstdDecompressor().decompress
 
 
-_of_thread = _ZstdOfThread()
+_zstd = _ZstdOfThread()
 
 
 def encode_zstd(level: int) -> Step:
@@ -436,11 +437,11 @@ def encode_zstd(level: int) -> Step:
     """
 
     def step(data: Any) -> Any:
-        if _of_thread.compress is None or _of_thread.level != level:
-            _of_thread.compress = None  # free the old memory before asking for more
+        if _zstd.compress is None or _zstd.level != level:
+            _zstd.compress = None  # free the old memory before asking for more
             context = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
-            _of_thread.compress, _of_thread.level = context.compress, level
-        return _of_thread.compress(data)
+            _zstd.compress, _zstd.level = context.compress, level
+        return _zstd.compress(data)
 
     return step
 
@@ -467,14 +468,14 @@ def blosc_error(data: Any, error: Exception) -> ValueError:
     """The error about a buffer that numcodecs cannot decode: its build may lack what the header asks for."""
     version, flags = int(data[0]), int(data[2])
     name = dict(enumerate(_IN_BLOSC)).get(flags >> 5, f"a compressor of number {flags >> 5}")
-    known = [compressor for compressor in numcodecs().blosc.list_compressors() if compressor != "lz4hc"]
-    asks = f"Blosc's format {version} (numcodecs reads 2)" if version != 2 else f"Blosc with {name}"
-    if version == 2 and (name in known or flags & 2):  # 2: stored as it is
+    compressors = [compressor for compressor in numcodecs().blosc.list_compressors() if compressor != "lz4hc"]
+    encoding = f"Blosc's format {version} (numcodecs reads 2)" if version != 2 else f"Blosc with {name}"
+    if version == 2 and (name in compressors or flags & 2):  # 2: stored as it is
         return ValueError(f"the blosc data is damaged ({error})")
     return UndecodedError(
-        f"it says that it is encoded by {asks}, which numcodecs {numcodecs().__version__} here cannot decode: it has "
-        f"{', '.join(known)}. Write the array again with one of these; other libraries may read it (TensorStore and hdf5plugin "
-        "have Snappy)"
+        f"it says that it is encoded by {encoding}, which numcodecs {numcodecs().__version__} here cannot decode: it has "
+        f"{', '.join(compressors)}. Write the array again with one of these; other libraries may read it (TensorStore and "
+        "hdf5plugin have Snappy)"
     )
 
 
@@ -489,13 +490,13 @@ def check_blosc(data: Any, nbytes: int | None = None) -> None:
         raise ValueError(f"the blosc header declares {stored} bytes for {size}; {len(data)} are stored for {expected}")
 
 
-def encode_blosc(cname: str, level: int, shuffling: int, itemsize: int) -> Step:
-    """A Blosc 1 buffer. Uses numcodecs; ``shuffling`` is 0, 1 (bytes) or 2 (bits)."""
-    name, kind = cname.encode(), np.dtype(f"V{itemsize}")
+def encode_blosc(inner: str, level: int, shuffle: int, itemsize: int) -> Step:
+    """A Blosc 1 buffer. Uses numcodecs; ``shuffle`` is 0, 1 (bytes) or 2 (bits)."""
+    name, kind = inner.encode(), np.dtype(f"V{itemsize}")
 
     def step(data: Any) -> Any:
         elements = np.frombuffer(data, dtype=np.uint8).view(kind)  # numcodecs takes the size of an element from it
-        return numcodecs().blosc.compress(elements, name, level, shuffling, 0)
+        return numcodecs().blosc.compress(elements, name, level, shuffle, 0)
 
     return step
 
@@ -505,16 +506,17 @@ def decode_lz4() -> Stage:
 
     def undo(data: Many, out: Bytes) -> Many:
         for chunk, row in zip(data, out, strict=True):
-            at, done, stored = 12, 0, memoryview(chunk)
-            size, most = struct.unpack_from(">QI", stored) if len(stored) >= 12 else (0, 0)
-            if size != len(row) or (size and not most):
-                raise ValueError(f"the lz4 header declares {size} bytes in blocks of {most}, the chunk has {len(row)}")
-            while done < size:
-                block = row[done : done + most]
-                end = at + 4 + int.from_bytes(stored[at : at + 4], "big")
-                if not at + 4 < end <= len(stored):
-                    raise ValueError(f"an lz4 header declares a block of {end - at - 4} bytes at byte {at} of {len(stored)}")
-                packed = stored[at + 4 : end]
+            start, stored = 12, memoryview(chunk)
+            size, block_nbytes = struct.unpack_from(">QI", stored) if len(stored) >= 12 else (0, 0)
+            if size != len(row) or (size and not block_nbytes):
+                raise ValueError(f"the lz4 header declares {size} bytes in blocks of {block_nbytes}, the chunk has {len(row)}")
+            for first in range(0, size, block_nbytes or 1):
+                block = row[first : first + block_nbytes]
+                end = start + 4 + int.from_bytes(stored[start : start + 4], "big")
+                if not start + 4 < end <= len(stored):
+                    nbytes = end - start - 4
+                    raise ValueError(f"an lz4 header declares a block of {nbytes} bytes at byte {start} of {len(stored)}")
+                packed = stored[start + 4 : end]
                 if len(packed) == len(block):  # stored as it is
                     block[...] = packed
                 else:
@@ -522,7 +524,7 @@ def decode_lz4() -> Stage:
                         numcodecs().lz4.decompress(len(block).to_bytes(4, "little") + bytes(packed), block)
                     except (RuntimeError, ValueError) as error:
                         raise ValueError(f"the lz4 data is damaged ({error})") from None
-                at, done = end, done + len(block)
+                start = end
         return out
 
     return Stage("lz4", undo, None)
@@ -535,13 +537,13 @@ def encode_lz4() -> Step:
 
     def step(data: Any) -> Any:
         whole = memoryview(data).cast("B")
-        size = min(len(whole), _LZ4_BLOCK)
-        parts: list[Any] = [len(whole).to_bytes(8, "big"), size.to_bytes(4, "big")]
-        for at in range(0, len(whole), size or 1):
-            block = whole[at : at + size]
+        block_nbytes = min(len(whole), _LZ4_BLOCK_NBYTES)
+        parts: list[Any] = [len(whole).to_bytes(8, "big"), block_nbytes.to_bytes(4, "big")]
+        for first in range(0, len(whole), block_nbytes or 1):
+            block = whole[first : first + block_nbytes]
             packed = memoryview(numcodecs().lz4.compress(block))[4:]  # without the size that numcodecs puts first
-            best = packed if len(packed) < len(block) else block
-            parts += [len(best).to_bytes(4, "big"), best]
+            stored = packed if len(packed) < len(block) else block
+            parts += [len(stored).to_bytes(4, "big"), stored]
         return b"".join(parts)
 
     return step

@@ -1,12 +1,11 @@
-"""Which codecs are there, and how is it said how an array is compressed?
+"""Which codecs are there, and how does a caller say how an array is compressed?
 
 One object for each codec: its names, whether it is safe on damaged data, and how it works both ways. `hdf5.filters` translates
-between these objects and an HDF5 file's filters with their ``cd_values``; `zarr.metadata` between them and what Zarr's metadata
-says.
+between these objects and an HDF5 file's filters with their ``cd_values``; `zarr.metadata` between them and Zarr's metadata.
 
-How an array is compressed is said in the words of `sink.Compression`, the same for every format; a caller may write them as one
-text, as in a shell. A format lists the codecs of a chunk and reads their options; what these mean together is decided here. If
-a new array cannot be compressed like that, it is said why.
+The keywords of `sink.Compression` say how an array is compressed, for every format; a caller may write them as one text, as in
+a shell. A format lists the codecs of a chunk and reads their options; `compression_keywords` makes keywords of them, or says
+why a new array cannot be compressed like that.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shardload.errors import ConfigError
 from shardload.formats.codecs import algorithms
 from shardload.formats.codecs.algorithms import Stage, Step
 
-_TYPED = re.compile(
+_TEXT = re.compile(
     r"(?P<name>[a-z0-9]+)(\((?P<inner>[a-z0-9]+)\))?(:(?P<level>-?\d+))?(?P<shuffle>\+shuffle|\+bitshuffle)?", re.ASCII
 )
 
@@ -30,29 +29,31 @@ def has_own_shuffle(name: str) -> bool:
     return name == "blosc"
 
 
-def compression_typed(text: str) -> dict[str, Any] | None:
-    """The keywords of `sink.Compression` that a text says, ``NAME(CODEC):LEVEL+shuffle``; None if it cannot be read.
+def parse_compression(text: str) -> dict[str, Any] | None:
+    """The keywords of `sink.Compression` in a text, ``NAME(CODEC):LEVEL+shuffle``; None if it cannot be read.
 
-    >>> compression_typed("gzip:6+shuffle"), compression_typed("gzip 6")
+    >>> parse_compression("gzip:6+shuffle"), parse_compression("gzip 6")
     ({'name': 'gzip', 'level': 6, 'shuffle': True}, None)
-    >>> compression_typed("gzip(6)") is None, compression_typed("zstd+bitshuffle") is None  # Blosc alone has these inside
+    >>> parse_compression("gzip(6)") is None, parse_compression("zstd+bitshuffle") is None  # Blosc alone has these inside
     (True, True)
-    >>> compression_typed("blosc(zstd):5+bitshuffle")
+    >>> parse_compression("blosc(zstd):5+bitshuffle")
     {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
     """
-    found = _TYPED.fullmatch(text.strip().lower())
-    if found is None or (not has_own_shuffle(found["name"]) and (found["inner"] or found["shuffle"] == "+bitshuffle")):
+    match = _TEXT.fullmatch(text.strip().lower())
+    if match is None:
         return None
-    options: dict[str, Any] = {} if found["inner"] is None else {"cname": found["inner"]}
-    if found["shuffle"] == "+bitshuffle":
+    name, inner, level, shuffle = match["name"], match["inner"], match["level"], match["shuffle"]
+    if not has_own_shuffle(name) and (inner or shuffle == "+bitshuffle"):
+        return None
+    options: dict[str, Any] = {} if inner is None else {"cname": inner}
+    if shuffle == "+bitshuffle":
         options["bitshuffle"] = True
-    is_shuffled = found["shuffle"] == "+shuffle" or (has_own_shuffle(found["name"]) and found["shuffle"] is None)
-    level = None if found["level"] is None else int(found["level"])
-    told: dict[str, Any] = {"name": found["name"], "level": level, "shuffle": is_shuffled}
-    return {**told, "options": options} if options else told
+    is_shuffled = shuffle == "+shuffle" or (has_own_shuffle(name) and shuffle is None)
+    keywords: dict[str, Any] = {"name": name, "level": None if level is None else int(level), "shuffle": is_shuffled}
+    return {**keywords, "options": options} if options else keywords
 
 
-def compression_told(
+def compression_keywords(
     names: Sequence[str], is_shuffled: bool, options: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any] | str | None:
     """The keywords of `sink.Compression`; None for an array that is not compressed; text as in `Properties`.
@@ -62,15 +63,15 @@ def compression_told(
     names : sequence of str
         The compressors of a chunk, in order: no shuffle, no checksum.
     is_shuffled : bool
-        Whether there is a shuffle of its own in front of them.
+        Whether a shuffle of its own comes before them.
     options : callable
         The other keywords, of an array with one compressor.
 
     Examples
     --------
-    >>> compression_told(["gzip"], True, lambda: {"level": 4})
+    >>> compression_keywords(["gzip"], True, lambda: {"level": 4})
     {'name': 'gzip', 'shuffle': True, 'level': 4}
-    >>> compression_told([], False, dict), compression_told(["zstd", "gzip"], False, dict)
+    >>> compression_keywords([], False, dict), compression_keywords(["zstd", "gzip"], False, dict)
     (None, 'is encoded by zstd, then by gzip; a new array has one compressor')
     """
     if not names:
@@ -89,7 +90,7 @@ BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a codec was told, or is to be told.
+    """The parameters of a codec.
 
     Attributes
     ----------
@@ -163,24 +164,24 @@ class Codec:
         return level
 
     def parameters(self, array: str, compression: Any, itemsize: int, file_format: str, least: int | None = None) -> Parameters:
-        """What a caller asks of it with a `sink.Compression`. ConfigError, which names the array, if it has no such option."""
-        options, told = dict(compression.options), Parameters(itemsize=itemsize)
+        """Those of a `sink.Compression`. ConfigError, which names the array, if the codec has no such option."""
+        options, inner, shuffle = dict(compression.options), Parameters.inner, Parameters.shuffle
         if has_own_shuffle(self.word):
-            bits, inner = options.pop("bitshuffle", False), options.pop("cname", told.inner)
+            bits, inner = options.pop("bitshuffle", False), options.pop("cname", inner)
             if not isinstance(bits, bool):
                 raise ConfigError(f"bitshuffle of '{array}' is {bits!r}; expected True or False")
             if inner not in BLOSC_CODES:
                 raise ConfigError(f"Blosc's compressor for '{array}' is {inner!r}; expected one of {', '.join(BLOSC_CODES)}")
-            told = Parameters(0, itemsize, inner, 2 if bits else int(compression.shuffle))
+            shuffle = 2 if bits else int(compression.shuffle)
         if options:
             raise ConfigError(
                 f"compression of '{array}': {self.word} has no option {', '.join(map(repr, sorted(options)))} in {file_format}"
             )
         level = self.checked_level(compression.level, least) if self.levels else 0
-        return Parameters(level, told.itemsize, told.inner, told.shuffle)
+        return Parameters(level, itemsize, inner, shuffle)
 
-    def told(self, parameters: Parameters) -> dict[str, Any]:
-        """The keywords of `sink.Compression` that say the same as these parameters."""
+    def keywords(self, parameters: Parameters) -> dict[str, Any]:
+        """The keywords of `sink.Compression` for these parameters."""
         if not has_own_shuffle(self.word):
             return {"level": parameters.level} if self.levels else {}
         kind = BLOSC_SHUFFLES[parameters.shuffle]
@@ -193,27 +194,27 @@ _BLOSC_OPTIONS = frozenset({"cname", "clevel", "shuffle", "blocksize", "typesize
 
 CODECS = (
     Codec("gzip", 1, None, "", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda told: algorithms.decode_zlib(), encoder=lambda told: algorithms.encode_zlib(told.level)),
+          decoder=lambda p: algorithms.decode_zlib(), encoder=lambda p: algorithms.encode_zlib(p.level)),
     Codec("gzip", None, "zlib", "2n", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda told: algorithms.decode_zlib(), encoder=lambda told: algorithms.encode_zlib(told.level)),
+          decoder=lambda p: algorithms.decode_zlib(), encoder=lambda p: algorithms.encode_zlib(p.level)),
     Codec("gzip", None, "gzip", "23n", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda told: algorithms.decode_gzip(), encoder=lambda told: algorithms.encode_gzip(told.level)),
+          decoder=lambda p: algorithms.decode_gzip(), encoder=lambda p: algorithms.encode_gzip(p.level)),
     Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, 0, 22),
-          decoder=lambda told: algorithms.decode_zstd(), encoder=lambda told: algorithms.encode_zstd(told.level)),
+          decoder=lambda p: algorithms.decode_zstd(), encoder=lambda p: algorithms.encode_zstd(p.level)),
     Codec("blosc", 32001, "blosc", "23n", _BLOSC_OPTIONS, True, levels=(5, 0, 9),
-          decoder=lambda told: algorithms.decode_blosc(),
-          encoder=lambda told: algorithms.encode_blosc(told.inner, told.level, told.shuffle, told.itemsize)),
+          decoder=lambda p: algorithms.decode_blosc(),
+          encoder=lambda p: algorithms.encode_blosc(p.inner, p.level, p.shuffle, p.itemsize)),
     Codec("lz4", 32004, is_safe=True,
-          decoder=lambda told: algorithms.decode_lz4(), encoder=lambda told: algorithms.encode_lz4()),
+          decoder=lambda p: algorithms.decode_lz4(), encoder=lambda p: algorithms.encode_lz4()),
     Codec("lz4", None, "lz4", "2", frozenset({"acceleration"}), True,
-          encoder=lambda told: algorithms.numcodecs().lz4.compress),
+          encoder=lambda p: algorithms.numcodecs().lz4.compress),
     Codec("shuffle", 2, "shuffle", "2n", frozenset({"elementsize"}), True, is_sized=True,
-          decoder=lambda told: algorithms.decode_shuffle(told.itemsize),
-          encoder=lambda told: algorithms.encode_shuffle(told.itemsize)),
+          decoder=lambda p: algorithms.decode_shuffle(p.itemsize),
+          encoder=lambda p: algorithms.encode_shuffle(p.itemsize)),
     Codec("fletcher32", 3, "fletcher32", is_safe=True, is_sized=True,
-          decoder=lambda told: algorithms.decode_fletcher32(), encoder=lambda told: algorithms.encode_fletcher32()),
+          decoder=lambda p: algorithms.decode_fletcher32(), encoder=lambda p: algorithms.encode_fletcher32()),
     Codec("crc32c", None, "crc32c", "3", is_safe=True, is_sized=True,
-          decoder=lambda told: algorithms.decode_crc32c(), encoder=lambda told: algorithms.encode_crc32c()),
+          decoder=lambda p: algorithms.decode_crc32c(), encoder=lambda p: algorithms.encode_crc32c()),
     # What only a format's library decodes: HDF5's own filters, those of hdf5plugin, and codecs of zarr-python.
     Codec("szip", 4),
     Codec("nbit", 5, is_sized=True),

@@ -9,7 +9,7 @@ links          follows a name, and finds the other files of a dataset
 source         reads values; those in one piece without the library and its lock
 chunks         where the chunks are, by the file's own index or the library, which are missing, and a reader of them
 tiles          reads a virtual dataset part by part
-told           reads a file in an object store by what the rank that opened it tells the others
+skeleton       reads a dataset in an object store by what the rank that opened the file tells the others
 filters        checks filters before HDF5 decodes chunks with them, and applies those of a new dataset
 sink, ledger   write a new file: places of chunks, and metadata
 dimensions     ... the names of its axes

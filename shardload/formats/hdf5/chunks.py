@@ -9,7 +9,7 @@ The HDF5 library does not always list a chunk where it is. If exactly one axis o
 (``libver="latest"``) index its chunks as an "extensible array". That numbers them along the growing axis first. But
 ``H5Dchunk_iter`` turns these numbers into positions as if the axes were in order. So if the growing axis is not the first one,
 it gives chunks the positions of others (seen in HDF5 1.14.4 and 2.0.0). Reading values is right. `_true_place` puts that right;
-a later library may list all chunks where they are, so this one is tried out.
+a later library may list all chunks where they are, so the installed one is tried out.
 
 The file's own index. HDF5 tells where chunks are one by one, each as an object of Python: 1.3 microseconds for each, on every
 rank that reads. The index of most files is a version 1 B-tree: nodes of some 60 entries, which NumPy takes as they are, in a
@@ -47,31 +47,37 @@ from shardload.formats.codecs.algorithms import Chain, decode_byte_order
 from shardload.formats.contract.array import is_added
 from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, chunks_met, fresh
 from shardload.formats.hdf5.filters import stage_of
-from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, file_in_memory, kept, number_of, swap_size
+from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, cached, file_in_memory, number_of, swap_size
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
 from shardload.planning.region import Region, cut_box
-from shardload.storage.objects import Ranges, StoredObject
+from shardload.storage.objects import Ints, Ranges, StoredObject
 
-UNDEFINED = 2**64 - 1  # an address that is none
+Masks = np.ndarray[Any, np.dtype[np.uint32]]
+Entries = np.ndarray[Any, Any]  # of a node of a `ChunkTree`
+
+_UNDEFINED = 2**64 - 1  # an address that is none
 _DATASPACE, _LAYOUT, _CONTINUATION = 0x01, 0x08, 0x10  # messages of an object header
 _SHARED = 2  # a bit of a message's flags: its content is elsewhere
 _MOST_BLOCKS, _MOST_HEADER_NBYTES = 1024, 1 << 20  # of a header; all of its messages are kept
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Entries = np.ndarray[Any, Any]
-MOST_ENTRIES = 1 << 17  # chunks to look for at once: they take 50 bytes for each, twice
+_MOST_ENTRIES = 1 << 17  # chunks to look for at once: they take 50 bytes for each, twice
 _MOST_CHILDREN = 64  # of a node, unless the file's creator chose another number
 _CHUNKED = 2
 _MOST_LEVELS = 16
 _LOST = "The HDF5 library would not find a stored chunk, and give fill values in its place"
 _SUPERBLOCK_NBYTES, _HEADER_NBYTES = 48, 16  # at least
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings
+_MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 20 bytes each
+_LISTED_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
+_SHUFFLE, _CHECKSUM = 2, 3  # filters that give as many bytes as they take, and 4 more
+_NOWHERE = -1  # the offset of a missing chunk
+_EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 
 
 class DamagedIndexError(ValueError):
     """An index of chunks contradicts itself. Its text says where."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"its index of chunks is damaged: {what}")
+    def __init__(self, damage: str) -> None:
+        super().__init__(f"its index of chunks is damaged: {damage}")
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,9 @@ class ChunkTree:
     stored : StoredObject
         The file.
     header, root : int
-        Addresses of the dataset's object header, and of the tree; `UNDEFINED` if no chunk was ever written.
+        Addresses of the dataset's object header, and of the tree; `_UNDEFINED` if no chunk was ever written.
     chunk : tuple of int
-        Elements of a chunk along each axis, then the bytes of an element, as in keys.
+        Elements of a chunk along each axis, then the bytes of an element, as in the keys of nodes.
     largest : tuple of int
         The shape that the array may grow to.
     """
@@ -101,28 +107,28 @@ class ChunkTree:
         contradicts itself on the way to them.
         """
         # An entry of a node, as it is in the file: bytes of the stored chunk, filters left out, the first element's position
-        # (with a zero behind), and the chunk's offset. Above the leaves: those of a child's first chunk, and the child's
-        # offset.
-        entry = np.dtype([("nbytes", "<u4"), ("mask", "<u4"), ("at", "<u8", (len(box) + 1,)), ("child", "<u8")])
-        if self.root == UNDEFINED:
+        # (with a zero behind), and the chunk's offset. Above the leaves, the last is the offset of a child node, and the others
+        # are those of its first chunk.
+        entry = np.dtype([("nbytes", "<u4"), ("mask", "<u4"), ("start", "<u8", (len(box) + 1,)), ("child", "<u8")])
+        if self.root == _UNDEFINED:
             return np.zeros((0, len(box)), dtype=np.int64), np.zeros(0, dtype=entry)
         first, last = (np.array([[*(end(axis) for axis in box), 0]], dtype=np.int64) for end in (min, max))
-        nodes, lows, highs = [self.root], None, None  # and the keys on both sides of each, as the node above says
-        seen: list[tuple[int, int]] = []  # nodes: where, and bytes of their entries
+        nodes, lows, highs = [self.root], None, None  # lows, highs: the keys on both sides of each, as the node above has them
+        all_nodes: list[tuple[int, int]] = []  # where each is, and the bytes of its entries
         head = self.stored.read_at_most(self.root, _HEAD.size) if self.root < self.stored.nbytes else b""
         level = int(_HEAD.unpack(head)[2]) if len(head) == _HEAD.size else 0  # `_nodes` says that it is outside of the file
         if level > _MOST_LEVELS:
             raise DamagedIndexError(f"it has {level} levels")
         while True:
-            parts = self._entries(nodes, level, entry)
-            entries = np.concatenate([part for part, _ in parts])
-            counts = np.array([len(part) for part, _ in parts])
-            seen += zip(nodes, (counts * entry.itemsize).tolist(), strict=True)
+            contents = self._entries(nodes, level, entry)
+            entries = np.concatenate([of_node for of_node, _ in contents])
+            counts = np.array([len(of_node) for of_node, _ in contents])
+            all_nodes += zip(nodes, (counts * entry.itemsize).tolist(), strict=True)
             if not len(entries) and not level and nodes == [self.root]:  # an array that was cut to nothing has an empty root
                 return np.zeros((0, len(box)), dtype=np.int64), entries
             if not counts.all():
                 raise DamagedIndexError("a node has no entries")
-            keys, rights = self._scaled(entries["at"]), self._scaled(np.concatenate([right for _, right in parts]))
+            keys, rights = self._scaled(entries["start"]), self._scaled(np.concatenate([right for _, right in contents]))
             ends = np.cumsum(counts)
             nexts = np.concatenate([keys[1:], rights[-1:]])
             nexts[ends - 1] = rights
@@ -131,11 +137,11 @@ class ChunkTree:
             is_wanted = ~_is_before(last, keys) & (_is_before(first, nexts) if level else ~_is_before(keys, first))
             if level == 0:
                 self._check_leaves(entries, keys)
-                at = keys[:, :-1]
-                for axis, places in zip(box, at.T, strict=True):
-                    is_wanted &= (places >= axis.start) & (places < axis.stop)
-                self._check_places(entries[is_wanted], seen)
-                return at[is_wanted], entries[is_wanted]
+                positions = keys[:, :-1]
+                for axis, along_axis in zip(box, positions.T, strict=True):
+                    is_wanted &= (along_axis >= axis.start) & (along_axis < axis.stop)
+                self._check_places(entries[is_wanted], all_nodes)
+                return positions[is_wanted], entries[is_wanted]
             entries, lows, highs = entries[is_wanted], keys[is_wanted], nexts[is_wanted]
             nodes = entries["child"].tolist()
             if len(set(nodes)) < len(nodes):
@@ -146,37 +152,37 @@ class ChunkTree:
 
     def _nodes(self, nodes: list[int], nbytes: int) -> list[memoryview]:
         """So many bytes of each node, fewer where the file ends."""
-        n_all = self.stored.nbytes
+        file_nbytes = self.stored.nbytes
         for node in nodes:
-            if node + _HEAD.size > n_all:
+            if node + _HEAD.size > file_nbytes:
                 raise DamagedIndexError(f"a node at byte {node} lies outside of the file")
         offsets = np.array(nodes, dtype=np.int64)
-        ranges = Ranges(offsets, np.minimum(nbytes, n_all - offsets))
+        ranges = Ranges(offsets, np.minimum(nbytes, file_nbytes - offsets))
         return self.stored.read_ranges(ranges, np.empty(ranges.nbytes, dtype=np.uint8))
 
     def _entries(self, nodes: list[int], level: int, entry: np.dtype[Any]) -> list[tuple[Entries, Ints]]:
         """The entries of each node, and the position in the key behind the last of them."""
-        usual = _HEAD.size + (_MOST_CHILDREN + 1) * entry.itemsize - 8  # the last key leads to no child
-        contents, stops = self._nodes(nodes, usual), list[int]()
+        usual_nbytes = _HEAD.size + (_MOST_CHILDREN + 1) * entry.itemsize - 8  # the last key leads to no child
+        contents, stops = self._nodes(nodes, usual_nbytes), list[int]()
         for node, data in zip(nodes, contents, strict=True):
-            mark, kind, found, n, _, _ = _HEAD.unpack_from(data)
-            if (mark, kind, found) != (b"TREE", 1, level):
-                raise DamagedIndexError(f"the node at byte {node} is {mark!r} of level {found}, expected level {level}")
+            mark, kind, node_level, n, _, _ = _HEAD.unpack_from(data)
+            if (mark, kind, node_level) != (b"TREE", 1, level):
+                raise DamagedIndexError(f"the node at byte {node} is {mark!r} of level {node_level}, expected level {level}")
             stops.append(_HEAD.size + (n + 1) * entry.itemsize - 8)
-        if max(stops) > usual:
+        if max(stops) > usual_nbytes:
             contents = self._nodes(nodes, max(stops))
-        parts = []
+        parsed = []
         for node, data, stop in zip(nodes, contents, stops, strict=True):
             if len(data) < stop:
                 n = (stop + 8 - _HEAD.size) // entry.itemsize - 1
                 raise DamagedIndexError(f"the {n} entries of the node at byte {node} reach past the end of the file")
             entries = np.frombuffer(bytes(data[_HEAD.size : stop]) + bytes(8), dtype=entry)
-            parts.append((entries[:-1], entries["at"][-1:]))
-        return parts
+            parsed.append((entries[:-1], entries["start"][-1:]))
+        return parsed
 
-    def _scaled(self, at: Entries) -> Ints:
+    def _scaled(self, starts: Entries) -> Ints:
         """Keys as HDF5 compares them: positions in the grid of all chunks, and a last number that is 0 for a chunk."""
-        return (at // np.array(self.chunk, dtype=np.uint64)).astype(np.int64)
+        return (starts // np.array(self.chunk, dtype=np.uint64)).astype(np.int64)
 
     def _check_order(self, keys: Ints, nexts: Ints, ends: Ints, lows: Ints | None, highs: Ints | None) -> None:
         is_lost = ~_is_before(keys, nexts)
@@ -190,74 +196,76 @@ class ChunkTree:
             )
 
     def _check_leaves(self, entries: Entries, keys: Ints) -> None:
-        at = entries["at"]
-        is_wrong = (keys * np.array(self.chunk, dtype=np.int64) != at.astype(np.int64)).any(axis=1) | (at[:, -1] != 0)
-        is_wrong |= (at[:, :-1] >= np.array(self.largest, dtype=np.uint64)).any(axis=1)
+        starts = entries["start"]
+        is_wrong = (keys * np.array(self.chunk, dtype=np.int64) != starts.astype(np.int64)).any(axis=1) | (starts[:, -1] != 0)
+        is_wrong |= (starts[:, :-1] >= np.array(self.largest, dtype=np.uint64)).any(axis=1)
         if is_wrong.any():
             raise DamagedIndexError(
-                f"a chunk at element {tuple(at[is_wrong.argmax(), :-1].tolist())}, where none begins. {_LOST}"
+                f"a chunk at element {tuple(starts[is_wrong.argmax(), :-1].tolist())}, where none begins. {_LOST}"
             )
 
     def _check_places(self, entries: Entries, nodes: list[tuple[int, int]]) -> None:
         """DamagedIndexError if bytes of the file belong to two chunks, or to a chunk and to the index, header or superblock."""
-        others = np.array([(0, _SUPERBLOCK_NBYTES), (self.header, _HEADER_NBYTES), *nodes], dtype=np.uint64)
-        starts = np.concatenate([entries["child"], others[:, 0]])
-        stops = starts + np.concatenate([entries["nbytes"].astype(np.uint64), others[:, 1]])
+        metadata = np.array([(0, _SUPERBLOCK_NBYTES), (self.header, _HEADER_NBYTES), *nodes], dtype=np.uint64)
+        starts = np.concatenate([entries["child"], metadata[:, 0]])
+        stops = starts + np.concatenate([entries["nbytes"].astype(np.uint64), metadata[:, 1]])
         order = np.argsort(starts)
         starts, stops = starts[order], stops[order]
-        overlaps = (stops[:-1] > starts[1:]) & (starts[1:] != UNDEFINED)
+        overlaps = (stops[:-1] > starts[1:]) & (starts[1:] != _UNDEFINED)
         if overlaps.any():
             k = int(overlaps.argmax())
             raise DamagedIndexError(f"a chunk and another one, or metadata, share the bytes {starts[k + 1]} to {stops[k]}")
 
 
-def _is_before(one: Ints, other: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """For each row: does it come before the other one in C order?
+def _is_before(keys: Ints, others: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """For each row of `keys`: does it come before that of `others` in C order?
 
     >>> _is_before(np.array([[0, 4], [1, 0], [2, 2]]), np.array([[0, 5], [0, 9], [2, 2]])).tolist()
     [True, False, False]
     """
     is_less, is_equal = np.zeros((), dtype=bool), np.ones((), dtype=bool)
-    for a, b in zip(one.T, other.T, strict=True):
+    for a, b in zip(keys.T, others.T, strict=True):
         is_less = is_less | (is_equal & (a < b))
         is_equal = is_equal & (a == b)
     return is_less
 
 
 def _messages_of(stored: StoredObject, address: int) -> list[tuple[int, bytes]]:
-    """The messages of an object header that are in it: type and content. ValueError if it is of an unknown kind, or damaged.
+    """The messages of an object header that are in it: type and content. ValueError if the header is of an unknown kind, or
+    damaged.
 
     Checksums are not looked at: HDF5 does that when it opens a dataset.
     """
     head = stored.read_at_most(address, 16)
     is_newer = head.startswith(b"OHDR\2")
     if is_newer:
-        flags, at = head[5], 6 + (16 if head[5] & 32 else 0) + (4 if head[5] & 16 else 0)
-        width, prefix = 1 << (flags & 3), 6 if flags & 4 else 4
-        blocks = [(address + at + width, int.from_bytes(stored.read_at_most(address + at, width), "little"))]
+        flags = head[5]
+        size_at = address + 6 + (16 if flags & 32 else 0) + (4 if flags & 16 else 0)
+        size_nbytes, prefix_nbytes = 1 << (flags & 3), 6 if flags & 4 else 4
+        blocks = [(size_at + size_nbytes, int.from_bytes(stored.read_at_most(size_at, size_nbytes), "little"))]
     elif head[:1] == b"\1":
-        prefix, blocks = 8, [(address + 16, int.from_bytes(head[8:12], "little"))]
+        prefix_nbytes, blocks = 8, [(address + 16, int.from_bytes(head[8:12], "little"))]
     else:
         raise ValueError(f"an object header that begins with {head[:4]!r} at {address}")
-    found = []
-    for k, (start, nbytes) in enumerate(blocks):  # grows: each continuation is one more block
+    messages = []
+    for k, (start, nbytes) in enumerate(blocks):  # `blocks` grows: each continuation is one more
         if k > _MOST_BLOCKS or sum(length for _, length in blocks) > _MOST_HEADER_NBYTES:
             raise ValueError(f"an object header that is too long, at {start}")
         data, at = stored.read_at_most(start, nbytes), 0
         if len(data) < nbytes:
             raise ValueError(f"an object header that is cut off, at {start}")
-        while at + prefix <= nbytes:  # what is left may be a gap that is too short for a message
+        while at + prefix_nbytes <= nbytes:  # the rest may be a gap that is too short for a message
             kind, size, flags = struct.unpack_from("<BHB" if is_newer else "<HHB", data, at)
-            content = data[at + prefix : at + prefix + size]
+            content = data[at + prefix_nbytes : at + prefix_nbytes + size]
             if len(content) < size:
                 raise ValueError(f"an object header with a message that is too long, at {start + at}")
             if not flags & _SHARED:
-                found.append((kind, content))
+                messages.append((kind, content))
             if kind == _CONTINUATION:  # in the newer version with a mark before its messages, and a checksum behind
                 start_next, nbytes_next = struct.unpack_from("<QQ", content)
                 blocks.append((start_next + 4, nbytes_next - 8) if is_newer else (start_next, nbytes_next))
-            at += prefix + size
-    return found
+            at += prefix_nbytes + size
+    return messages
 
 
 def tree_of(stored: StoredObject, header: int, chunk: Sequence[int]) -> ChunkTree | None:
@@ -273,8 +281,8 @@ def tree_of(stored: StoredObject, header: int, chunk: Sequence[int]) -> ChunkTre
         Elements of a chunk along each axis.
     """
     ndim = len(chunk)
-    largest: tuple[int, ...] = (UNDEFINED,) * ndim
-    found = None
+    largest: tuple[int, ...] = (_UNDEFINED,) * ndim
+    root = itemsize = 0
     try:
         for kind, content in _messages_of(stored, header):
             if kind == _DATASPACE:
@@ -287,18 +295,9 @@ def tree_of(stored: StoredObject, header: int, chunk: Sequence[int]) -> ChunkTre
                 if (version, layout, n_axes) != (3, _CHUNKED, ndim + 1):
                     return None
                 root, *_, itemsize = struct.unpack_from(f"<Q{ndim + 1}I", content, 3)
-                found = (root, itemsize) if itemsize else None
     except (struct.error, IndexError, OSError, ValueError):
         return None
-    return None if found is None else ChunkTree(stored, header, found[0], (*chunk, found[1]), largest)
-
-
-Masks = np.ndarray[Any, np.dtype[np.uint32]]
-
-_MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 20 bytes each
-_TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
-_SHUFFLE, _CHECKSUM = 2, 3  # filters that give as many bytes as they take, and 4 more
-_NOWHERE = -1
+    return ChunkTree(stored, header, root, (*chunk, itemsize), largest) if itemsize else None
 
 
 def fill_value(dataset: OpenDataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -333,24 +332,18 @@ class ChunkTable:
     sizes: Ints
     masks: Masks
 
-    @classmethod
-    def empty(cls, box: Sequence[range]) -> ChunkTable:
-        """A table of missing chunks."""
-        shape = tuple(map(len, box))
-        return cls(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
-
     def part(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
         """Offsets, sizes and masks of the chunks of a smaller box, in C order."""
-        at = tuple([slice(b.start - a.start, b.stop - a.start) for a, b in zip(self.box, box, strict=True)])
-        return self.offsets[at].reshape(-1), self.sizes[at].reshape(-1), self.masks[at].reshape(-1)
+        index = tuple([slice(b.start - a.start, b.stop - a.start) for a, b in zip(self.box, box, strict=True)])
+        return self.offsets[index].reshape(-1), self.sizes[index].reshape(-1), self.masks[index].reshape(-1)
 
-    def note(self, positions: Ints, offsets: Any, sizes: Any, masks: Any) -> None:
-        """Add chunks by their positions in the grid, one row each. Those that are not in the box are left out."""
+    def add(self, positions: Ints, offsets: Any, sizes: Any, masks: Any) -> None:
+        """Add chunks by their positions in the grid, a row each. Those that are not in the box are left out."""
         start, stop = (np.array([getattr(axis, end) for axis in self.box], dtype=np.int64) for end in ("start", "stop"))
         is_inside = ((positions >= start) & (positions < stop)).all(axis=1)
-        at = tuple((positions[is_inside] - start).T)
+        index = tuple((positions[is_inside] - start).T)
         for column, values in ((self.offsets, offsets), (self.sizes, sizes), (self.masks, masks)):
-            column[at] = np.asarray(values).astype(column.dtype)[is_inside]
+            column[index] = np.asarray(values).astype(column.dtype)[is_inside]
 
 
 def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
@@ -360,28 +353,28 @@ def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
 def list_chunks(
     identifier: h5py.h5d.DatasetID, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
 ) -> None:
-    """Give what HDF5 says of all stored chunks, so many at once: first elements (a row each), offsets, sizes, masks.
+    """Give `take` what HDF5 says of all stored chunks, `at_once` at a time: first elements (a row each), offsets, sizes, masks.
 
     `n_most` is the number of chunks that the dataset may have, if it is known.
     """
-    told: list[Any] = []
+    chunks: list[Any] = []
 
-    def hand_on() -> None:
-        if told:
-            starts, masks, offsets, sizes = zip(*told, strict=True)
-            told.clear()
-            at = np.fromiter(itertools.chain.from_iterable(starts), np.int64).reshape(len(offsets), -1)
-            take(at, np.array(offsets), np.array(sizes), np.array(masks))
+    def flush() -> None:
+        if chunks:
+            starts, masks, offsets, sizes = zip(*chunks, strict=True)
+            chunks.clear()
+            rows = np.fromiter(itertools.chain.from_iterable(starts), np.int64).reshape(len(offsets), -1)
+            take(rows, np.array(offsets), np.array(sizes), np.array(masks))
 
-    def note(chunk: Any) -> None:
-        told.append(chunk)
-        if len(told) >= at_once:
-            hand_on()
+    def append(chunk: Any) -> None:
+        chunks.append(chunk)
+        if len(chunks) >= at_once:
+            flush()
 
     with phil:
         # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-        identifier.chunk_iter(note if n_most is None or n_most > at_once else told.append)
-        hand_on()
+        identifier.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
+        flush()
 
 
 class ChunkPlaces:
@@ -393,11 +386,11 @@ class ChunkPlaces:
         The dataset.
     expected : Region, optional
         Chunks that meet it will be asked for, and hardly any other.
-    known : ChunkTable, optional
-        Where some are. No other may be asked for.
+    table : ChunkTable, optional
+        Where some chunks are, as another rank has said. No other may be asked for.
     """
 
-    def __init__(self, dataset: OpenDataset, expected: Region | None = None, known: ChunkTable | None = None) -> None:
+    def __init__(self, dataset: OpenDataset, expected: Region | None = None, table: ChunkTable | None = None) -> None:
         creation = dataset.creation
         self.raw, self._dataset, self._expected = dataset.raw, dataset, expected
         self.chunk: tuple[int, ...] = tuple(creation.get_chunk())
@@ -408,9 +401,9 @@ class ChunkPlaces:
         reach_over = [axis for axis, (n, c) in enumerate(zip(dataset.shape, self.chunk, strict=True)) if n % c]
         self._plain_axes = reach_over if reach_over and self.filters and are_edges_plain(creation) else []
         self._lock = threading.Lock()
-        self._table, self._is_told = known, known is not None
+        self._table, self._is_fixed = table, table is not None
 
-    @kept
+    @cached
     def _tree(self) -> ChunkTree | None:
         header = self._dataset.header
         return None if self.raw is None or header is None else tree_of(self.raw, header, self.chunk)
@@ -429,32 +422,33 @@ class ChunkPlaces:
 
     def _worth_listing(self, box: Sequence[range]) -> Sequence[range]:
         """The chunks to list if those of a box are asked for: all that are expected, or all."""
-        wider = [[range(n) for n in self.counts]]
+        boxes = [[range(n) for n in self.counts]]
         if self._expected is not None and self._expected.size:
-            wider.insert(0, chunks_met(self._expected, self.chunk))
-        for larger in wider:
+            boxes.insert(0, chunks_met(self._expected, self.chunk))
+        for larger in boxes:
             if _is_inside(box, larger) and (self._tree is None or math.prod(map(len, larger)) <= _MOST_KEPT):
                 return larger
         return box
 
     def _listed(self, box: Sequence[range]) -> ChunkTable:
-        if self._is_told:
+        if self._is_fixed:
             raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
-        table = ChunkTable.empty(box)
-        if not math.prod(table.offsets.shape):
+        shape = tuple(map(len, box))
+        table = ChunkTable(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
+        if not table.offsets.size:
             return table
         if self._tree is None:
-            put_right, chunk = _true_place(self._dataset), np.array(self.chunk)
+            true_place, chunk = _true_place(self._dataset), np.array(self.chunk)
 
-            def note(starts: Ints, *told: Any) -> None:
-                true = starts if put_right is None else np.array(put_right(starts.T)).T
-                table.note(true // chunk, *told)
+            def add(starts: Ints, *columns: Any) -> None:
+                true_starts = starts if true_place is None else np.array(true_place(starts.T)).T
+                table.add(true_starts // chunk, *columns)
 
-            list_chunks(self._dataset.id, note, _TOLD_AT_ONCE, math.prod(self.counts))
+            list_chunks(self._dataset.id, add, _LISTED_AT_ONCE, math.prod(self.counts))
         else:
-            for part in cut_box(box, MOST_ENTRIES):
+            for part in cut_box(box, _MOST_ENTRIES):
                 positions, entries = self._tree.chunks_in(part)
-                table.note(positions, entries["child"], entries["nbytes"], entries["mask"])
+                table.add(positions, entries["child"], entries["nbytes"], entries["mask"])
         for axis in self._plain_axes:
             if box[axis].stop == self.counts[axis]:
                 table.masks.swapaxes(0, axis)[-1] = self.no_filter
@@ -485,8 +479,8 @@ class ChunkPlaces:
             least = most = self._nbytes + 4 * applied.count(_CHECKSUM)
             if not set(applied) <= {_SHUFFLE, _CHECKSUM}:
                 least, most = 4 * applied.count(_CHECKSUM), self._nbytes + self._nbytes // 2 + 4096
-            found = sizes[masks == mask]
-            wrong = found[(found < least) | (found > most)]
+            with_mask = sizes[masks == mask]
+            wrong = with_mask[(with_mask < least) | (with_mask > most)]
             if len(wrong):
                 expected = f"{least} to {most}" if least < most else str(least)
                 raise DamagedIndexError(f"a stored chunk of {wrong[0]} bytes; expected {expected}")
@@ -497,12 +491,12 @@ def open_chunks(dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces)
     creation = dataset.creation
     swap = swap_size(dataset.kind, dtype)
     stages = [stage_of(number, values) for number, _, values, _ in reversed(dataset.stored_filters)]
-    known = [stage for stage in stages if stage is not None]
-    if swap is None or len(known) < len(stages) or sum(stage.n_more is None for stage in known) > 1:
+    decoders = [stage for stage in stages if stage is not None]
+    if swap is None or len(decoders) < len(stages) or sum(stage.n_more is None for stage in decoders) > 1:
         return None
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED and not dataset.n_stored:
         return None  # no values at all: HDF5 raises an error
-    chain = Chain([*known, *([decode_byte_order(swap)] if swap else [])], math.prod(places.chunk) * dtype.itemsize)
+    chain = Chain([*decoders, *([decode_byte_order(swap)] if swap else [])], math.prod(places.chunk) * dtype.itemsize)
     return Hdf5Chunks(dataset, dtype, places, chain)
 
 
@@ -544,25 +538,21 @@ class Hdf5Chunks(StoredChunks):
             raise DamagedIndexError(f"a stored chunk of {sizes.max()} bytes")
         data: list[Any] = []
         for index, offset in zip(itertools.product(*box), offsets.tolist(), strict=True):
-            place = tuple(k * c for k, c in zip(index, self._places.chunk, strict=True))
+            start = tuple(k * c for k, c in zip(index, self._places.chunk, strict=True))
             with phil:
-                data.append(None if offset == _NOWHERE else self._identifier.read_direct_chunk(place)[1])
+                data.append(None if offset == _NOWHERE else self._identifier.read_direct_chunk(start)[1])
         return Encoded(data, self._skipped(masks))
-
-
-Place = tuple[int, ...]
-_EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 
 
 def _true_place(dataset: h5py.Dataset) -> Callable[[Any], tuple[Any, ...]] | None:
     """How positions of chunks (their first elements) in the library's list, as an array for each axis, become the true ones;
     None if they are the true ones. ValueError if the list cannot be used.
     """
-    chunk, most = tuple(dataset.chunks), tuple(dataset.maxshape)
-    growing = [axis for axis, n in enumerate(most) if n is None]
+    chunk, largest = tuple(dataset.chunks), tuple(dataset.maxshape)
+    growing = [axis for axis, n in enumerate(largest) if n is None]
     if len(growing) != 1 or growing[0] == 0:
         return None
-    counts = [1 if n is None else max(1, -(-n // c)) for n, c in zip(most, chunk, strict=True)]
+    counts = [1 if n is None else max(1, -(-n // c)) for n, c in zip(largest, chunk, strict=True)]
     if math.prod(counts[: growing[0]]) == 1:
         return None  # there is nothing before the growing axis, so both orders are the same
     kind = number_of("H5Dget_chunk_index_type", dataset.id)
@@ -571,17 +561,17 @@ def _true_place(dataset: h5py.Dataset) -> Callable[[Any], tuple[Any, ...]] | Non
     return functools.partial(_put_right, chunk, counts, growing[0])
 
 
-def _put_right(chunk: Place, counts: list[int], growing: int, place: Any) -> tuple[Any, ...]:
+def _put_right(chunk: tuple[int, ...], counts: list[int], growing: int, place: Any) -> tuple[Any, ...]:
     """The true position of a chunk of an extensible array, or of many (arrays of positions along each axis).
 
-    `counts` are the chunks along each axis when all axes are as long as they can be; of the growing axis it does not count.
+    `counts` are the chunks along each axis when all axes are as long as they can be; that of the growing axis is not used.
 
     >>> _put_right((2, 5), [3, 1], 1, (0, 20)), _put_right((2, 5, 1), [3, 1, 4], 1, (0, 5, 3))
     ((2, 5), (2, 0, 3))
     """
     number: Any = 0
-    for at, c, n in zip(place[growing:], chunk[growing:], (1, *counts[growing + 1 :]), strict=True):
-        number = number * n + at // c
+    for start, c, n in zip(place[growing:], chunk[growing:], (1, *counts[growing + 1 :]), strict=True):
+        number = number * n + start // c
     true: list[Any] = [0] * len(chunk)
     for axis in reversed([axis for axis in range(len(chunk)) if axis != growing]):
         number, true[axis] = divmod(number, counts[axis])
@@ -598,9 +588,9 @@ def _is_in_order() -> bool:
     with phil, file_in_memory(libver="latest") as file:
         dataset = file.create_dataset("x", shape, "u1", maxshape=(6, None, 7), chunks=chunk)
         dataset[tuple(slice(at, at + c) for at, c in zip(place, chunk, strict=True))] = np.uint8(1)
-        told: list[Any] = []
-        dataset.id.chunk_iter(told.append)
-    listed = tuple(told[0].chunk_offset)
+        chunks: list[Any] = []
+        dataset.id.chunk_iter(chunks.append)
+    listed = tuple(chunks[0].chunk_offset)
     if place not in (listed, _put_right(chunk, [3, 1, 7], 1, listed)):
         raise ValueError(f"the HDF5 library lists a chunk at {listed} that is at {place}")
     return listed == place

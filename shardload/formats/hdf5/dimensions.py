@@ -2,9 +2,9 @@
 
 An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
 other axis gets a scale without values, in plain HDF5 a label; and such a scale too if the file has coordinates, because the
-netCDF library opens no file with an array of which some axes have scales and others have none. A scale can grow if the axis of
-any of its arrays can. An array of plain HDF5 may say itself which scales an axis has: several, in other groups, with names of
-their own (`ArraySpec.scales`).
+netCDF library opens no file with an array of which some axes have scales and others have none. A scale can grow if one of its
+axes can. An array of plain HDF5 may say itself which scales an axis has: several, in other groups, with names of their own
+(`ArraySpec.scales`).
 
 An array may have the name of an axis, and not be its coordinate. In netCDF4 it gets a prefix, as by the netCDF library, which
 takes it away when it reads.
@@ -34,7 +34,7 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
         why = unreadable_name(part)
         if why is not None:
             raise ConfigError(
-                f"'{name}' has a name {why}, which netCDF programs do not read: {_told(part)}. Choose another one"
+                f"'{name}' has a name {why}, which netCDF programs do not read: {_shown(part)}. Choose another one"
             )
     if spec.texts is None and f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
         instead = "Save it as int8 or float32 (complex numbers as two arrays), or use the suffix .h5 or .zarr"
@@ -66,10 +66,10 @@ class _Axes:
             return attached[0]
         if not dim:
             return None
-        own = name.rpartition("/")[0]
+        own_group = name.rpartition("/")[0]
         for group in _groups(name):
-            found = self._specs.get(f"{group}/{dim}")
-            if found is not None and found.dims == (dim,) and (group == own or found.shape == (length,)):
+            candidate = self._specs.get(f"{group}/{dim}")
+            if candidate is not None and candidate.dims == (dim,) and (group == own_group or candidate.shape == (length,)):
                 return f"{group}/{dim}"
             if self.lengths.get((group, dim), {length}) != {length}:  # that group has an axis of this name for itself
                 return None
@@ -81,12 +81,12 @@ class _Axes:
         return [scale for scale in scales[axis] if scale in self._specs and scale != name] if scales else []
 
     def dimensions(self) -> dict[tuple[str, int], str]:
-        """The scale of each axis without a coordinate. It is one of the file, for all groups; but where groups have axes of one
-        name with different lengths, as netCDF allows, each has one of its own.
+        """The scale of each axis without a coordinate. It is in the root group, for all groups. But where groups have axes of
+        one name with different lengths, as netCDF allows, each group has a scale of its own.
         """
         lengths: dict[str, set[int]] = {}
-        for (_, named), some in self.lengths.items():
-            lengths.setdefault(named, set()).update(some)
+        for (_, axis_name), lengths_in_group in self.lengths.items():
+            lengths.setdefault(axis_name, set()).update(lengths_in_group)
         dimensions = {}
         for name, spec in self._specs.items():
             for axis, dim in enumerate(spec.dims or ()):
@@ -96,7 +96,7 @@ class _Axes:
 
     @property
     def has_coordinates(self) -> bool:
-        """True if some axis has one, and each axis of one name has one length in its group, and all of an array have a name."""
+        """True if some axis has a coordinate, all axes have a name, and axes of one name in a group have one length."""
         are_named = all(None not in (spec.dims or ()) for spec in self._specs.values())
         have_one_length = all(len(lengths) == 1 for lengths in self.lengths.values())
         return (
@@ -160,17 +160,17 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 file[name].dims[axis].label = label
             if scale is None or axes.attached(name, axis):
                 continue
-            known, first, grows = lengths.setdefault(scale, (spec.shape[axis], name, False))
-            lengths[scale] = known, first, grows or axis in spec.unlimited
-            if known != spec.shape[axis]:
+            length, first, grows = lengths.setdefault(scale, (spec.shape[axis], name, False))
+            lengths[scale] = length, first, grows or axis in spec.unlimited
+            if length != spec.shape[axis]:
                 raise ConfigError(
-                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. {ONE_LENGTH}"
+                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {length} in '{first}'. {ONE_LENGTH}"
                 )
             scale_of[name, axis] = scale
     numbers = {}
     for number, (scale, (length, _, grows)) in enumerate(lengths.items()):
         if scale not in specs:
-            _valueless(file, scale, length, grows)
+            _create_dimension(file, scale, length, grows)
         elif specs[scale].scale_name is None:
             file[scale].make_scale(scale.rpartition("/")[2])
         numbers[scale] = number
@@ -193,7 +193,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 file[name].attrs["_Netcdf4Coordinates"] = np.array(ids, dtype=np.int32)
 
 
-def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
+def _create_dimension(file: h5py.File, scale: str, length: int, grows: bool) -> None:
     """A scale that has a length but no values: a dimension of netCDF without a variable."""
     if scale in file:
         raise ConfigError(
@@ -207,18 +207,13 @@ def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
 def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: bool) -> None:
     """Write attributes. ConfigError for one that HDF5 cannot hold."""
     for key, value in attrs.items():
-        value, is_flag = _plain_text(value), False
+        value = _plain_text(value)
         why = refused_attribute(str(key), value, is_netcdf=is_netcdf)
-        if why is None and is_netcdf and isinstance(value, str):
-            is_simple = 0 < len(value) <= _MOST_FIXED and value.isascii()
-            value = np.bytes_(value) if is_simple else value  # so every netCDF program reads it; else it has variable length
-        elif why is None and is_netcdf and not isinstance(value, h5py.Empty | bytes):
-            is_flag = np.asarray(value).dtype.kind == "b"
         try:
             if why is None:
-                owner.attrs[key] = np.asarray(value, dtype=np.int8)[()] if is_flag else value
+                owner.attrs[key] = _netcdf_value(value) if is_netcdf else value
         except (TypeError, ValueError, OSError, RuntimeError) as error:
-            why = f"{_told(value)}, which HDF5 cannot hold ({error})"
+            why = f"{_shown(value)}, which HDF5 cannot hold ({error})"
         if why is not None:
             raise ConfigError(
                 f"the attribute {key!r} of '{name}' is {why}. Leave it out, or pass text, a number or a row of numbers"
@@ -226,7 +221,9 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
 
 
 def _plain_text(value: Any) -> Any:
-    """NumPy's text as Python's, which h5py writes, in lists and arrays too; long bytes as text, whose length has no limit."""
+    """Python's text for NumPy's, which h5py does not write, in lists and arrays too; text for long bytes: its length has no
+    limit. Other values as they are.
+    """
     if isinstance(value, str):
         return str(value)
     if isinstance(value, bytes) and len(value) > _MOST_FIXED:
@@ -239,6 +236,16 @@ def _plain_text(value: Any) -> Any:
     return value
 
 
-def _told(value: Any) -> str:
+def _netcdf_value(value: Any) -> Any:
+    """Text as bytes of fixed length, which every netCDF program reads, if it is short ASCII; booleans as int8. Other values as
+    they are.
+    """
+    if isinstance(value, str):
+        return np.bytes_(value) if 0 < len(value) <= _MOST_FIXED and value.isascii() else value
+    is_flag = not isinstance(value, h5py.Empty | bytes) and np.asarray(value).dtype.kind == "b"
+    return np.asarray(value, dtype=np.int8)[()] if is_flag else value
+
+
+def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:80]}..."

@@ -3,9 +3,9 @@
 1. `Hdf5Format` claims files, and opens them.
 2. `Hdf5File` is one open file. A name is looked up through soft and external links (`links.follow`), `describe` turns the
    dataset's metadata into an `ArrayInfo`, and a `Hdf5Source` reads its values.
-3. `StoreFile` is a file in an object store, or on an HTTP server. It sends no request before something is asked that was not
-   told. The rank that finds the arrays opens it; HDF5 reads it as a file object (`BlockCache`), through blocks that are kept.
-   To the others that rank tells where chunks are (`told`).
+3. `StoreFile` is a file in an object store, or on an HTTP server. The rank that finds the arrays opens it; HDF5 reads it as a
+   file object (`BlockCache`), through blocks that are kept. That rank tells the others where chunks are (`skeleton`). They send
+   no request before they need what it did not tell.
 """
 
 from __future__ import annotations
@@ -24,34 +24,33 @@ import h5py
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import SCHEME, Concatenation
-from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, native_dtype, some
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
-from shardload.formats.hdf5.chunks import fill_value
-from shardload.formats.hdf5.links import LostError, Others, SearchPath, follow, look_through, open_other, place_of, versions_of
-from shardload.formats.hdf5.metadata import NON_COORDINATE, attribute_names, describe, groups_of, stands_for_axis
+from shardload.formats.hdf5.links import LostError, OtherFiles, SearchPath, follow, look_through, open_other, versions_of
+from shardload.formats.hdf5.metadata import NON_COORDINATE, author_names, describe, groups_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
+    HDF5_ERRORS,
     OpenDataset,
     OpenFacts,
+    cached,
     close_all,
     decoded,
     encoded,
     has_signature,
-    kept,
     names_below,
     open_to_read,
     signature_at,
-    type_of_values,
 )
+from shardload.formats.hdf5.skeleton import SkeletonSource, StoreSource
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.hdf5.tiles import Opener, Versions, code_of, find_boxes, tell_parts
-from shardload.formats.hdf5.told import StoreSource, ToldSource
+from shardload.formats.hdf5.tiles import PartMetadata, PartOpener, Versions, find_boxes, tell_parts
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.local import Fence, NotAFileError, OutsideError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 
 FileVersions = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
-_ERRORS = (KeyError, OSError, RuntimeError, ValueError)
+_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad", ".nc", ".nc4", ".cdf", ".mat")
 
 
 class Hdf5File(OpenFile):
@@ -62,13 +61,13 @@ class Hdf5File(OpenFile):
     facts : OpenFacts
         The file.
     path : str
-        As the user named it.
+        Its path as the user wrote it.
     access : Access
         What the caller allows.
     fence : Fence
         The folders that it may refer to.
     versions : tuple
-        Other files, with their sizes and times: what is said of its arrays counts as long as none has changed.
+        Other files, with their sizes and times: the file describes its arrays rightly as long as none has changed.
     """
 
     _versions: FileVersions = ()
@@ -81,10 +80,10 @@ class Hdf5File(OpenFile):
         """Open a dataset by its name, or by the name of a link to it. If it is virtual, parts of it that `planned` has are not
         looked at again.
         """
-        looked_up, opened = self._look_up(dataset)
+        target, opened = self._look_up(dataset)
         if not opened:
-            looked_up = self._variable_of(looked_up, dataset)
-        return self.source(looked_up, dataset, _closing(looked_up, opened), planned, is_linked=bool(opened))
+            target = self._variable_of(target, dataset)
+        return self.source(target, dataset, _closing(target, opened), planned, is_linked=bool(opened))
 
     def source(
         self,
@@ -94,7 +93,7 @@ class Hdf5File(OpenFile):
         planned: ArrayInfo | None = None,
         is_linked: bool = False,
     ) -> Hdf5Source:
-        """The source of an open dataset, which the caller calls `name`. What `closing` has is closed with it."""
+        """The source of an open dataset, which has this name for the caller. Closing it closes what `closing` has."""
         try:
             others = look_through(dataset, self._fence, self._access, planned is not None and planned.parts is not None)
             info = self._describe(dataset, name, others, planned=planned)
@@ -105,20 +104,21 @@ class Hdf5File(OpenFile):
             closing.close()
             raise
 
-    def _opener_of_parts(self, virtual: OpenDataset) -> Opener:
-        """Opens the datasets of which a virtual one consists, each by its very name (that knows no names of netCDF), as if it
-        were loaded from its own file. They are inside of the fence of this file.
+    def _opener_of_parts(self, virtual: OpenDataset) -> PartOpener:
+        """Opens the parts of a virtual dataset, each by its name in HDF5 (not that in netCDF), as if it were loaded from its
+        own file. They are inside of the fence of this file.
         """
-        places = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # when the first is opened
+        search_path = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # made when the first is opened
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
-            path, _ = places().find(name)
-            what, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
+            path, _ = search_path().find(name)
+            reference, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
+            version = state_of(path) or (0, 0)
             try:
-                opening = virtual.facts.parts.open(path, state_of(path) or (0, 0), lambda: open_other(path, what, self._fence))
+                opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
                 facts = closing.enter_context(opening)
-            except OutsideError as error:  # of the folder in which the file was opened
-                before, now = os.path.join(os.getcwd(), str(virtual.file.filename)), places().own
+            except OutsideError as error:  # outside of the folder in which the virtual dataset's file was opened
+                before, now = os.path.join(os.getcwd(), str(virtual.file.filename)), search_path().path
                 if before == now:
                     raise
                 raise ChangedError(
@@ -127,9 +127,9 @@ class Hdf5File(OpenFile):
                 ) from error
             try:
                 file = Hdf5File(facts, path, self._access, self._fence)
-                looked_up, opened = file._look_up(dataset)
+                target, opened = file._look_up(dataset)
                 versions = versions_of([facts, *opened])
-                source = file.source(looked_up, dataset, _closing(looked_up, opened, closing), is_linked=bool(opened))
+                source = file.source(target, dataset, _closing(target, opened, closing), is_linked=bool(opened))
                 if source.info.refused is not None:
                     raise OSError(f"{source.info} holds {source.info.refused}")
                 return source, versions | source.others.versions
@@ -142,10 +142,10 @@ class Hdf5File(OpenFile):
         return open_part
 
     def _describe(
-        self, dataset: OpenDataset, name: str, others: Others, in_full: bool = False, planned: ArrayInfo | None = None
+        self, dataset: OpenDataset, name: str, others: OtherFiles, in_full: bool = False, planned: ArrayInfo | None = None
     ) -> ArrayInfo:
-        """Describe a dataset. Of one that is refused nothing is asked, not even its shape: HDF5 may open files for that."""
-        if planned is None or planned.parts is None:  # else a part is compared when it is opened
+        """Describe a dataset. Of one that is refused not even the shape is read: HDF5 may open files for that."""
+        if planned is None or planned.parts is None:  # else each part is compared when it is opened
             for path, version in self._versions:
                 if (others.versions.get(path) or state_of(path)) != version:
                     raise ChangedError(f"'{path}' has changed since shardload.concat looked at it. Call concat again")
@@ -162,7 +162,7 @@ class Hdf5File(OpenFile):
         return ArrayInfo(self._path, name, "HDF5", (), "unknown", refused=why)
 
     def _at_end_of(self, opened: list[OpenFacts]) -> Hdf5File:
-        """The file to which links have led through these; the caller's path and allowance are those of this one."""
+        """The last of the files to which links have led, or this one; with the caller's path and access."""
         return Hdf5File(opened[-1], self._path, self._access, self._fence) if opened else self
 
     def _look_up(self, name: str) -> tuple[OpenDataset, list[OpenFacts]]:
@@ -180,15 +180,15 @@ class Hdf5File(OpenFile):
         try:
             return follow(self._facts, name, self._fence)
         except OutsideError as error:
-            told = f"'{name}' in '{self._path}' cannot be loaded: {error}."
-            raise SourceError(told, path=self._path, dataset=name) from None
+            text = f"'{name}' in '{self._path}' cannot be loaded: {error}."
+            raise SourceError(text, path=self._path, dataset=name) from None
         except LostError as error:
             where = f"'{name}' in '{self._path}'"
             text = str(error) if str(error).startswith(where) else f"{where} leads nowhere: {error}"
             raise SourceError(f"{text}. Restore the target, or name another array.", path=self._path, dataset=name) from error
 
     def _variable_of(self, dataset: OpenDataset, name: str) -> OpenDataset:
-        """The variable of that name in netCDF, if the dataset of that name is only a dimension; else the dataset itself.
+        """The variable that has this name in netCDF, if the dataset is only a dimension; else the dataset itself.
 
         A variable that has the name of a dimension, but is no coordinate of it, cannot have that name in HDF5. The netCDF
         library puts a prefix in front of it, and takes it away when it reads.
@@ -198,7 +198,7 @@ class Hdf5File(OpenFile):
         above, _, last = name.rpartition("/")
         try:
             variable, opened = follow(self._facts, f"{above}/{NON_COORDINATE}{last}", self._fence)
-        except _ERRORS:
+        except HDF5_ERRORS:
             return dataset
         close_all(opened)
         return variable if isinstance(variable, OpenDataset) and not opened else dataset
@@ -211,9 +211,9 @@ class Hdf5File(OpenFile):
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
-        named = {info.dataset: info for info in self._below(like)}
-        others = self.list_below(most=most, like=like, known=named)
-        return list(itertools.islice(itertools.chain(named.values(), others), None if most is None else most + 1))
+        first = {info.dataset: info for info in self._below(like)}
+        rest = self.list_below(most=most, like=like, known=first)
+        return list(itertools.islice(itertools.chain(first.values(), rest), None if most is None else most + 1))
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """The datasets below a group to which links lead, as h5py follows them."""
@@ -229,19 +229,19 @@ class Hdf5File(OpenFile):
     def list_below(
         self,
         group: h5py.Group | None = None,
-        called: str = "",
+        prefix: str = "",
         in_full: bool = False,
         most: int | None = None,
         like: str = "",
         known: Collection[str] = (),
     ) -> Iterator[ArrayInfo]:
-        """Describe every dataset below `group`, which the caller calls `called`, but those that are `known`. What cannot be
-        opened is listed as refused.
+        """Describe every dataset below `group`, except those in `known`. What cannot be opened is listed as refused. Names
+        begin with `prefix`, the name of the group for the caller.
 
         With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If
         there are more than `most`, those most similar to `like` come first.
         """
-        group, called = self._facts.file if group is None else group, called.rstrip("/")
+        group, prefix = self._facts.file if group is None else group, prefix.rstrip("/")
         names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
         if most is not None and len(names) > most and like:
             near = difflib.get_close_matches(like.strip("/"), names, n=MOST_NAMED)
@@ -249,7 +249,7 @@ class Hdf5File(OpenFile):
         netcdf = _netcdf_names(group, names)
         dimensions = set(netcdf.values())  # whose names variables have
         for name in names:
-            full = f"{called}/{netcdf.get(name, name)}"
+            full = f"{prefix}/{netcdf.get(name, name)}"
             if name in dimensions or full in known:
                 continue
             try:
@@ -257,26 +257,24 @@ class Hdf5File(OpenFile):
                 if isinstance(member, h5py.Dataset):
                     dataset = self._facts.dataset(member.id)
                     yield self._describe(dataset, full, look_through(dataset, self._fence, self._access), in_full)
-            except (AssertionError, TypeError, *_ERRORS) as error:  # h5py asserts, too
+            except (AssertionError, TypeError, *HDF5_ERRORS) as error:  # h5py asserts, too
                 yield self._refused(full, f"metadata that HDF5 cannot read ({error})")
         for name, why in lost.items():
-            yield self._refused(f"{called}/{name}", f"a group that HDF5 cannot read ({why})")
+            yield self._refused(f"{prefix}/{name}", f"a group that HDF5 cannot read ({why})")
 
     def _below(self, name: str) -> list[ArrayInfo]:
-        """Some of the arrays below a group, to which links may lead, or what it is without arrays; nothing if there is no
-        group.
-        """
+        """Some of the arrays below a group, to which links may lead; or the group, if it has none. Empty without a group."""
         try:
             group, opened = follow(self._facts, name, self._fence)
-        except _ERRORS:  # the search for the array has said what is wrong
+        except HDF5_ERRORS:  # the search for the array has said what is wrong
             return []
         try:
             if not name or not isinstance(group, h5py.Group):
                 return []
             infos = list(itertools.islice(self._at_end_of(opened).list_below(group, name, most=MOST_NAMED), MOST_NAMED + 1))
-            how = f"h5py.File({self._path!r})[{name!r}].attrs"
-            return infos or [group_info(self._path, name, "HDF5", attribute_names(group), how)]
-        except _ERRORS:
+            command = f"h5py.File({self._path!r})[{name!r}].attrs"
+            return infos or [group_info(self._path, name, "HDF5", author_names(group), command)]
+        except HDF5_ERRORS:
             return []
         finally:
             close_all(opened)
@@ -286,30 +284,30 @@ class Hdf5File(OpenFile):
         return groups_of(self._facts.file)
 
     def links(self) -> dict[str, str]:
-        """All but the first hard link to an object. Nothing is opened to find out what they lead to."""
-        others: dict[Any, int] = {}
+        """The target of each link, as text, but for the first hard link to an object. No target is opened."""
+        soft_links: dict[Any, int] = {}  # and external ones, and others; with their kind
         root = self._facts.file.id
         first: dict[int, str] = {int(h5py.h5o.get_info(root).addr): ""}
-        found: dict[str, str] = {}
+        targets: dict[str, str] = {}
 
-        def keep(name: Any, link: Any) -> None:
+        def add(name: Any, link: Any) -> None:
             if link.type != h5py.h5l.TYPE_HARD:
-                others[name] = int(link.type)
+                soft_links[name] = int(link.type)
             elif link.u in first:
-                found[f"/{decoded(name)}"] = f"'/{first[link.u]}'"
+                targets[f"/{decoded(name)}"] = f"'/{first[link.u]}'"
             else:
                 first[int(link.u)] = decoded(name)
 
         try:
-            root.links.visit(keep, info=True)
-            for name, kind in others.items():
+            root.links.visit(add, info=True)
+            for name, kind in soft_links.items():
                 value: Any = root.links.get_val(name) if kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL) else b"?"
                 is_external = kind == h5py.h5l.TYPE_EXTERNAL
-                to = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
-                found[f"/{decoded(name)}"] = to
-        except _ERRORS:  # who lists the arrays is told what cannot be read
+                target = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
+                targets[f"/{decoded(name)}"] = target
+        except HDF5_ERRORS:  # who lists the arrays is told what cannot be read
             return {}
-        return found
+        return targets
 
     def state(self) -> tuple[int, ...] | None:
         """As `Hdf5Source.state`."""
@@ -321,22 +319,24 @@ class Hdf5File(OpenFile):
 
 
 def _closing(dataset: OpenDataset, opened: list[OpenFacts], last: contextlib.ExitStack | None = None) -> contextlib.ExitStack:
-    """Closes a dataset, then the files on the way to it, then what is left."""
-    closing = contextlib.ExitStack() if last is None else last
+    """Closes a dataset, then the files on the way to it, then what `last` has."""
+    closing = last or contextlib.ExitStack()
     closing.callback(close_all, opened)
     closing.callback(dataset.close)
     return closing
 
 
 def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
-    """Open a file read-only; of one in a store, its content. If the library refuses, SourceError says what to do."""
+    """Open a file read-only: by its path, or by its content, if it is in a store. If the library refuses, SourceError says what
+    to do.
+    """
     try:
         return open_to_read(path) if content is None else h5py.File(content, "r")
     except RemoteError:
         raise
     except OSError as error:
-        said = str(error)
-    if "unable to lock file" in said:
+        message = str(error)
+    if "unable to lock file" in message:
         why = (
             "another program has it open for writing, or its file system has no locks. If nobody writes to it, set "
             "HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks."
@@ -346,13 +346,13 @@ def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
             "it is one of the files of HDF5's family, split or multi driver, which are one file together. Make one of them: "
             "`h5repart -family_to_sec2 part%d.h5 whole.h5`, or `h5repack` on the name before `-m.h5`."
         )
-    elif "truncated file" in said:
+    elif "truncated file" in message:
         why = "it is shorter than its own header says: a copy or a writer was interrupted. Copy or write it again."
-    elif "already open" in said:
+    elif "already open" in message:
         why = "it is open for writing, or its writer died. Close the writer; if it died, run `h5clear -s` on the file."
     else:
         why = "its metadata is damaged or of a newer version of HDF5. Try `h5dump -H` on it."
-    raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
+    raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {message}", path=path)
 
 
 def _has_driver(path: str) -> bool:
@@ -364,28 +364,30 @@ def _has_driver(path: str) -> bool:
 # --- descriptions
 
 
-def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: Others, planned: ArrayInfo | None) -> ArrayInfo:
-    """What must be known of the parts of a virtual dataset, by those who look at them or by those who have."""
+def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, planned: ArrayInfo | None) -> ArrayInfo:
+    """Add what other ranks must know of the parts of a virtual dataset; from `planned`, if a rank has looked at them before."""
     if planned is not None and planned.parts is not None:
         return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
-    seen = others.behind
-    boxes = find_boxes(dataset, others.names, lambda names: seen[names].shape if names in seen else None)
+    metadata = others.metadata
+    boxes = find_boxes(dataset, others.names, lambda names: metadata[names].shape if names in metadata else None)
     if boxes is None:
         return info
-    fill = fill_value(dataset, native_dtype(type_of_values(dataset.kind))).tobytes()
-    return replace(info, parts=tell_parts(boxes, others.behind, info.shape, info.chunks, code_of(dataset.kind), fill))
+    return replace(info, parts=tell_parts(boxes, metadata, PartMetadata.of(dataset, ()), info.chunks))
 
 
 def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
     """The names in netCDF of variables that have another one in HDF5: see `Hdf5File._variable_of`."""
-    found: dict[str, str] = {}
-    for text in (text for text in names if NON_COORDINATE in text):
-        above, _, last = text.rpartition("/")
-        plain = f"{above}/{last.removeprefix(NON_COORDINATE)}".lstrip("/")
-        with contextlib.suppress(*_ERRORS):  # `list_below` says what is wrong
-            if last.startswith(NON_COORDINATE) and plain in names and isinstance(group[plain], h5py.Dataset):
-                found |= {text: plain} if stands_for_axis(group[plain]) else {}
-    return found
+    netcdf_names: dict[str, str] = {}
+    for name in names:
+        above, _, last = name.rpartition("/")
+        if not last.startswith(NON_COORDINATE):
+            continue
+        netcdf_name = f"{above}/{last.removeprefix(NON_COORDINATE)}".lstrip("/")
+        with contextlib.suppress(*HDF5_ERRORS):  # `list_below` says what is wrong
+            dimension = group[netcdf_name] if netcdf_name in names else None
+            if isinstance(dimension, h5py.Dataset) and stands_for_axis(dimension):
+                netcdf_names[name] = netcdf_name
+    return netcdf_names
 
 
 class StoreFile(Hdf5File):
@@ -404,7 +406,7 @@ class StoreFile(Hdf5File):
         self._fence = Fence(("://",))  # no folder: nothing is inside
         self._remote = open_remote(url, access.storage)
 
-    @kept
+    @cached
     def _facts(self) -> OpenFacts:
         cache = BlockCache(self._remote.object())
         start = signature_at(cache.read_at_most, lambda: cache.nbytes)
@@ -416,26 +418,23 @@ class StoreFile(Hdf5File):
         return OpenFacts(open_explained(self._path, cache), stored=cache)
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
-        """Open a dataset: in the file, or by what was told of it."""
+        """Open a dataset: in the file, or by what another rank has told of it."""
         if planned is None or planned.parts is None:
             return super().open(dataset, planned)
 
         def open_whole() -> Hdf5Source:
             return super(StoreFile, self).open(dataset)
 
-        return ToldSource(planned, self._remote.object(planned.parts["pin"]), self._access, open_whole)
+        return SkeletonSource(planned, self._remote.object(planned.parts["pin"]), self._access, open_whole)
 
     def state(self) -> tuple[int, ...] | None:
-        """The version of the object; None if nothing was read of it yet. All ranks read the version that was told."""
+        """The version of the object; None if nothing was read of it yet: then all ranks read the version of the plan."""
         return super().state() if "_facts" in self.__dict__ else None
 
     def close(self) -> None:
         """Close the file, if it was opened."""
         if "_facts" in self.__dict__:
             super().close()
-
-
-_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".h5ad", ".nc", ".nc4", ".cdf", ".mat")
 
 
 class Hdf5Format(Format):
@@ -459,7 +458,7 @@ class Hdf5Format(Format):
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
     def claims_url(self, url: str) -> bool:
-        """True if the object has a name that HDF5 and netCDF4 files have, or several files stand for one."""
+        """True if the object's name ends as those of HDF5 and netCDF4 files do; and for a `Concatenation`."""
         return url.startswith(SCHEME) or (is_remote(url) and without_secrets(url).lower().endswith(_SUFFIXES))
 
     def claims_head(self, head: bytes) -> bool:
@@ -493,7 +492,7 @@ class Hdf5Format(Format):
                 "can be read from it. Keep its file open during the load, or pass the path of the file."
             )
         facts, path = OpenFacts(obj.file, is_ours=False), str(obj.file.filename)
-        file = Hdf5File(facts, path, access, Fence.around_file(place_of(facts), access.allow_external))
+        file = Hdf5File(facts, path, access, Fence.around_file(facts.path(), access.allow_external))
         if isinstance(obj, h5py.Group):
             infos = file.list_below(obj, obj.name or "", most=MOST_NAMED)
             names = some([repr(info.dataset) for info in itertools.islice(infos, MOST_NAMED + 1)]) or "none"

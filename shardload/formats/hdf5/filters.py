@@ -1,4 +1,4 @@
-"""Through which HDF5 filters do chunks go? May those of a file be used; how are those of a new dataset made, and by whom?
+"""Through which HDF5 filters do chunks go? May those of a file be used? Who applies those of a new dataset, and how?
 
 A file names the filters of its chunks by number, and HDF5 loads and runs them. Some filters were written only for files that
 their own program wrote: a damaged chunk, or a wrong parameter, makes them crash, loop for ever, take all memory or end the
@@ -48,7 +48,12 @@ SIZED = {number for number, codec in HDF5_CODECS.items() if codec.is_sized}
 LOSSY = frozenset(number for number, codec in HDF5_CODECS.items() if codec.is_lossy)
 SURVIVED = frozenset(number for number, codec in HDF5_CODECS.items() if codec.is_safe)
 
-_OWN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # filters of HDF5 and h5py themselves
+_NUMBERS = {name: number for number, name in NAMES.items()}
+_BUILT_IN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # filters of HDF5 and h5py themselves
+# Filters of hdf5plugin, with the classes that know their usual parameters.
+_PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
+_SHUFFLE = 2
+_MOST_NBYTES = 2**32 - 1  # of a chunk
 
 
 def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
@@ -74,9 +79,9 @@ def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
     compressors = [(number, label) for number, _, _, label in dataset.stored_filters if number not in SIZED]
     if n_compressors((number for number, _ in compressors), access) < 2:
         return None
-    told = ", then ".join(name_of(number, label) for number, label in compressors)
+    names = ", then ".join(name_of(number, label) for number, label in compressors)
     return (
-        f"chunks compressed more than once ({told}), which HDF5 decodes without a limit on the size of the result. Write it "
+        f"chunks compressed more than once ({names}), which HDF5 decodes without a limit on the size of the result. Write it "
         "again with one compressor: `h5repack -f GZIP=4`, or load it with untrusted=True"
     )
 
@@ -87,13 +92,13 @@ def name_of(number: int, label: bytes) -> str:
 
 
 def _is_unused(dataset: h5py.Dataset, k: int) -> bool:
-    """True if all stored chunks say that filter `k` was not applied to them: an optional filter may fail, and HDF5 goes on."""
+    """True if filter `k` was applied to no stored chunk, by their masks: an optional filter may fail, and HDF5 goes on."""
     is_used = False
 
-    def look(stored: Any) -> bool | None:
+    def look(chunk: Any) -> bool | None:
         nonlocal is_used
-        is_used = not stored.filter_mask >> k & 1
-        return is_used or None  # True ends it
+        is_used = not chunk.filter_mask >> k & 1
+        return is_used or None  # True ends the iteration
 
     try:
         with phil:
@@ -126,21 +131,21 @@ def refuse_filter(
     name = NAMES.get(number)
     if number not in SURVIVED and not access.may_use(str(number), *([name] if name else [])):
         return (
-            f"chunks encoded with {_told(number, label)}, which is not decoded by default: damaged data may crash its decoder. "
-            f"If you trust who wrote the file, pass allow_filters='{name or number}'"
+            f"chunks encoded with {_shown(number, label)}, which is not decoded by default: damaged data may crash its "
+            f"decoder. If you trust who wrote the file, pass allow_filters='{name or number}'"
         )
     wrong = _unfit(number, values, kind, chunk)
     if wrong is not None:
         return (
-            f"chunks encoded with {_told(number, label)}, whose parameters {values} do not fit the array: {wrong}. Its decoder "
-            "trusts them, and may crash"
+            f"chunks encoded with {_shown(number, label)}, whose parameters {values} do not fit the array: {wrong}. Its "
+            "decoder trusts them, and may crash"
         )
     return None
 
 
-def _told(number: int, label: bytes) -> str:
-    given = "".join(letter for letter in label[:40].decode(errors="replace") if letter.isprintable())
-    return f"HDF5 filter {number} ({NAMES.get(number) or given or 'unnamed'})"
+def _shown(number: int, label: bytes) -> str:
+    printable = "".join(letter for letter in label[:40].decode(errors="replace") if letter.isprintable())
+    return f"HDF5 filter {number} ({NAMES.get(number) or printable or 'unnamed'})"
 
 
 def missing_filter(number: int, label: bytes) -> str | None:
@@ -148,13 +153,13 @@ def missing_filter(number: int, label: bytes) -> str | None:
 
     This check comes last: importing netCDF4 sets that path to filters that are linked to another copy of HDF5.
     """
-    if number not in _OWN:
+    if number not in _BUILT_IN:
         with contextlib.suppress(ImportError):  # the import registers its filters with HDF5; nothing else is used
             importlib.import_module("hdf5plugin")
     if h5py.h5z.filter_avail(number) and (h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED):
         return None
     return (
-        f"chunks encoded with {_told(number, label)}, which the HDF5 library here cannot decode: "
+        f"chunks encoded with {_shown(number, label)}, which the HDF5 library here cannot decode: "
         "`pip install hdf5plugin`, or set HDF5_PLUGIN_PATH to where the filter is"
     )
 
@@ -163,7 +168,7 @@ def missing_filter(number: int, label: bytes) -> str | None:
 
 
 def parameters_of(number: int, values: tuple[int, ...]) -> Parameters | None:
-    """What a filter was told; None if its values are not understood here."""
+    """The parameters of a filter by its ``cd_values``; None if these are not understood here."""
     if number in (1, 32015) and len(values) == 1:
         return Parameters(values[0])
     if number == 2 and values and values[0] > 0:
@@ -174,21 +179,22 @@ def parameters_of(number: int, values: tuple[int, ...]) -> Parameters | None:
     return None
 
 
-def values_of(codec: Codec, told: Parameters, chunk_nbytes: int) -> tuple[int, ...]:
-    """The ``cd_values`` that tell a compressor the same."""
+def values_of(codec: Codec, parameters: Parameters, chunk_nbytes: int) -> tuple[int, ...]:
+    """The ``cd_values`` of a compressor with these parameters."""
     if codec.number == 32001:
-        return (2, 2, told.itemsize, chunk_nbytes, told.level, told.shuffle, BLOSC_CODES[told.inner])
-    return (told.level,) if codec.levels else ()
+        inner = BLOSC_CODES[parameters.inner]
+        return (2, 2, parameters.itemsize, chunk_nbytes, parameters.level, parameters.shuffle, inner)
+    return (parameters.level,) if codec.levels else ()
 
 
 def stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
     """The stage that undoes a filter; None for a filter that only HDF5 undoes."""
-    codec, told = HDF5_CODECS.get(number), parameters_of(number, values)
+    codec, parameters = HDF5_CODECS.get(number), parameters_of(number, values)
     if codec is None or codec.decoder is None:
         return None
-    if told is None and (number == 2 or (number == 32001 and len(values) >= 7)):
+    if parameters is None and (number == 2 or (number == 32001 and len(values) >= 7)):
         return None
-    return codec.decoder(told or Parameters())
+    return codec.decoder(parameters or Parameters())
 
 
 # --- do the parameters fit?
@@ -199,7 +205,8 @@ def _unfit(number: int, values: tuple[int, ...], kind: Any, chunk: tuple[int, ..
     size = int(kind.get_size())
     nbytes = math.prod(chunk) * size
     in_blosc2 = (len(chunk), *chunk) if len(values) > 7 else ()  # it may know the shape of a chunk
-    # How many there are, and what those are with which the decoder reckons. (Blosc takes all from the header of a chunk.)
+    # How many parameters there are, and the values of those with which the decoder reckons. (Blosc takes all from the header of
+    # a chunk.)
     fits: dict[int, tuple[range, dict[int, Any]]] = {
         1: (range(1, 2), {0: range(10)}),
         2: (range(1, 2), {0: (size,)}),
@@ -219,14 +226,6 @@ def _unfit(number: int, values: tuple[int, ...], kind: Any, chunk: tuple[int, ..
     return None if wrong is None else f"number {wrong + 1} should be {expected[wrong]}"
 
 
-_NUMBERS = {name: number for number, name in NAMES.items()}
-# Filters of hdf5plugin, with the classes that know their usual parameters.
-_PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
-_OPTIONAL = h5py.h5z.FLAG_OPTIONAL
-_SHUFFLE = 2
-_MOST_NBYTES = 2**32 - 1  # of a chunk
-
-
 def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
     """The type in the file for values of `dtype`; ConfigError if HDF5 has none."""
     if (dtype.kind not in "biufc" or is_added(dtype)) and native_dtype(dtype) != BFLOAT16:
@@ -238,8 +237,8 @@ def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
 
 def let_list_grow(creation: h5py.h5p.PropDCID, name: str, spec: ArraySpec) -> None:
     """Let attributes of a coordinate have more than 64 KiB: as a scale it lists all arrays that have its axis, with 16 bytes
-    each. Headers of the older version hold no such attribute; to keep an order of attributes makes it the newer one, as in
-    files of the netCDF library.
+    each. Object headers of the older version hold no such attribute. A header that keeps the order of attributes is one of the
+    newer version, as in files of the netCDF library.
     """
     if spec.dims == (name.rpartition("/")[2],):
         creation.set_attr_creation_order(h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED)
@@ -272,36 +271,37 @@ class Hdf5Encoder(Encoder):
         let_list_grow(self.creation, name, spec)
         if spec.fill_value is not None:
             self.creation.set_fill_value(np.asarray(spec.fill_value, np.float32 if is_added(spec.dtype) else spec.dtype))
-        steps: list[Step] | None = []
+        steps: list[Step | None] = []
         if spec.chunks is not None:
             self.creation.set_chunk(spec.chunks)
             steps = self._add_filters()
+        known_steps = [step for step in steps if step is not None]
+        self._by_library, self._local = len(known_steps) < len(steps), threading.local()
         # Without filters all chunks have one size, so HDF5 gives each its place when the dataset is made.
         is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
-        self._by_library, self._local = steps is None, threading.local()
         numbers = [number for number, *_ in filters_of(self.creation)]
         codec = "+".join(NAMES.get(number, str(number)) for number in sorted(numbers, key=lambda number: number == _SHUFFLE))
-        super().__init__(path, name, spec, flavour, codec or "none", steps or (), is_placed_by_root=is_placed_by_root)
+        steps_here = () if self._by_library else known_steps
+        super().__init__(path, name, spec, flavour, codec or "none", steps_here, is_placed_by_root=is_placed_by_root)
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         stored = super()._encode(values)
         return self._through_library(stored.data) if self._by_library else stored
 
-    def _add_filters(self) -> list[Step] | None:
-        """Add the filters to the dataset's properties; returns the steps that do the same, None if the library must do it."""
+    def _add_filters(self) -> list[Step | None]:
+        """Add the filters to the dataset's properties; returns the steps that do the same, None for one that only HDF5 has."""
         spec, compression = self.spec, self.spec.compression
-        steps: list[Step] | None = []
+        steps: list[Step | None] = []
         itemsize = spec.dtype.itemsize
         if compression is not None and compression.shuffle and compression.name not in ("blosc", "blosc2", "bitshuffle"):
             self.creation.set_shuffle()
-            steps = [encode_shuffle(itemsize)] if itemsize > 1 else []
+            steps += [encode_shuffle(itemsize)] if itemsize > 1 else []
         if compression is not None and compression.name != "none":
-            added = self._add_compressor(compression)
-            steps = None if added is None or steps is None else [*steps, added]
+            steps.append(self._add_compressor(compression))
         if spec.checksum:
             self.creation.set_fletcher32()
-            steps = None if steps is None else [*steps, encode_fletcher32()]
+            steps.append(encode_fletcher32())
         return steps
 
     def _add_compressor(self, compression: Compression) -> Step | None:
@@ -309,9 +309,9 @@ class Hdf5Encoder(Encoder):
         number = _NUMBERS.get(name, int(name) if name.isascii() and name.isdecimal() else None)
         values = None if number == 1 else compression.options.get("cd_values")
         if number is None or number in (0, 2, 3) or (number == 1 and not is_named) or number > h5py.h5z.FILTER_MAX:
-            known = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in LOSSY))
+            names = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in LOSSY))
             raise ConfigError(
-                f"compression of '{self.name}' is {name!r}; expected one of {known}, or a filter's number as text. "
+                f"compression of '{self.name}' is {name!r}; expected one of {names}, or a filter's number as text. "
                 "Pass compression='gzip', which every HDF5 has, or another of these"
             )
         if values is None and (number in LOSSY or (number == 6 and self.spec.dtype.kind == "f")):
@@ -321,33 +321,33 @@ class Hdf5Encoder(Encoder):
             )
         codec = HDF5_CODECS[number] if is_named and values is None else Codec(name, number)
         if number != 1:
-            _available(self.name, name, number)
+            _check_available(self.name, name, number)
             compression = replace(compression, options={k: v for k, v in compression.options.items() if k != "cd_values"})
         if compression.level is not None and not codec.levels:
             raise ConfigError(
                 f"compression of '{self.name}' is {name!r} with level {compression.level}, which it does not have. Pass its "
                 "name alone, or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
-        told = codec.parameters(self.name, compression, self.spec.dtype.itemsize, "HDF5")
+        parameters = codec.parameters(self.name, compression, self.spec.dtype.itemsize, "HDF5")
         if codec.encoder is not None:
-            step = codec.encoder(told)
-            values = values_of(codec, told, math.prod(self.spec.chunks or ()) * self.spec.dtype.itemsize)
+            step = codec.encoder(parameters)
+            values = values_of(codec, parameters, math.prod(self.spec.chunks or ()) * self.spec.dtype.itemsize)
         if number == 1:
-            self.creation.set_deflate(told.level)
+            self.creation.set_deflate(parameters.level)
         elif name == "szip" and values is None:
             self.creation.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 16)
         else:
             if not values and name in _PLUGINS:
                 values = tuple(getattr(importlib.import_module("hdf5plugin"), _PLUGINS[name])()["compression_opts"])
-            self.creation.set_filter(number, _OPTIONAL, tuple(values or ()))
+            self.creation.set_filter(number, h5py.h5z.FLAG_OPTIONAL, tuple(values or ()))
         return step
 
     def _through_library(self, data: Any) -> Stored:
         """Have HDF5 encode one chunk, in memory."""
         chunks, dataset = self.spec.chunks or (), getattr(self._local, "dataset", None)
         if dataset is None:  # of one chunk, which this thread writes again and again
-            dataset = h5py.h5d.create(file_in_memory().id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
-            self._local.dataset = dataset
+            space = h5py.h5s.create_simple(chunks)
+            dataset = self._local.dataset = h5py.h5d.create(file_in_memory().id, b"x", self.kind, space, self.creation)
         values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self.spec.dtype.itemsize}")).reshape(chunks)
         with phil:  # other threads do the same, and raw reads did not always take the lock (h5py issue 2764)
             dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values, self.kind)
@@ -356,24 +356,25 @@ class Hdf5Encoder(Encoder):
         return Stored(stored, int(mask))
 
 
-def _available(name: str, compressor: str, number: int) -> None:
+def _check_available(name: str, compressor: str, number: int) -> None:
+    """ConfigError if the HDF5 library here cannot apply a filter."""
     if number >= 256 and number != h5py.h5z.FILTER_LZF:
         with contextlib.suppress(ImportError):
             plugins = importlib.import_module("hdf5plugin")
-            own = "bshuf" if compressor == "bitshuffle" else compressor
-            if compressor in _PLUGINS and plugins.get_config().registered_filters.get(own, "unknown") == "unknown":
+            plugin = "bshuf" if compressor == "bitshuffle" else compressor
+            if compressor in _PLUGINS and plugins.get_config().registered_filters.get(plugin, "unknown") == "unknown":
                 # If netCDF4 was imported before, HDF5 found that package's filters, which are linked to another copy of HDF5
                 # and cannot be used to make a dataset.
                 try:
-                    plugins.register(own, force=True)
+                    plugins.register(plugin, force=True)
                 except RuntimeError as error:
                     raise ConfigError(
                         f"compression of '{name}' is {compressor!r}, and HDF5 has this filter from another package (netCDF4 "
                         f"has some); that of hdf5plugin cannot take its place: {error}. Close the files of h5py that have it, "
                         "or import hdf5plugin first"
                     ) from error
-    able = h5py.h5z.filter_avail(number)
-    if not able or not h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_ENCODE_ENABLED:
+    is_there = h5py.h5z.filter_avail(number)
+    if not is_there or not h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_ENCODE_ENABLED:
         raise ConfigError(
             f"compression of '{name}' is {compressor!r} (HDF5 filter {number}), which the HDF5 library here does not have: "
             "`pip install hdf5plugin`, or pass compression='gzip', which every HDF5 has"

@@ -3,17 +3,17 @@
 HDF5 itself writes the new metadata, into a ledger on top of the old file. No byte of the old file changes before all of them
 are on disk elsewhere:
 
-1. `read_file` says how arrays are stored: shapes, names of axes, filters. It refuses, with what to do instead, what could not
-   grow so that a kill leaves a whole file. It runs on one rank, which tells the others.
+1. `read_file` says how arrays are stored: shapes, names of axes, filters. What could not grow so that a kill leaves a whole
+   file, it refuses, and says what to do instead. It runs on one rank, which tells the others.
 2. `Hdf5Growth.create` opens the file on a `Ledger`, and makes each array as short as its whole chunks are (those of the rows
    that stay, if rows are replaced), then as long as it will be. So the library has no chunk at the old edge any more, and gives
-   all chunks that come a place behind the end of the file.
-3. All ranks write chunks there, those at the old edge with their old rows. So does the library with new metadata.
+   all new chunks a place behind the end of the file.
+3. All ranks write chunks there, those at the old edge with their old rows. The library writes new metadata there.
 4. `finish` has the library end its work. What it changed before the old end goes into a file of changes. The library reads the
    file as it will be, and so do the ranks that read back.
 5. `commit` makes the changes (`changes`). If it is killed there, whoever reads the file next makes them.
 
-Nobody else may write meanwhile: `AppendLock` keeps other appends away, the lock that HDF5 itself takes others.
+Nobody else may write meanwhile: `AppendLock` keeps other appends away, and HDF5's own lock other programs.
 docs/design/save.md says what is on disk after a kill.
 """
 
@@ -50,10 +50,11 @@ from shardload.formats.sink import HOW_TO_GROW, ArraySpec, Compression, Decode, 
 from shardload.planning.region import Region
 from shardload.storage.changes import GrowingFile, changed_meanwhile, complete_append, read_changes, state_of_file
 from shardload.storage.local import LocalFile, open_file
+from shardload.storage.objects import Ints
 from shardload.storage.target import Change, WritableFile
 
 Json = dict[str, Any]
-SUPERBLOCK_NBYTES = 64  # of a file, which have its end, and the checksum
+SUPERBLOCK_NBYTES = 64  # of a file: its end and the checksum are in them
 _END_AT = {0: 40, 1: 44, 2: 28, 3: 28}  # by the version of the superblock
 _CHECKED_NBYTES = 44  # of a superblock of version 2 or 3: its checksum is behind them
 
@@ -61,8 +62,7 @@ _CHECKED_NBYTES = 44  # of a superblock of version 2 or 3: its checksum is behin
 def read_file(path: str, names: Iterable[str]) -> Json:
     """How the arrays of a file are stored: ``"arrays"`` by name, and ``"state"``, its size and time.
 
-    Of each array: shape, names of the axes, and for each axis what else has it (``"scopes"``). Of those in `names` all that
-    `Hdf5Growth` needs.
+    Of each array: shape, names of the axes, and scopes (see `_arrays`). Of those in `names` all that `Hdf5Growth` needs.
 
     Raises
     ------
@@ -96,16 +96,16 @@ def read_file(path: str, names: Iterable[str]) -> Json:
                 filters = {name: _filters(file[name]) for name in names}
         except (OSError, RuntimeError, KeyError) as error:
             raise SourceError(f"'{path}' cannot be read by HDF5: {error}", path=path) from error
-    # Now that the file is closed: a filter that an open dataset has cannot be replaced by the one that we write with.
+    # Now that the file is closed: as long as an open dataset has a filter, it cannot be replaced by the one that we write with.
     for name in names:
         _check_filters(f"'{name}' in '{path}'", name, arrays[name], filters[name])
     return {"arrays": arrays, "state": state}
 
 
-def unfit(where: str, what: object) -> ConfigError:
-    """The error about something that cannot grow."""
+def unfit(where: str, obstacle: str) -> ConfigError:
+    """The error about something that cannot grow, because of an obstacle that it has."""
     return ConfigError(
-        f"{where} cannot grow safely: it has {what}. Make a file that can: `shardload copy OLD NEW`; or "
+        f"{where} cannot grow safely: it has {obstacle}. Make a file that can: `shardload copy OLD NEW`; or "
         "append with h5py, where a kill may cost the file"
     )
 
@@ -114,54 +114,54 @@ def _check_kind(path: str, file: h5py.File) -> None:
     """ConfigError if the file is of a kind that cannot grow."""
     creation = file.id.get_create_plist()
     strategy, persists, _ = creation.get_file_space_strategy()
-    refused = {
+    obstacles = {
         f"a user block of {creation.get_userblock()} bytes": creation.get_userblock() != 0,
         "addresses of {} and lengths of {} bytes in place of 8".format(*creation.get_sizes()): creation.get_sizes() != (8, 8),
         "its space in pages (`fs_strategy='page'`)": strategy == h5py.h5f.FSPACE_STRATEGY_PAGE,
         "a list of its free space (`fs_persist=True`)": persists,
     }
-    for what, is_so in refused.items():
-        if is_so:
-            raise unfit(f"'{path}'", what)
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise unfit(f"'{path}'", obstacle)
 
 
 def _arrays(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[str, Json]:
-    """The datasets of a file: shape, names of axes, scopes, and whether it is a dimension of netCDF without values. One with
-    several names (hard links) has that by which it was asked for, if any.
+    """Of each dataset of a file: shape, names of axes, scopes, and whether it is a dimension of netCDF without values. One with
+    several names (hard links) has the one in `names`, if any.
 
     The scope of an axis is a text that arrays with the same axis have in common: the name of its scale, or group and label.
     """
-    file, called = facts.file, _called(path, facts, names)
-    arrays, known = dict[str, Json](), set(called.values())
-    for name in called.values():
-        thing = file[encoded(name)]
-        if not isinstance(thing, h5py.Dataset) or thing.shape is None:
+    file, name_at = facts.file, _names_by_address(path, facts, names)
+    arrays, all_names = dict[str, Json](), set(name_at.values())
+    for name in name_at.values():
+        member = file[encoded(name)]
+        if not isinstance(member, h5py.Dataset) or member.shape is None:
             continue
-        dataset = facts.dataset(thing.id)
+        dataset = facts.dataset(member.id)
         dims, scopes = list(axes_of(dataset).dims), list[str | None]([None] * dataset.ndim)
         if is_scale(dataset):
             scopes[:1] = [name][: dataset.ndim]
         for axis, scales in enumerate([] if is_scale(dataset) else scales_of(dataset)[0]):
             if scales:
-                scopes[axis] = called.get(int(h5py.h5o.get_info(scales[0][1].id).addr))
+                scopes[axis] = name_at.get(int(h5py.h5o.get_info(scales[0][1].id).addr))
             elif dims[axis]:
                 scopes[axis] = f"{name.rpartition('/')[0]}/:{dims[axis]}"
-        for axis, scope in enumerate(scopes):  # by which it was asked for; a scale without values may have another name
-            if scope in known and not stands_for_axis(file[encoded(scope or "")]):
+        for axis, scope in enumerate(scopes):  # the scale's name in `names`; but a scale without values may have another name
+            if scope in all_names and not stands_for_axis(file[encoded(scope or "")]):
                 dims[axis] = str(scope).rpartition("/")[2]
         arrays[name] = {"shape": dataset.shape, "dims": dims, "scopes": scopes, "is_dimension": stands_for_axis(dataset)}
     return arrays
 
 
-def _called(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[int, str]:
-    """The address of each object, and its name: that by which it is asked for, if any. ConfigError if it is by two."""
-    called, wanted = {}, set(names)
-    for address, known in facts.places.items():
-        asked = [name for name in known if name in wanted]
-        if len(asked) > 1:
-            raise ConfigError(f"'{asked[0]}' and '{asked[1]}' in '{path}' are one array with two names. Pass it once")
-        called[address] = (asked or known)[0]
-    return called
+def _names_by_address(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[int, str]:
+    """A name of each object, by its address: the one in `names`, if any. ConfigError if two are."""
+    name_at, wanted = {}, set(names)
+    for address, all_names in facts.places.items():
+        passed = [name for name in all_names if name in wanted]
+        if len(passed) > 1:
+            raise ConfigError(f"'{passed[0]}' and '{passed[1]}' in '{path}' are one array with two names. Pass it once")
+        name_at[address] = (passed or all_names)[0]
+    return name_at
 
 
 def _details(path: str, dataset: OpenDataset) -> Json:
@@ -189,64 +189,59 @@ def _details(path: str, dataset: OpenDataset) -> Json:
         raise unfit(where, "places for all of its chunks from the beginning (early allocation)")
     if are_edges_plain(creation):
         raise unfit(where, "chunks at its edge that are not filtered (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS)")
-    found = properties_of(dataset)
-    fill = np.asarray(found.fill_value or 0, native_dtype(dtype))
-    known = {
+    properties = properties_of(dataset)
+    attrs = {key: value for key, value in properties.attrs.items() if not isinstance(value, h5py.Empty)}
+    return {
         "maxshape": dataset.maxshape,
         "dtype": dtype_text(dtype),
         "chunks": dataset.chunks,
-        "compression": found.compression,
-        "checksum": found.checksum,
-        "fill": fill.tobytes().hex(),
+        "compression": properties.compression,
+        "checksum": properties.checksum,
+        "fill": np.asarray(properties.fill_value or 0, native_dtype(dtype)).tobytes().hex(),
         "format": "netCDF4" if "_NCProperties" in dataset.file.attrs else "HDF5",
-        **meaning_of(
-            native_dtype(dtype), {key: value for key, value in found.attrs.items() if not isinstance(value, h5py.Empty)}
-        ),
+        **meaning_of(native_dtype(dtype), attrs),
     }
-    return known
 
 
 def _is_written(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> bool:
-    """True if what is written here has the type of this dataset."""
-    kind, mine = (
-        dataset.id.get_type().copy(),
-        create_type(dataset.name, np.dtype(dtype_text(dtype)) if is_added(dtype) else dtype),
-    )
+    """True if values that this package writes have the type of this dataset."""
+    kind = dataset.id.get_type().copy()
+    written = create_type(dataset.name, np.dtype(dtype_text(dtype)) if is_added(dtype) else dtype)
     if isinstance(kind, h5py.h5t.TypeIntegerID) and kind.get_size() == 1:  # its byte order says nothing, and NumPy has none
-        kind.set_order(mine.get_order())
-    return bool(mine.equal(kind))
+        kind.set_order(written.get_order())
+    return bool(written.equal(kind))
 
 
-def spec_of(known: Json, shape: tuple[int, ...]) -> ArraySpec:
-    """How chunks of an array are stored, of this shape."""
-    dtype = np.dtype(known["dtype"])
-    fill = np.frombuffer(bytes.fromhex(known["fill"]), native_dtype(dtype))[0]
+def spec_of(stored: Json, shape: tuple[int, ...]) -> ArraySpec:
+    """A spec of an array of this shape, whose chunks are stored like those of an array in the file: see `_details`."""
+    dtype = np.dtype(stored["dtype"])
+    fill = np.frombuffer(bytes.fromhex(stored["fill"]), native_dtype(dtype))[0]
     return ArraySpec(
         shape,
         dtype,
-        tuple(known["chunks"]),
-        compression=Compression.of(known["compression"]),
-        checksum=known["checksum"],
+        tuple(stored["chunks"]),
+        compression=Compression.of(stored["compression"]),
+        checksum=stored["checksum"],
         fill_value=fill,
     )
 
 
-def _check_filters(where: str, name: str, known: Json, filters: list[tuple[int, tuple[int, ...]]]) -> None:
-    """ConfigError unless chunks that are made here go through the filters of those in the file."""
-    chunks, why = tuple(known["chunks"]), ""
+def _check_filters(where: str, name: str, stored: Json, filters: list[tuple[int, tuple[int, ...]]]) -> None:
+    """ConfigError unless new chunks go through the same filters as those in the file."""
+    chunks, why = tuple(stored["chunks"]), ""
     try:
-        if isinstance(known["compression"], str):
-            raise ConfigError(f"'{name}' {known['compression']}")
-        mine = Hdf5Encoder("", name, spec_of(known, chunks))
+        if isinstance(stored["compression"], str):
+            raise ConfigError(f"'{name}' {stored['compression']}")
+        encoder = Hdf5Encoder("", name, spec_of(stored, chunks))
         with file_in_memory() as trial:
             space = h5py.h5s.create_simple(chunks)
-            made = _filters(h5py.Dataset(h5py.h5d.create(trial.id, b"x", mine.kind, space, mine.creation)))
+            new_filters = _filters(h5py.Dataset(h5py.h5d.create(trial.id, b"x", encoder.kind, space, encoder.creation)))
     except (ConfigError, OSError, RuntimeError, ValueError, TypeError) as error:
-        made, why = [], f" ({error})"
-    if made != filters:
-        told = ", then ".join(f"{number} with {values}" for number, values in filters)
+        new_filters, why = [], f" ({error})"
+    if new_filters != filters:
+        text = ", then ".join(f"{number} with {values}" for number, values in filters)
         raise ConfigError(
-            f"the chunks of {where} go through the HDF5 filters {told or 'none'}, which append does not write{why}. "
+            f"the chunks of {where} go through the HDF5 filters {text or 'none'}, which append does not write{why}. "
             "Append with h5py, or make a file with other filters: `shardload copy OLD NEW --compression gzip`"
         )
 
@@ -255,15 +250,12 @@ def _filters(dataset: h5py.Dataset) -> list[tuple[int, tuple[int, ...]]]:
     return [(number, tuple(values)) for number, _, values, _ in filters_of(dataset.id.get_create_plist())]
 
 
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
-
-
 class GrowingHdf5Array(Hdf5Encoder, Growing):
     """See `Encoder` and `Growing`."""
 
-    def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
-        shape = self.begin(known, axis, known["chunks"][axis], n_new)
-        super().__init__(path, name, spec_of(known, shape), known["format"])
+    def __init__(self, path: str, name: str, stored: Json, axis: int, n_new: int) -> None:
+        shape = self.begin(stored, axis, stored["chunks"][axis], n_new)
+        super().__init__(path, name, spec_of(stored, shape), stored["format"])
         self.is_placed_by_root = True
 
 
@@ -274,7 +266,7 @@ class Hdf5Growth(LedgerSink):
     ----------
     path : str
         The file.
-    known : mapping
+    stored : mapping
         What `read_file` says: ``"arrays"`` (those that grow) and ``"state"``.
     axes : mapping of str to int
         Along which axis each array grows.
@@ -289,16 +281,16 @@ class Hdf5Growth(LedgerSink):
     def __init__(
         self,
         path: str,
-        known: Mapping[str, Any],
+        stored: Mapping[str, Any],
         axes: Mapping[str, int],
         n_new: Mapping[str, int],
         dimensions: Mapping[str, int] | None = None,
         alignment: int = 1,
     ) -> None:
-        self.path, self.mode, self.state, self.alignment = path, "w", list(known["state"]), alignment
+        self.path, self.mode, self.state, self.alignment = path, "w", list(stored["state"]), alignment
         self.arrays: dict[str, GrowingHdf5Array] = {
             name: GrowingHdf5Array(path, name, array, axes[name], n_new[name])
-            for name, array in known["arrays"].items()
+            for name, array in stored["arrays"].items()
             if name in axes
         }
         self.dimensions = dict(dimensions or {})
@@ -316,18 +308,14 @@ class Hdf5Growth(LedgerSink):
         self._is_put = False
         file = GrowingFile(os.path.realpath(self.path), self.path, self.state)
         self.ticket = Ticket(file.temporary)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(file.discard)
             self._old_end = end_of(self.path, file.read_at_most(0, SUPERBLOCK_NBYTES))
-        except BaseException:
-            file.discard()
-            raise
-        self.begin(file, chunks, self._old_end)
-        file.is_as_before = self.ledger.is_as_before
-        try:
+            self.begin(file, chunks, self._old_end)
+            undo.callback(self.abandon)
+            file.is_as_before = self.ledger.is_as_before
             self._make_longer()
-        except BaseException:
-            self.abandon()
-            raise
+            undo.pop_all()
         return self
 
     def file_of(self, ticket: Ticket) -> str:
@@ -337,13 +325,13 @@ class Hdf5Growth(LedgerSink):
     def open(self, ticket: Ticket) -> WritableFile:
         """See `LedgerSink`."""
         file = super().open(ticket)
-        if state_of_file(file) != self.state:  # another file has the name by now, and there the place is not free
+        if state_of_file(file) != self.state:  # another file has the name by now, in which these places are not free
             raise changed_meanwhile(self.path)
         return file
 
     @contextlib.contextmanager
     def decoding(self, ticket: Ticket, name: str) -> Iterator[Decode]:
-        """See `Sink`: the HDF5 library reads the file as it will be."""
+        """See `Sink`. The HDF5 library reads the file as it will be."""
         changes = read_changes(ticket.temporary)
         with contextlib.closing(LocalFile(open_file(self.file_of(ticket)))) as stored, old_file(stored, changes) as file:
             dataset, array = file[name], self.arrays[name]
@@ -364,14 +352,16 @@ class Hdf5Growth(LedgerSink):
             raise self.unread(error) from error
 
     def _shorten(self, file: h5py.File) -> None:
-        """Take the chunks at the old edge out of their index: all that come are new then."""
+        """Take the chunks at the old edge out of their index: to the library all that come are new."""
         for name, array in self.arrays.items():
             if file[name].shape != array.stored_shape:
                 raise changed_meanwhile(self.path)
             file[name].resize(array.base, array.axis)
 
     def _give_end_back(self) -> None:
-        """The library took freed chunks at the end off the file. They still have old values: nothing may come there."""
+        """Set the end of the file as it was. The library took freed chunks there off the file, which still have the old values:
+        nothing may be written there.
+        """
         ledger = self.ledger
         ledger.seek(0)
         head = with_end(ledger.read(SUPERBLOCK_NBYTES), self._old_end)
@@ -379,9 +369,9 @@ class Hdf5Growth(LedgerSink):
         ledger.write(head)
         ledger.truncate(self._old_end)
 
-    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+    def allocate(self, name: str, numbers: Sequence[int] | Ints, nbytes: Sequence[int] | Ints, masks: Any = 0) -> Ints:
         """See `Sink`."""
-        if not self._is_put:  # no sooner: who opens the file to write looks if it is as it was
+        if not self._is_put:  # no sooner: whoever opens the file to write checks that it is as it was
             self.ledger.put_from(self._old_end)
             self._is_put = True
         offsets = super().allocate(name, numbers, nbytes, masks)
@@ -399,11 +389,11 @@ class Hdf5Growth(LedgerSink):
             yield file
 
 
-# --- the end of a file for HDF5, in its superblock: what lies behind it is nobody's
+# --- the end of a file for HDF5, in its superblock
 
 
 def end_of(path: str, head: bytes) -> int:
-    """The end of the file for HDF5, by its first bytes: it may be longer. ConfigError if they are no superblock."""
+    """The end of the file for HDF5, by its first bytes; the file may be longer. ConfigError if they are no superblock."""
     if len(head) < SUPERBLOCK_NBYTES or not head.startswith(b"\x89HDF\r\n\x1a\n") or head[8] not in _END_AT:
         raise unfit(f"'{path}'", f"no superblock that is known here; it begins with {head[:9]!r}")
     return int.from_bytes(head[_END_AT[head[8]] :][:8], "little")
@@ -411,8 +401,8 @@ def end_of(path: str, head: bytes) -> int:
 
 def with_end(head: bytes, end: int) -> bytes:
     """These first bytes with another end, and its checksum."""
-    at = _END_AT[head[8]]
-    changed = head[:at] + end.to_bytes(8, "little") + head[at + 8 :]
+    end_at = _END_AT[head[8]]
+    changed = head[:end_at] + end.to_bytes(8, "little") + head[end_at + 8 :]
     if head[8] < 2:
         return changed
     return bytes(numcodecs().JenkinsLookup3().encode(changed[:_CHECKED_NBYTES])) + changed[_CHECKED_NBYTES + 4 :]

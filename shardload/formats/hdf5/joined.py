@@ -25,7 +25,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.filters import Hdf5Encoder, let_list_grow
 from shardload.formats.hdf5.links import look_through
-from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory
+from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory, image_of
 from shardload.formats.hdf5.sink import Hdf5Sink
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
@@ -43,11 +43,11 @@ class PlacedPart:
     path : str
         Its file: absolute, or as seen from the folder of the new file.
     dataset : str
-        Its full name there.
+        Its full name in that file.
     region : Region
-        The elements of the virtual dataset that it holds: all of its own.
+        The elements of the virtual dataset that it holds. They are all of the part.
     shape : tuple of int
-        Its own shape, which may lack axes of one element.
+        The shape of the part, which may lack axes of one element.
     """
 
     path: str
@@ -72,10 +72,10 @@ class JoinedFile(Hdf5Sink):
         path: str,
         specs: Mapping[str, ArraySpec],
         parts: Mapping[str, Sequence[PlacedPart]],
-        **how: Any,
+        **options: Any,
     ) -> None:
         self._parts = parts
-        super().__init__(path, specs, **how)
+        super().__init__(path, specs, **options)
 
     def write(self, values: Mapping[str, Blocks], check: Callable[[], None] = lambda: None) -> None:
         """Write the file. `values` are those of the arrays that lie in it; `check` is called before it gets its name.
@@ -98,12 +98,11 @@ class JoinedFile(Hdf5Sink):
             self.commit()
 
     def image(self, values: Mapping[str, Blocks], fence: Fence) -> bytes:
-        """The bytes of the file, which is nowhere on disk. Its parts are absolute paths in a fence. Raises as `write` does."""
+        """The bytes of the file, which is nowhere on disk. Paths of parts are absolute, in a fence. Raises as `write` does."""
         with file_in_memory(track_order=self.is_netcdf or None) as file:
             self.describe(file)
             self._put(file, values)
-            file.flush()
-            image: bytes = file.id.get_file_image()
+            image = image_of(file)
         with contextlib.closing(OpenFacts.of_image(image)) as facts:
             self._check(facts, "/", fence, STRICT)  # as a load will look, so that it need not look again
         return image
@@ -114,48 +113,49 @@ class JoinedFile(Hdf5Sink):
             for region, block in blocks:
                 dataset[region.slices() if region.ndim else ()] = block
 
-    def _make(self, group: h5py.Group, last: str, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
-        parts = self._parts.get(name)
+    def _make(self, group: h5py.Group, last: str, name: str, array: Hdf5Encoder, is_trial: bool) -> None:
+        parts, spec = self._parts.get(name), array.spec
         if parts is None:
-            super()._make(group, last, name, one, is_trial)
+            super()._make(group, last, name, array, is_trial)
             return
-        space = h5py.h5s.create_simple(one.spec.shape)
+        space = h5py.h5s.create_simple(spec.shape)
         creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        let_list_grow(creation, name, one.spec)
-        if one.spec.fill_value is not None:
-            creation.set_fill_value(np.asarray(one.spec.fill_value, one.spec.dtype))
+        let_list_grow(creation, name, spec)
+        if spec.fill_value is not None:
+            creation.set_fill_value(np.asarray(spec.fill_value, spec.dtype))
         for part in parts:
             if not part.region.size:
                 continue
             space.select_hyperslab(part.region.start, (1,) * part.region.ndim, block=part.region.shape)
-            its = h5py.h5s.create_simple(part.shape)
-            creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(encoded(part.dataset)), its)
+            part_space = h5py.h5s.create_simple(part.shape)
+            creation.set_virtual(space, _escaped(os.fsencode(part.path)), _escaped(encoded(part.dataset)), part_space)
         space.select_all()
-        h5py.h5d.create(group.id, last.encode(), one.kind, space, creation)
+        h5py.h5d.create(group.id, last.encode(), array.kind, space, creation)
 
     def _check(self, facts: OpenFacts, folder: str, fence: Fence, access: Access) -> None:
         """Raise SourceError if a load would not find the parts of an array; ConfigError if the file would be one of them."""
         real_of = functools.cache(os.path.realpath)
         for name, parts in self._parts.items():
             dataset = facts.dataset(facts.file[self.stored_names[name]].id)
-            found = look_through(dataset, fence, access)
-            if found.refused is not None:
-                raise SourceError(f"'{name}' in '{self.path}' would hold {found.refused}", path=self.path, dataset=name)
-            if real_of(self.path) in map(real_of, found.versions):
+            others = look_through(dataset, fence, access)
+            if others.refused is not None:
+                raise SourceError(f"'{name}' in '{self.path}' would hold {others.refused}", path=self.path, dataset=name)
+            if real_of(self.path) in map(real_of, others.versions):
                 raise ConfigError(
                     f"'{self.path}' is the new file, and the parts of '{name}' lead to it: it would consist of itself. "
                     "Choose another name"
                 )
             for part in parts:
-                behind = found.behind.get((real_of(os.path.join(folder, part.path)), part.dataset))
-                if part.region.size and (behind is None or behind.shape != part.shape):
-                    now = (
-                        "is not where it was looked for: unset HDF5_VDS_PREFIX" if behind is None else f"has {behind.shape} now"
-                    )
-                    if behind is not None and len(behind.shape) < len(part.shape):
-                        now = "has small arrays as elements, which HDF5 does not join: `shardload copy` it first"
+                metadata = others.metadata.get((real_of(os.path.join(folder, part.path)), part.dataset))
+                if part.region.size and (metadata is None or metadata.shape != part.shape):
+                    if metadata is None:
+                        why = "is not where it was looked for: unset HDF5_VDS_PREFIX"
+                    elif len(metadata.shape) < len(part.shape):
+                        why = "has small arrays as elements, which HDF5 does not join: `shardload copy` it first"
+                    else:
+                        why = f"has {metadata.shape} now"
                     raise SourceError(
-                        f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {now}",
+                        f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {why}",
                         path=self.path,
                         dataset=name,
                     )

@@ -1,13 +1,12 @@
-"""How does the HDF5 library make a file whose chunks others write? It writes to an object of ours, which takes no chunk.
+"""How does the HDF5 library make a file whose chunks other ranks write? It writes to an object of ours, which takes no chunk.
 
 1. h5py gives every read and write of the library to a Python object: the `Ledger`.
-2. A chunk is written to it from memory that no one has ever touched. The library hands on its address and length,
+2. Each chunk is written from memory that no one has ever touched. The library hands on the address and length of that memory,
    and does not look at its bytes. So a write from that address is a chunk: the ledger notes where it should go.
-3. Every other write is metadata. It goes into the real file at once, but for what lies before a certain byte: that is kept in
-   pages. In a new file these are the first bytes, without which nobody takes it for an HDF5 file; in one that grows all that
-   it had before.
+3. Every other write is metadata. What lies before a certain byte is kept in pages, all else goes into the real file at once.
+   Of a new file the first bytes are kept, without which nobody takes it for an HDF5 file; of one that grows all old ones.
 
-`old_file` is an old file to read, with some bytes that are to be changed.
+`old_file` opens an old file for reading as it will be with some bytes changed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from shardload.storage.local import LocalFile
 HEAD_NBYTES = 512  # of a file, where its superblock lies: what is written last
 _PAGE = 1024
 _CACHE_NBYTES = 1 << 20  # of HDF5's cache, counted as in the file: in memory a node of the index takes six times as much
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Ledger(io.RawIOBase):
@@ -36,10 +34,11 @@ class Ledger(io.RawIOBase):
     Parameters
     ----------
     file : LocalFile
-        The real file, in which others write chunks meanwhile; a `WritableFile`, unless it is read alone. It stays the caller's.
+        The real file, in which other ranks write chunks meanwhile; a `WritableFile`, unless it is only read. The caller closes
+        it.
     old_nbytes : int
-        How much of it is there already for HDF5. Then all that is written is kept, until `put_from` is called; of a new file
-        (0) the first `HEAD_NBYTES`.
+        Bytes that an old file has for HDF5: all that is written is kept, until `put_from` is called. Of a new file (0) the
+        first `HEAD_NBYTES` are kept.
 
     Attributes
     ----------
@@ -48,10 +47,10 @@ class Ledger(io.RawIOBase):
     nbytes : int
         Length of the file.
     failed : OSError or None
-        The first error of the real file. It is not raised while HDF5 calls: after a write that failed HDF5 can not close its
+        The first error of the real file. It is not raised while HDF5 calls: after a write that failed HDF5 cannot close its
         file, and the process crashes when it ends. Whoever calls HDF5 looks here afterwards.
     is_given_up : bool
-        Set it, and what HDF5 still writes goes nowhere.
+        If the caller sets it, what HDF5 still writes goes nowhere.
     """
 
     def __init__(self, file: Any, old_nbytes: int = 0) -> None:
@@ -62,18 +61,17 @@ class Ledger(io.RawIOBase):
         self.file, self._old_nbytes = file, old_nbytes
         self._kept_nbytes = 1 << 62 if old_nbytes else HEAD_NBYTES
         self._pages: dict[int, bytearray] = {}  # by number
-        self._before: dict[int, bytes] = {}  # what each of them was
-        self._at = 0
-        self._blank = memoryview(b"")
+        self._old_pages: dict[int, bytes] = {}  # what each of them was
+        self._position = 0
+        self._blank = memoryview(b"")  # the memory from which chunks are written
         self._address = 0
-        self._expected: int | None = None
-        self._noted: list[int] = []
+        self._expected_nbytes: int | None = None  # of the chunk that is written now
+        self._offsets: list[int] = []  # where the library wrote it
 
     # --- chunks
 
     def place(self, dataset: h5py.h5d.DatasetID, start: tuple[int, ...], nbytes: int, mask: int) -> int:
-        """Where the library puts a chunk of `nbytes` bytes: the one that begins at element `start`, without the filters of
-        `mask`.
+        """Where the library puts a chunk of `nbytes` bytes, which begins at element `start`, without the filters of `mask`.
 
         Raises
         ------
@@ -83,26 +81,25 @@ class Ledger(io.RawIOBase):
         if nbytes > len(self._blank):
             self._blank = memoryview(mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE * 2, prot=mmap.PROT_READ))
             self._address = _address(self._blank)
-        self._expected, self._noted = nbytes, []
+        self._expected_nbytes, self._offsets = nbytes, []
         try:
             with phil:  # threads may be encoding by the library; raw writes did not always take the lock (h5py issue 2764)
                 dataset.write_direct_chunk(start, self._blank[:nbytes], mask)
         finally:
-            self._expected = None
-        if len(self._noted) != 1:
-            n = len(self._noted)
+            self._expected_nbytes = None
+        if (n := len(self._offsets)) != 1:
             raise RuntimeError(f"HDF5 wrote a chunk of {nbytes} bytes {n} times from the memory that it was given")
-        return self._noted[0]
+        return self._offsets[0]
 
     # --- what h5py calls
 
     def write(self, data: Any) -> int:
         """Note a chunk, or take metadata."""
-        nbytes, start = len(data), self._at
-        self._at += nbytes
-        self.nbytes = max(self.nbytes, self._at)
-        if nbytes == self._expected and _address(data) == self._address:
-            self._noted.append(start)
+        nbytes, start = len(data), self._position
+        self._position += nbytes
+        self.nbytes = max(self.nbytes, self._position)
+        if nbytes == self._expected_nbytes and _address(data) == self._address:
+            self._offsets.append(start)
             return nbytes
         data, n_kept = memoryview(data).cast("B"), max(0, min(nbytes, self._kept_nbytes - start))
         for number, a, b in _pages(start, start + n_kept):
@@ -113,24 +110,24 @@ class Ledger(io.RawIOBase):
 
     def readinto(self, out: Any) -> int:
         """Give metadata back. What was never written is zeros: the library sometimes reads more than it needs."""
-        room, at = memoryview(out).cast("B"), self._at
-        self._at += len(room)
-        stored = self._stored(at, self._at)
+        room, start = memoryview(out).cast("B"), self._position
+        self._position += len(room)
+        stored = self._stored(start, self._position)
         room[: len(stored)], room[len(stored) :] = stored, bytes(len(room) - len(stored))
-        for number, a, b in _pages(at, min(self._at, self._kept_nbytes)):
+        for number, a, b in _pages(start, min(self._position, self._kept_nbytes)):
             if number in self._pages:
-                first = number * _PAGE + a - at
+                first = number * _PAGE + a - start
                 room[first : first + b - a] = self._pages[number][a:b]
         return len(room)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to an offset."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
-        return self._at
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
+        return self._position
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the length for HDF5. Others write to the real file, which gets it at the end."""
-        self.nbytes = self._at if size is None else size
+        """Set the length for HDF5. The real file, to which other ranks write, gets it at the end."""
+        self.nbytes = self._position if size is None else size
         return self.nbytes
 
     # --- metadata
@@ -138,18 +135,18 @@ class Ledger(io.RawIOBase):
     def _page(self, number: int) -> bytearray:
         page = self._pages.get(number)
         if page is None:
-            self._before[number] = self._stored(number * _PAGE, min((number + 1) * _PAGE, self._old_nbytes))
-            page = self._pages[number] = bytearray(self._before[number].ljust(_PAGE, b"\0"))
+            self._old_pages[number] = self._stored(number * _PAGE, min((number + 1) * _PAGE, self._old_nbytes))
+            page = self._pages[number] = bytearray(self._old_pages[number].ljust(_PAGE, b"\0"))
         return page
 
     def put_from(self, offset: int) -> None:
-        """Put what is kept from this byte on into the real file, and what comes at once. Not below `HEAD_NBYTES`."""
+        """Put what is kept from this byte on, and what comes there, into the real file. Not what is below `HEAD_NBYTES`."""
         self._kept_nbytes = max(offset, HEAD_NBYTES)
         for number in [number for number in self._pages if (number + 1) * _PAGE > self._kept_nbytes]:
             first = max(0, self._kept_nbytes - number * _PAGE)
             self._put(self._pages[number][first : max(first, self.nbytes - number * _PAGE)], number * _PAGE + first)
             if not first:
-                del self._pages[number], self._before[number]
+                del self._pages[number], self._old_pages[number]
 
     def _put(self, data: Any, offset: int) -> None:
         if len(data) and self.failed is None and not self.is_given_up:
@@ -159,7 +156,7 @@ class Ledger(io.RawIOBase):
                 self.failed = error
 
     def _stored(self, start: int, stop: int) -> bytes:
-        """What the real file has there, which may end before; nothing, in which HDF5 finds no metadata, after an error."""
+        """What the real file has there: less where it ends, and nothing, in which HDF5 finds no metadata, after an error."""
         if self.failed is None and start < stop:
             try:
                 return bytes(self.file.read_at_most(start, stop - start))
@@ -168,20 +165,22 @@ class Ledger(io.RawIOBase):
         return b""
 
     def changes(self) -> list[tuple[int, bytes]]:
-        """What is kept and is not in the real file: offset and bytes, in order, the first `HEAD_NBYTES` apart and always."""
+        """What is kept and differs from the real file, in order: offset and bytes. The first `HEAD_NBYTES` are always the first
+        of them.
+        """
         end = min(self._kept_nbytes, self.nbytes)
         changed = [(0, bytes(self._page(0)[:HEAD_NBYTES]))]
         for number, page in sorted(self._pages.items()):
             first = HEAD_NBYTES if number == 0 else 0
             data = bytes(page[first : end - number * _PAGE])
-            if data and data != self._before[number][first : first + len(data)]:
+            if data and data != self._old_pages[number][first : first + len(data)]:
                 changed.append((number * _PAGE + first, data))
         return changed
 
     def is_as_before(self) -> bool:
         """True if what `changes` replaces is still in the real file."""
         try:
-            return all(self.file.read_at_most(n * _PAGE, len(data)) == data for n, data in self._before.items())
+            return all(self.file.read_at_most(n * _PAGE, len(data)) == data for n, data in self._old_pages.items())
         except OSError:
             return False
 
@@ -197,7 +196,7 @@ def limit_cache(file: h5py.File) -> None:
 
 @contextlib.contextmanager
 def old_file(stored: LocalFile, changes: Iterable[tuple[int, bytes]] = ()) -> Iterator[h5py.File]:
-    """An open file as the library reads it, with other bytes at some offsets. Takes no lock of HDF5."""
+    """A file as the library reads it with `changes`: other bytes at some offsets. Takes no lock of HDF5."""
     ledger = Ledger(stored, stored.nbytes)
     for offset, data in changes:
         ledger.seek(offset)

@@ -11,8 +11,8 @@ that it cannot open.
 
 To find a file that is named without a folder, the same places are tried as in HDF5, in the same order: HDF5_EXT_PREFIX or
 HDF5_VDS_PREFIX, the folder of the file that names it, the working folder. HDF5 takes the first place where it can open a file;
-here the first place where anything exists must be that file. Names are bytes to HDF5, and to `follow`. A name that is not
-understood is refused.
+here the first place where anything exists must be that file. Names are bytes to HDF5, and to `follow`. A name that this module
+does not understand is refused.
 
 The library opens the files of a virtual dataset itself when it reads. After the read, `nothing_else_opened` checks which files
 the process has open: that is where the library really went.
@@ -35,16 +35,8 @@ from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import refuse_filters
-from shardload.formats.hdf5.opened import (
-    OpenDataset,
-    OpenFacts,
-    close_all,
-    decoded,
-    encoded,
-    has_signature,
-    inode_of,
-)
-from shardload.formats.hdf5.tiles import Behind, Names, version_of
+from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, OpenFacts, close_all, decoded, encoded, has_signature
+from shardload.formats.hdf5.tiles import Names, PartMetadata, version_of
 from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, real_path_of, state_of, why_not_a_file
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
@@ -58,7 +50,7 @@ class LostError(OSError):
 
 
 @dataclass
-class Others:
+class OtherFiles:
     """The other files that hold the values of a dataset.
 
     Attributes
@@ -66,7 +58,7 @@ class Others:
     refused : str or None
         Why the dataset cannot be loaded, in words that follow "holds"; None if it can.
     fence : Fence
-        The folders where they may be.
+        The folders where these files may be.
     is_virtual : bool
         True if the HDF5 library opens files when it reads.
     chunks : list of tuple of int
@@ -77,10 +69,10 @@ class Others:
         What the caller allows.
     names : list of Names
         For each mapping of a virtual dataset, the names of its file and of the dataset in it.
-    behind : dict of Names to Behind
-        What is at these names.
+    metadata : dict of Names to PartMetadata
+        Of the dataset at each of these names; by its real path, too.
     versions : dict of str to tuple of int
-        Size and time of each of the other files, and of those that links in them lead to, when it was checked.
+        Size and time of each of these files, and of those to which links in them lead, when it was checked.
     """
 
     refused: str | None = None
@@ -90,11 +82,11 @@ class Others:
     filters: list[tuple[int, int, Any, bytes]] = field(default_factory=list)
     access: Access = STRICT
     names: list[Names] = field(default_factory=list)
-    behind: dict[Names, Behind] = field(default_factory=dict)
+    metadata: dict[Names, PartMetadata] = field(default_factory=dict)
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def add_all(self, inner: Others) -> None:
-        """Take in what was found behind one of the datasets."""
+    def add_all(self, inner: OtherFiles) -> None:
+        """Add the other files of one of the datasets."""
         self.filters = self.filters or inner.filters
         self.versions |= inner.versions
         self.chunks += [chunk for chunk in inner.chunks if chunk not in self.chunks]
@@ -110,10 +102,10 @@ class Others:
         return version_of(self.versions) if self.versions else None
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
-        """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks.
+        """The least length of `chunks` along each of `ndim` axes, aligned at the last axis; None without chunks.
 
-        HDF5 decodes them whole. They are where this grid has them if each dataset begins at a multiple of its chunks; otherwise
-        some are decoded twice, by two ranks.
+        HDF5 decodes chunks whole. A grid of this shape has them as they are if each dataset begins at a multiple of its chunks;
+        otherwise two ranks decode some chunks twice.
         """
         if not self.chunks:
             return None
@@ -131,9 +123,9 @@ class Others:
     def check_whole(self) -> None:
         """Raise OSError if one of the files has become shorter: HDF5 would give zeros or fill values."""
         for path, (nbytes, *_) in self.versions.items():
-            found = os.stat(path).st_size
-            if found < nbytes:
-                raise OSError(f"'{path}', which holds values, was cut to {found} bytes from {nbytes} since it was opened")
+            now = os.stat(path).st_size
+            if now < nbytes:
+                raise OSError(f"'{path}', which holds values, was cut to {now} bytes from {nbytes} since it was opened")
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Read inside this context: it raises OutsideError if the library opened a file outside the fence."""
@@ -163,82 +155,83 @@ def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[OpenFac
     """
     opened: list[OpenFacts] = []
     try:
-        found, address = _walk(facts, encoded(name), fence, opened)
+        identifier, address = _walk(facts, encoded(name), fence, opened)
     except BaseException:
         close_all(opened)
         raise
-    if isinstance(found, h5py.h5d.DatasetID):
-        return (opened or [facts])[-1].dataset(found, address), opened
-    return h5py.Group(found) if isinstance(found, h5py.h5g.GroupID) else found, opened
+    if isinstance(identifier, h5py.h5d.DatasetID):
+        return (opened or [facts])[-1].dataset(identifier, address), opened
+    return h5py.Group(identifier) if isinstance(identifier, h5py.h5g.GroupID) else identifier, opened
 
 
 def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -> tuple[Any, int]:
     """The object, and the address in the last link to it."""
-    left = deque(part for part in name.split(b"/") if part not in (b"", b"."))
-    at, here, address = file.file.id, b"", 0
-    link, n_of_link, n_links = "", 0, 0  # the last link, and how many of the remaining parts come from it
-    while left:
-        part, is_of_link = left.popleft(), n_of_link > 0
+    parts = deque(name.split(b"/"))  # of the name, still to be looked up
+    group, group_name, address = file.file.id, b"", 0
+    link, n_of_link, n_links = "", 0, 0  # the last link, and how many of the parts come from it
+    while parts:
+        part, is_of_link = parts.popleft(), n_of_link > 0
         n_of_link = max(0, n_of_link - 1)
         if part in (b"", b"."):
             continue
-        here += b"/" + part
-        found = _link_at(at, part, here)
-        if found is None:
+        full_name = group_name + b"/" + part
+        kind_and_target = _link_at(group, part, full_name)
+        if kind_and_target is None:
             raise (
                 LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else KeyError(decoded(name))
             )
-        kind, target = found
+        kind, target = kind_and_target
         if kind == h5py.h5l.TYPE_HARD:
             try:
-                at, address = h5py.h5o.open(at, part), target
+                group, group_name, address = h5py.h5o.open(group, part), full_name, target
             except (KeyError, RuntimeError, ValueError) as error:
-                raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
+                raise OSError(f"'{_shown(full_name)}' cannot be opened: {error}") from error
             continue
-        told = f"'{_shown(here)}' in '{file.file.filename}' is a link to"
+        link = f"'{_shown(full_name)}' in '{file.file.filename}' is a link to"
         if kind == h5py.h5l.TYPE_SOFT:
-            link, inside = f"{told} '{_shown(target)}'", target
-            at, here = (file.file.id, b"") if target.startswith(b"/") else (at, here[: -len(part) - 1])
+            link, inside = f"{link} '{_shown(target)}'", target
+            if target.startswith(b"/"):
+                group, group_name = file.file.id, b""
         elif kind == h5py.h5l.TYPE_EXTERNAL:
-            other, inside = target
+            file_name, inside = target
+            link = f"{link} '{_shown(inside)}' in '{_shown(file_name)}'"
             if file.is_in_store:
-                raise OutsideError(f"{told} '{_shown(inside)}' in '{_shown(other)}'; load that object by its own URL")
-            link = f"{told} '{_shown(inside)}' in '{_shown(other)}'"
-            file = open_other(SearchPath("HDF5_EXT_PREFIX", file).of(os.fsdecode(other)), link, fence)
+                raise OutsideError(f"{link}; load that object by its own URL")
+            file = open_other(SearchPath("HDF5_EXT_PREFIX", file).of(os.fsdecode(file_name)), link, fence)
             opened.append(file)
-            at, here = file.file.id, b""
+            group, group_name = file.file.id, b""
         else:
-            raise OutsideError(f"{told} what a program defined for itself, which is not followed")
+            raise OutsideError(f"{link} what a program defined for itself, which is not followed")
         n_links += 1
         if n_links > _MOST_LINKS:
             raise LostError(f"{link}, which cannot be opened (there are more than {_MOST_LINKS} links on the way)")
-        parts = inside.split(b"/")
-        left.extendleft(reversed(parts))
-        n_of_link += len(parts)
-    return at, address
+        parts_of_link = inside.split(b"/")
+        parts.extendleft(reversed(parts_of_link))
+        n_of_link += len(parts_of_link)
+    return group, address
 
 
 def _shown(name: bytes) -> str:
     return printable(decoded(name))
 
 
-def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int, Any] | None:
+def _link_at(group: Any, part: bytes, full_name: bytes) -> tuple[int, Any] | None:
     """The kind of the link `part` in a group, and its target (of a hard link the address); None if there is no such link."""
-    if not isinstance(at, h5py.h5g.GroupID) or b"\0" in part:
+    if not isinstance(group, h5py.h5g.GroupID) or b"\0" in part:
         return None
     try:
-        link = at.links.get_info(part)
-        told = link.type in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL)
-        return link.type, at.links.get_val(part) if told else int(link.u)
+        link = group.links.get_info(part)
+        has_text = link.type in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL)
+        return link.type, group.links.get_val(part) if has_text else int(link.u)
     except (KeyError, RuntimeError, ValueError) as error:
         with contextlib.suppress(KeyError, RuntimeError, ValueError):
-            if not at.links.exists(part):
+            if not group.links.exists(part):
                 return None
-        raise OSError(f"the link '{_shown(here)}' cannot be read: {error}") from error
+        raise OSError(f"the link '{_shown(full_name)}' cannot be read: {error}") from error
 
 
-def open_other(path: str, what: str, fence: Fence) -> OpenFacts:
-    """Open a file that `what` leads to, and check the file that was opened.
+def open_other(path: str, reference: str, fence: Fence) -> OpenFacts:
+    """Open a file to which another one refers, and check the file that was opened. `reference` says that in messages.
 
     Raises
     ------
@@ -248,41 +241,41 @@ def open_other(path: str, what: str, fence: Fence) -> OpenFacts:
         If it is not there, or HDF5 cannot open it.
     """
     if not fence.holds(path):
-        raise OutsideError(_leads_outside(what))
+        raise OutsideError(_leads_outside(reference))
     if not os.path.exists(path):
-        raise LostError(f"{what}, which cannot be opened (there is no such file)")
+        raise LostError(f"{reference}, which cannot be opened (there is no such file)")
     if (why := why_not_a_file(path)) is not None:
-        raise OutsideError(f"{what}, which is {why}")
-    return _open_checked(path, what, fence)
+        raise OutsideError(f"{reference}, which is {why}")
+    return _open_checked(path, reference, fence)
 
 
-def _open_checked(path: str, what: str, fence: Fence) -> OpenFacts:
+def _open_checked(path: str, reference: str, fence: Fence) -> OpenFacts:
     try:
-        opened = OpenFacts.at(path)
+        facts = OpenFacts.at(path)
     except OSError as error:
-        raise LostError(f"{what}, which cannot be opened (HDF5 says: {error})") from error
-    if isinstance(opened.stored, LocalFile) and not fence.holds_open(opened.stored.descriptor, path):
-        opened.close()
-        raise OutsideError(_leads_outside(what))
-    return opened
+        raise LostError(f"{reference}, which cannot be opened (HDF5 says: {error})") from error
+    if isinstance(facts.stored, LocalFile) and not fence.holds_open(facts.stored.descriptor, path):
+        facts.close()
+        raise OutsideError(_leads_outside(reference))
+    return facts
 
 
-def _leads_outside(what: str) -> str:
-    return f"{what}, which is outside the folder of this file; {TARGET_HINT}"
+def _leads_outside(reference: str) -> str:
+    return f"{reference}, which is outside the folder of this file; {TARGET_HINT}"
 
 
-def look_through(dataset: OpenDataset, fence: Fence, access: Access = STRICT, is_known: bool = False) -> Others:
+def look_through(dataset: OpenDataset, fence: Fence, access: Access = STRICT, are_known: bool = False) -> OtherFiles:
     """Find the other files that hold values of `dataset`. Reads no values.
 
-    Opens the datasets in a virtual dataset, unless it `is_known`: another rank has looked, or this one.
+    Opens the parts of a virtual dataset, unless they `are_known`: another rank has looked at them, or this one.
     """
-    key = None if is_known else _key_of(dataset, fence, access)
+    key = None if are_known else _key_of(dataset, fence, access)
     before = _LOOKS.get(key)
     if before is not None and all(state_of(path) == version for path, version in before.versions.items()):
         return replace(before)
-    others = Others(fence=fence, access=access)
+    others = OtherFiles(fence=fence, access=access)
     try:
-        _look(dataset, others, {}, is_known=is_known)
+        _look(dataset, others, {}, are_known=are_known)
     except (OutsideError, _RefusedError) as error:
         others.refused = str(error)
     if key is not None and others.refused is None:
@@ -292,9 +285,9 @@ def look_through(dataset: OpenDataset, fence: Fence, access: Access = STRICT, is
     return others
 
 
-# Loops load parts of one virtual dataset; looking at a thousand parts takes a second. What was found is taken again as long as
-# size and time of all files are the same.
-_LOOKS: dict[Any, Others] = {}
+# Programs load regions of one virtual dataset in a loop, and looking at a thousand parts takes a second. What was found holds
+# as long as size and time of all files are the same.
+_LOOKS: dict[Any, OtherFiles] = {}
 _MOST_LOOKS = 16
 
 
@@ -303,19 +296,19 @@ def _key_of(dataset: OpenDataset, fence: Fence, access: Access) -> Any:
     state = dataset.facts.state() if dataset.creation.get_layout() == h5py.h5d.VIRTUAL else None
     if state is None:
         return None
-    place = os.getcwd(), dataset.facts.name, os.environ.get("HDF5_VDS_PREFIX")
-    return place, state, dataset.name, fence.folders, access
+    prefix = os.environ.get("HDF5_VDS_PREFIX")
+    return os.getcwd(), dataset.facts.name, prefix, state, dataset.name, fence.folders, access
 
 
 class _RefusedError(Exception):
     """A dataset cannot be loaded; the text says why."""
 
 
-# By real path and name: datasets that were looked at, and what is behind them; None until all of that was looked at.
-Seen = dict[tuple[str, str], tuple[Behind, Others] | None]
+# The datasets that were looked at, by real path and name; None while that goes on.
+Seen = dict[tuple[str, str], tuple[PartMetadata, OtherFiles] | None]
 
 
-def _look(dataset: OpenDataset, others: Others, seen: Seen, level: int = 0, is_known: bool = False) -> None:
+def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, are_known: bool = False) -> None:
     creation = dataset.creation
     layout = creation.get_layout()
     if level > _MOST_LEVELS:
@@ -338,32 +331,32 @@ def _look(dataset: OpenDataset, others: Others, seen: Seen, level: int = 0, is_k
         )
     others.is_virtual = True
     mappings = range(creation.get_virtual_count())
-    names = [_names_of_source(creation, k) for k in mappings]
+    names = [_names_of_part(creation, k) for k in mappings]
     if any(_is_unlimited(creation.get_virtual_vspace(k)) for k in mappings):
         raise _RefusedError(
             "a virtual dataset that grows with its parts, which is not supported. Make a new file of them with shardload join"
         )
     others.names = names
-    if is_known:
+    if are_known:
         return
     places = SearchPath("HDF5_VDS_PREFIX", dataset.facts)
     for name, inside in names:
         path, real = places.find(name)
         if not others.fence.holds_real(real):
             raise OutsideError(_leads_outside(f"values of another file, '{printable(name)}'"))
-        place = real, inside
-        if place not in seen:
-            seen[place] = None
-            seen[place] = _look_at_source(dataset, path, (name, inside), others, seen, level)
-        if (source := seen[place]) is None:
+        key = real, inside
+        if key not in seen:
+            seen[key] = None
+            seen[key] = _look_at_part(dataset, path, (name, inside), others, seen, level)
+        if (part := seen[key]) is None:
             raise _RefusedError(f"values of another file, '{printable(name)}', whose '{printable(inside)}' consists of itself")
-        behind, inner = source
-        if place not in others.behind:
+        metadata, inner = part
+        if key not in others.metadata:
             others.add_all(inner)
-        others.behind[name, inside] = others.behind[place] = behind
+        others.metadata[name, inside] = others.metadata[key] = metadata
 
 
-def _names_of_source(creation: Any, k: int) -> Names:
+def _names_of_part(creation: Any, k: int) -> Names:
     """The names of the file and of the dataset in it from which a mapping of a virtual dataset takes its values."""
     try:
         names = os.fsdecode(creation.get_virtual_filename(k)), decoded(creation.get_virtual_dsetname(k))
@@ -399,94 +392,86 @@ def _is_unlimited(space: Any) -> bool:
     return _UNLIMITED in (*count, *block)
 
 
-def _look_at_source(
-    virtual: OpenDataset, path: str, names: Names, others: Others, seen: Seen, level: int
-) -> tuple[Behind, Others]:
+def _look_at_part(
+    virtual: OpenDataset, path: str, names: Names, others: OtherFiles, seen: Seen, level: int
+) -> tuple[PartMetadata, OtherFiles]:
     """Check one dataset in a virtual dataset."""
     (name, inside), fence = names, others.fence
-    what = f"values of another file, '{printable(name)}'"
+    reference = f"values of another file, '{printable(name)}'"
     if len(seen) > _MOST_SOURCES:
         raise _RefusedError(f"values of more than {_MOST_SOURCES} other datasets")
     if (why := why_not_a_file(path)) is not None:
-        raise _RefusedError(f"{what}, which is {why} (HDF5 would deliver fill values in its place)")
+        raise _RefusedError(f"{reference}, which is {why} (HDF5 would deliver fill values in its place)")
     try:
         version = state_of(path) or (0, 0)
-        with virtual.facts.parts.open(path, version, lambda: _open_checked(path, what, fence)) as facts:
+        with virtual.facts.parts.open(path, version, lambda: _open_checked(path, reference, fence)) as facts:
             dataset, files = follow(facts, inside, fence)
             try:
                 if isinstance(dataset, OpenDataset):
-                    inner = Others(fence=fence, access=others.access, versions={path: version, **versions_of(files)})
+                    inner = OtherFiles(fence=fence, access=others.access, versions={path: version, **versions_of(files)})
                     _look(dataset, inner, seen, level + 1)
-                    return Behind.of(dataset, version_of(inner.versions)), inner
+                    return PartMetadata.of(dataset, version_of(inner.versions)), inner
             finally:
                 close_all(files)
     except OutsideError:
         raise
-    except (KeyError, OSError, RuntimeError, ValueError) as error:
+    except HDF5_ERRORS as error:
         why = "there is no such name" if isinstance(error, KeyError) else str(error)
         raise _RefusedError(
-            f"{what}, whose '{printable(inside)}' cannot be opened (HDF5 may deliver fill values in its place; it says: {why})"
+            f"{reference}, whose '{printable(inside)}' cannot be opened (HDF5 may deliver fill values in its place; it says: "
+            f"{why})"
         ) from None
-    raise _RefusedError(f"{what}, whose '{printable(inside)}' is a group (HDF5 would deliver fill values in its place)")
+    raise _RefusedError(f"{reference}, whose '{printable(inside)}' is a group (HDF5 would deliver fill values in its place)")
 
 
 def versions_of(files: Sequence[OpenFacts]) -> dict[str, tuple[int, ...]]:
     """Path, and size and time, of open files."""
-    found = {}
+    versions = {}
     for file in files:
         path = os.path.join(os.getcwd(), str(file.file.filename))
-        found[path] = (file.state() or state_of(path) or (0, 0))[:2]
-    return found
-
-
-def place_of(file: OpenFacts) -> str:
-    """The path of an open file: its name, or its real path if the name no longer leads to it (a changed working folder)."""
-    name = str(file.file.filename)
-    if not isinstance(file.stored, LocalFile) or inode_of(name) == (file.state() or ())[2:]:
-        return name
-    return real_path_of(file.stored.descriptor, name)
+        versions[path] = (file.state() or state_of(path) or (0, 0))[:2]
+    return versions
 
 
 class SearchPath:
-    """Where HDF5 finds the files that `file` names: each in the first place where it exists, or else beside `file`.
+    """Where HDF5 finds the files that `file` names: each in the first folder in which it exists, or else beside `file`.
 
     Parameters
     ----------
     variable : str
-        The variable of the environment with which HDF5 is told of other places.
+        The variable of the environment that names other folders for HDF5.
     file : OpenFacts
         The file.
 
     Attributes
     ----------
-    own : str
+    path : str
         Where `file` is, as an absolute path.
     """
 
     def __init__(self, variable: str, file: OpenFacts) -> None:
-        place, setting = os.path.join(os.getcwd(), place_of(file)), os.environ.get(variable, "")
-        self.own = place
-        self._beside = beside = os.path.dirname(place) or "."
+        self.path, setting = os.path.join(os.getcwd(), file.path()), os.environ.get(variable, "")
+        self._folder = folder = os.path.dirname(self.path)
         prefixes = [text for text in setting.split(":") if text]
         if setting.startswith("${ORIGIN}"):  # HDF5 understands it at the beginning, and then takes one prefix
-            prefixes.append(beside + "/" + setting.removeprefix("${ORIGIN}"))
-        prefixes += [text.replace("${ORIGIN}", beside) for text in prefixes if "${ORIGIN}" in text]
-        self._folders = (*prefixes, beside, "", os.path.dirname(os.path.realpath(place)))
+            prefixes.append(folder + "/" + setting.removeprefix("${ORIGIN}"))
+        prefixes += [text.replace("${ORIGIN}", folder) for text in prefixes if "${ORIGIN}" in text]
+        self._folders = (*prefixes, folder, "", os.path.dirname(os.path.realpath(self.path)))
         self._resolved: dict[str, str] = {}
 
     def of(self, name: str) -> str:
         """Where the file of this name is."""
-        last = os.path.basename(name) if os.path.isabs(name) else name  # if that path does not exist, HDF5 looks for its name
-        places = [os.path.join(folder, last) for folder in self._folders]
-        if os.path.isabs(name):
-            places.insert(0, name)
-        return next(filter(os.path.exists, places), name if os.path.isabs(name) else os.path.join(self._beside, name))
+        is_absolute = os.path.isabs(name)  # if that path does not exist, HDF5 looks for its last name
+        paths = [os.path.join(folder, os.path.basename(name) if is_absolute else name) for folder in self._folders]
+        if is_absolute:
+            paths.insert(0, name)
+        return next(filter(os.path.exists, paths), name if is_absolute else os.path.join(self._folder, name))
 
     def find(self, name: str) -> tuple[str, str]:
         """The same for a virtual dataset, as an absolute path, because the working folder may be another one when it is opened
         again; and that path without symbolic links.
         """
-        path = os.path.join(os.getcwd(), self.own if name == "." else self.of(name))  # not abspath: ".." may follow a link
+        path = os.path.join(os.getcwd(), self.path if name == "." else self.of(name))  # not abspath: ".." may follow a link
         if os.path.islink(path):
             return path, os.path.realpath(path)
         folder, last = os.path.split(path)
@@ -525,13 +510,13 @@ def _open_files() -> set[tuple[int, int, int]]:
         numbers = [int(text) for text in os.listdir("/proc/self/fd")]
     except OSError:
         return set()
-    found = set()
+    files = set()
     for descriptor in numbers:
         with contextlib.suppress(OSError):  # the descriptor that listed them is closed again
             state = os.fstat(descriptor)
             if stat.S_ISREG(state.st_mode):
-                found.add((descriptor, state.st_dev, state.st_ino))
-    return found
+                files.add((descriptor, state.st_dev, state.st_ino))
+    return files
 
 
 def _is_hdf5(descriptor: int) -> bool:

@@ -8,8 +8,8 @@
 
 No attribute is read before its type was looked at. HDF5's functions for dimension scales take attributes of any type for those
 that they write, and there are types that h5py cannot read: both then read memory that is not theirs, and the process crashes.
-So `read` looks at type and size first, and reads text and numbers only. `scales_of` and `axis_texts_of` do what HDF5's
-functions for dimension scales do. Nothing calls these for a file that was not written here.
+So `read_attribute` looks at type and size first, and reads text and numbers only. `scales_of` and `axis_texts_of` do what
+HDF5's functions for dimension scales do. Nothing calls these for a file that was not written here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.codecs.table import HDF5_CODECS, compression_told
+from shardload.formats.codecs.table import HDF5_CODECS, compression_keywords
 from shardload.formats.contract.array import (
     MOST_KEPT,
     NOTHING,
@@ -40,41 +40,56 @@ from shardload.formats.contract.array import (
     unaddressable,
 )
 from shardload.formats.hdf5.filters import LOSSY, NAMES, name_of, parameters_of, refuse_filters
-from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.opened import OpenDataset, decoded, encoded, names_below, type_of_values
+from shardload.formats.hdf5.links import OtherFiles
+from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, decoded, encoded, names_below, type_of_values
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
-_MOST_PLAIN_NBYTES = 1 << 16
+NO_NAMES = "names of axes"  # in the place of an attribute: why they are not known
+NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable that has the name of a dimension
+
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
-_ERRORS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
-
-
-# What HDF5 and the netCDF library keep in attributes for themselves.
+_ERRORS = (TypeError, *HDF5_ERRORS)
+# Attributes that HDF5 and the netCDF library write for themselves.
 _HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
+_MOST_ATTRIBUTE_NBYTES = 1 << 16
+_MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text, in a copy
+_IN_HEADER = 8  # attributes: more may lie in a heap, and for a list of their names HDF5 reads them whole
+_READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))  # the attributes that change what values mean
+
+_HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
+_OF_TEXT = {1, 2, 3}  # filters of text: HDF5 has them itself
+_ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
+_REFUSED_CLASSES = {
+    h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
+    h5py.h5t.STRING: ("string", "strings"),
+    h5py.h5t.OPAQUE: ("opaque", "opaque bytes (dates that NumPy wrote, for instance)"),
+    h5py.h5t.REFERENCE: ("reference", "references to other objects"),
+    h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
+}
 
 
 def names_of(owner: Any) -> list[str]:
-    """The names of all attributes. Only they are looked at, not the attributes."""
+    """The names of all attributes. The attributes themselves are not read."""
     names: list[bytes] = []
     if h5py.h5a.get_num_attrs(owner.id):
         h5py.h5a.iterate(owner.id, names.append)
     return [decoded(name) for name in names]
 
 
-def is_hidden(owner: h5py.Dataset | h5py.Group, key: str) -> bool:
-    """True for an attribute that is no author's. HDF5 needs CLASS and NAME for dimension scales only; others have their own."""
-    return key.startswith("_Netcdf4") or (key in _HIDDEN and (key not in ("CLASS", "NAME") or is_scale(owner)))
+def author_names(owner: h5py.Dataset | h5py.Group) -> list[str]:
+    """The names of the author's attributes. CLASS and NAME are the library's in dimension scales only."""
+    hidden = _HIDDEN if is_scale(owner) else _HIDDEN - {"CLASS", "NAME"}
+    return [key for key in names_of(owner) if key not in hidden and not key.startswith("_Netcdf4")]
 
 
-def author_s(owner: h5py.Dataset | h5py.Group, most_nbytes: int) -> dict[str, Any]:
-    """All attributes but those that HDF5 and the netCDF library keep for themselves, as h5py gives them; a `Note` in the place
-    of one that is not read.
-    """
-    return {key: read(owner, key, most_nbytes) for key in names_of(owner) if not is_hidden(owner, key)}
+def author_attributes(owner: h5py.Dataset | h5py.Group, most_nbytes: int) -> dict[str, Any]:
+    """The author's attributes as h5py gives them; a `Note` in the place of one that is not read."""
+    return {key: read_attribute(owner, key, most_nbytes) for key in author_names(owner)}
 
 
-def has(owner: Any, key: str) -> bool:
-    """True if there is such an attribute: as ``key in owner.attrs``, in a third of the time."""
+def has_attribute(owner: Any, key: str) -> bool:
+    """True if there is such an attribute. ``key in owner.attrs`` takes three times as long."""
     return bool(h5py.h5a.exists(owner.id, key.encode()))
 
 
@@ -84,7 +99,7 @@ def is_plain(owner: Any, key: str) -> bool:
     return kind.get_class() in _NUMBERS or (kind.get_class() == h5py.h5t.STRING and not kind.is_variable_str())
 
 
-def read(owner: Any, key: str, most_nbytes: int) -> Any:
+def read_attribute(owner: Any, key: str, most_nbytes: int) -> Any:
     """An attribute as h5py gives it: text or numbers. If it is something else, longer, or damaged, a `Note` that says so."""
     try:
         attribute = h5py.h5a.open(owner.id, key.encode())  # UnicodeError, a ValueError, for a name that is not UTF-8
@@ -114,10 +129,11 @@ def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, Any]]], str]:
     """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
     all.
 
-    A scale with several names has that in the dataset's group. What has none was deleted, although HDF5 may still open it.
+    Of a scale with several names, that in the dataset's group is taken. One without a name was deleted, although HDF5 may still
+    open it.
     """
     none: list[Any] = [[] for _ in dataset.shape or ()]
-    if not has(dataset, "DIMENSION_LIST"):
+    if not has_attribute(dataset, "DIMENSION_LIST"):
         return none, ""
     try:
         attribute = h5py.h5a.open(dataset.id, b"DIMENSION_LIST")
@@ -125,13 +141,13 @@ def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, Any]]], str]:
         is_list = kind.get_class() == h5py.h5t.VLEN and kind.get_super().equal(h5py.h5t.STD_REF_OBJ)
         if not is_list or attribute.shape != (len(none),):
             return none, "DIMENSION_LIST is of another type than HDF5's dimension scales have"
-        told = [list(references) for references in dataset.attrs["DIMENSION_LIST"]]
+        references = [list(of_axis) for of_axis in dataset.attrs["DIMENSION_LIST"]]
     except _ERRORS as error:
         return none, f"DIMENSION_LIST is unreadable ({error})"
-    each = [[_scale(dataset, reference) for reference in references] for references in told]
-    gone = [axis for axis, scales in enumerate(each) if None in scales]
-    there = [[scale for scale in scales if scale is not None] for scales in each]
-    return there, f"the dimension scales of axes {gone} are not in the file" if gone else ""
+    targets = [[_scale(dataset, reference) for reference in of_axis] for of_axis in references]
+    gone = [axis for axis, scales in enumerate(targets) if None in scales]
+    scales_of_axes = [[scale for scale in scales if scale is not None] for scales in targets]
+    return scales_of_axes, f"the dimension scales of axes {gone} are not in the file" if gone else ""
 
 
 def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, Any] | None:
@@ -150,23 +166,23 @@ def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, Any] |
 
 def is_scale(dataset: h5py.Dataset) -> bool:
     """True for a dimension scale, as for HDF5: by a text of fixed length."""
-    return bool(plain(dataset, "CLASS") == "DIMENSION_SCALE")
+    return bool(plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE")
 
 
-def plain(owner: Any, key: str) -> Any:
+def plain_attribute(owner: Any, key: str) -> Any:
     """An attribute that is numbers, or text of a fixed length, as plain Python; None if there is no such one."""
-    if not has(owner, key) or not is_plain(owner, key):
+    if not has_attribute(owner, key) or not is_plain(owner, key):
         return None
-    value = read(owner, key, _MOST_PLAIN_NBYTES)
+    value = read_attribute(owner, key, _MOST_ATTRIBUTE_NBYTES)
     return None if isinstance(value, h5py.Empty | Note) else json_value(value)
 
 
 def axis_texts_of(dataset: h5py.Dataset) -> tuple[list[str], str]:
-    """The label of each axis of a dataset, empty for an axis without one; and why they are not read."""
+    """The label of each axis of a dataset, empty for an axis without one; and why labels are not read, if they are not."""
     none = [""] * len(dataset.shape or ())
-    if not has(dataset, "DIMENSION_LABELS"):
+    if not has_attribute(dataset, "DIMENSION_LABELS"):
         return none, ""
-    texts = read(dataset, "DIMENSION_LABELS", _MOST_PLAIN_NBYTES)
+    texts = read_attribute(dataset, "DIMENSION_LABELS", _MOST_ATTRIBUTE_NBYTES)
     if isinstance(texts, Note):
         return none, f"DIMENSION_LABELS is {texts}"
     if not isinstance(texts, np.ndarray) or texts.shape != (len(none),) or texts.dtype.kind not in "SO":
@@ -174,22 +190,7 @@ def axis_texts_of(dataset: h5py.Dataset) -> tuple[list[str], str]:
     return list(map(decoded, texts)), ""
 
 
-_HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
-
-_REFUSED_CLASSES = {
-    h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
-    h5py.h5t.STRING: ("string", "strings"),
-    h5py.h5t.OPAQUE: ("opaque", "opaque bytes (dates that NumPy wrote, for instance)"),
-    h5py.h5t.REFERENCE: ("reference", "references to other objects"),
-    h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
-}
-_SMALL_IN_MANY = "small arrays as elements, in a virtual dataset"
-_MOST_ATTRIBUTE_NBYTES = 1 << 16
-_IN_HEADER = 8  # attributes: more may lie in a heap, and for a list of their names HDF5 reads them whole
-_READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))
-
-
-def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full: bool = False) -> ArrayInfo:
+def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_full: bool = False) -> ArrayInfo:
     """Describe a dataset without reading its values.
 
     Parameters
@@ -198,13 +199,13 @@ def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full
         The dataset.
     path, name : str
         File and dataset as the user named them.
-    others : Others
+    others : OtherFiles
         The other files that hold its values.
     in_full : bool
-        True for what a load does not need. Bytes of the stored chunks: HDF5 goes through the index of all of them for that (in
-        a store it would take a request for each node: they are not counted there).
-        Attributes of variable length: they are in the file's global heap, and if that is damaged, HDF5 2.0.0 loops for ever
-        (docs/trust-files.md); of these a load needs but the two short texts that change what integers mean (`decoding.TEXTS`).
+        True for what a load does not need. The bytes of the stored chunks: HDF5 goes through the index of all chunks for that.
+        (In a store this would take a request for each node; they are not counted there.) And attributes of variable length:
+        they are in the file's global heap, and if that is damaged, HDF5 2.0.0 loops for ever (docs/trust-files.md). Of these a
+        load needs only the two short texts that change what integers mean (`decoding.TEXTS`).
     """
     creation, filters, access = dataset.creation, dataset.stored_filters, others.access
     number, inner = dataset.element
@@ -214,11 +215,12 @@ def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full
     is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
     if dataset.shape is None:
         dtype, refused = NOTHING, "no values: its dataspace is null, which is neither an array nor a number"
+    elif refused is None and inner and is_virtual:
+        refused = "small arrays as elements, in a virtual dataset"
     elif refused is None:
-        refused = _SMALL_IN_MANY if inner and is_virtual else None
-        refused = refused or refuse_filters(dataset, access)
+        refused = refuse_filters(dataset, access)
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
-    if is_virtual and refused is None:  # HDF5 decodes the chunks of the datasets behind it, whole, however small a part is read
+    if is_virtual and refused is None:  # HDF5 decodes chunks of its parts, and whole ones, however little is read
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
     shape, chunks = (*(dataset.shape or ()), *inner), chunks and (*chunks, *inner)
     refused = refused or unaddressable(shape, chunks)
@@ -227,7 +229,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full
     return ArrayInfo(
         path=path,
         dataset=name,
-        format="netCDF4" if dataset.facts.is_netcdf or has(dataset, "_Netcdf4Dimid") else "HDF5",
+        format="netCDF4" if dataset.facts.is_netcdf or has_attribute(dataset, "_Netcdf4Dimid") else "HDF5",
         shape=shape,
         dtype=dtype,
         chunks=chunks,
@@ -237,24 +239,15 @@ def describe(dataset: OpenDataset, path: str, name: str, others: Others, in_full
         else int(dataset.id.get_storage_size()),
         refused=refused,
         is_coordinate=is_coordinate,
-        is_dimension=is_coordinate and _has_no_values(dataset),
+        is_dimension=is_coordinate and stands_for_axis(dataset),
         attributes=attributes,
         packing=packing,
     )
 
 
-NO_NAMES = "names of axes"  # in the place of an attribute: why they are not known
-NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
-NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix of a variable that has the name of a dimension
-
-
 def stands_for_axis(dataset: h5py.Dataset) -> bool:
     """True for a netCDF dimension without a variable: a dataset that holds nothing."""
-    return is_scale(dataset) and _has_no_values(dataset)
-
-
-def _has_no_values(scale: h5py.Dataset) -> bool:
-    return str(plain(scale, "NAME")).startswith(NO_VARIABLE)
+    return is_scale(dataset) and str(plain_attribute(dataset, "NAME")).startswith(NO_VARIABLE)
 
 
 def labels_of(dataset: OpenDataset, has_coords: bool = True) -> Labels:
@@ -268,7 +261,7 @@ def labels_of(dataset: OpenDataset, has_coords: bool = True) -> Labels:
         False if its file is another one than that which the caller opens by name.
     """
     axes = axes_of(dataset)
-    attrs = _author_s(dataset)
+    attrs = _plain_attributes(dataset)
     coords, above = dict(axes.coords), str(dataset.name or "").rpartition("/")[0]
     for name in names_in(attrs.get("coordinates")):
         place = above
@@ -282,14 +275,14 @@ def group_attrs_of(dataset: h5py.Dataset) -> dict[str, Any]:
     """The attributes of the group that a dataset is in, as plain Python."""
     if not dataset.name:
         return {}
-    return {key: value for key, value in _author_s(dataset.parent).items() if value is not None}
+    return {key: value for key, value in _plain_attributes(dataset.parent).items() if value is not None}
 
 
-def _author_s(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
+def _plain_attributes(owner: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     """The author's attributes as plain Python (`json_value`); None for an empty one, a note for one that is not read."""
     return {
         key: value if isinstance(value, Note) else None if isinstance(value, h5py.Empty) else json_value(value, MOST_KEPT)
-        for key, value in author_s(owner, _MOST_ATTRIBUTE_NBYTES).items()
+        for key, value in author_attributes(owner, _MOST_ATTRIBUTE_NBYTES).items()
     }
 
 
@@ -309,18 +302,18 @@ def axes_of(dataset: OpenDataset) -> Labels:
     scales, no_scales = scales_of(dataset)
     for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
         dims[axis] = _axis_name(dataset, text, *of_axis[0], coords) if of_axis else text or None
-    whys = "; ".join(filter(None, (no_texts, no_scales)))
-    notes = {NO_NAMES: Note(whys)} if whys else {}
+    why = "; ".join(filter(None, (no_texts, no_scales)))
+    notes = {NO_NAMES: Note(why)} if why else {}
     return Labels((*dims, *inner), notes, coords)
 
 
 def _axis_name(dataset: OpenDataset, text: str, full: str, scale: h5py.Dataset, coords: dict[str, Coordinate]) -> str:
-    """The name of an axis, of which `text` is the label, and `full` the name of the scale; its coordinate is added to `coords`.
+    """The name of an axis with the label `text` and a scale of the name `full`. Its coordinate is added to `coords`.
 
     A scale without values may have another name than the axis, if something else has that name: then the label is right.
     """
     top, _, name = full.rpartition("/")
-    has_values = not _has_no_values(scale)
+    has_values = not stands_for_axis(scale)
     if text and not has_values:
         name = text
     nearer = _nearer(dataset, name, scale, top)
@@ -330,8 +323,8 @@ def _axis_name(dataset: OpenDataset, text: str, full: str, scale: h5py.Dataset, 
 
 
 def _nearer(dataset: OpenDataset, name: str, scale: h5py.Dataset, top: str) -> str | None:
-    """The coordinate of an axis that is nearer to a dataset than the axis, whose scale is in the group `top`: in the dataset's
-    group, or one between. None if there is none.
+    """The coordinate of an axis that is nearer to the dataset than the axis's scale, which is in the group `top`: in the
+    dataset's group, or one between. None if there is none.
 
     In netCDF the variables of a group may lie along an axis of a group above, and have a coordinate of their own.
     """
@@ -340,8 +333,8 @@ def _nearer(dataset: OpenDataset, name: str, scale: h5py.Dataset, top: str) -> s
         if isinstance(dataset.file.get(f"{above}/{name}", getlink=True), h5py.HardLink):
             candidate = dataset.file[f"{above}/{name}"]
             is_along = isinstance(candidate, h5py.Dataset) and candidate.ndim == 1
-            its = scales_of(dataset.facts.dataset(candidate.id))[0] if is_along else [[]]
-            if its[0] and its[0][0][1] == scale:
+            scales = scales_of(dataset.facts.dataset(candidate.id))[0][0] if is_along else []
+            if scales and scales[0][1] == scale:
                 return f"{above}/{name}"
         above = above.rpartition("/")[0]
     return None
@@ -369,40 +362,35 @@ def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
 
 def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
     """The attributes that change what values mean, for people and for decoding. No other is read."""
-    told: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
     packing: dict[str, Any] = {}
-    is_few = h5py.h5a.get_num_attrs(dataset.id) <= _IN_HEADER
-    here = names_of(dataset) if is_few else [key for key in _READ if has(dataset, key)]
+    are_few = h5py.h5a.get_num_attrs(dataset.id) <= _IN_HEADER
+    names = names_of(dataset) if are_few else [key for key in _READ if has_attribute(dataset, key)]
     for key in _READ:
-        if key not in here:
+        if key not in names:
             continue
         if not (texts or key in TEXTS or is_plain(dataset, key)):
             if key in ATTRIBUTES:
                 packing[key] = ["unreadable", ["text, or another type that is no number"]]
             continue
-        value = read(dataset, key, _MOST_ATTRIBUTE_NBYTES)
+        value = read_attribute(dataset, key, _MOST_ATTRIBUTE_NBYTES)
         if isinstance(value, h5py.Empty):  # so the netCDF library stores a list of no numbers
             value = np.zeros(0, value.dtype) if value.dtype.kind in "iuf" else None
         why = str(value) if isinstance(value, Note) else ""
         if key in TOLD:
-            told[key] = why or json_value(value)
+            shown[key] = why or json_value(value)
         if key in ATTRIBUTES and value is not None:
             packing[key] = ["unreadable", [why]] if why else typed(value)
-    return told, packing
-
-
-_MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text
-_OF_TEXT = {1, 2, 3}  # filters that HDF5 has itself
-_ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
+    return shown, packing
 
 
 def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes]] | None = None) -> Properties:
-    """The properties of an open dataset. `filters` are those of the datasets behind a virtual one."""
+    """The properties of an open dataset. `filters` are those of the parts of a virtual one."""
     creation, labels = dataset.creation, labels_of(dataset)
     attrs, unread = _typed_attributes(dataset, str(dataset.name))
     if isinstance(why := labels.attrs.get(NO_NAMES), Note):
         unread.append(f"what axes of '{dataset.name}' are called ({why})")
-    kind, inner = dataset.element  # whose axes, of small arrays as elements, have neither scales nor labels
+    kind, inner = dataset.element  # the axes of small arrays as elements have neither scales nor labels
     number = kind.dtype
     if h5py.check_enum_dtype(number) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
@@ -435,7 +423,7 @@ def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes
         texts=_texts(dataset),
         scales=(*scales, *[()] * len(inner)),
         axis_labels=(*axis_texts_of(dataset)[0], *[""] * len(inner)),
-        scale_name=plain(dataset, "NAME") if is_scale(dataset) else None,
+        scale_name=plain_attribute(dataset, "NAME") if is_scale(dataset) else None,
     )
     coordinates = dict.fromkeys([*properties.coordinates, *itertools.chain.from_iterable(scales)])
     return replace(properties, coordinates=tuple(coordinates))
@@ -463,28 +451,23 @@ def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
     names, lost = names_below(file["/"])
     for name in names:
         try:
-            thing = file[encoded(name)]
-        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            member = file[encoded(name)]
+        except HDF5_ERRORS as error:
             lost[name] = str(error)
             continue
-        if isinstance(thing, h5py.Group):
-            groups[f"/{name}"], more = _typed_attributes(thing, f"/{name}")
-            unread += more
-        elif isinstance(thing, h5py.Datatype):
+        if isinstance(member, h5py.Group):
+            groups[f"/{name}"], unread_here = _typed_attributes(member, f"/{name}")
+            unread += unread_here
+        elif isinstance(member, h5py.Datatype):
             unread.append(f"the named type '/{name}'")
     unread += [f"what is in '/{name}' ({why})" for name, why in lost.items()]
     return groups, unread
 
 
-def attribute_names(group: h5py.Group) -> list[str]:
-    """The names of the author's attributes of a group."""
-    return [key for key in names_of(group) if not is_hidden(group, key)]
-
-
 def _typed_attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
     """The author's attributes as h5py gives them; and what could not be read."""
     try:
-        attrs = author_s(owner, _MOST_NBYTES)
+        attrs = author_attributes(owner, _MOST_NBYTES)
     except (OSError, RuntimeError) as error:
         return {}, [f"what attributes '{name}' has ({error})"]
     unread = [f"attribute {key!r} of '{name}' ({value})" for key, value in attrs.items() if isinstance(value, Note)]
@@ -501,17 +484,17 @@ def _typed_attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]
 def _compression(filters: list[tuple[int, int, Any, bytes]], kind: str) -> tuple[dict[str, Any] | str | None, bool]:
     """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
-    rest = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in (2, 3)]
-    names = [NAMES.get(number, str(number)) for number, _ in rest]
-    why = _changing(*rest[0], kind) if len(rest) == 1 else ""
-    return why or compression_told(names, 2 in numbers, lambda: _options(*rest[0])), 3 in numbers
+    compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in _HELPERS]
+    names = [NAMES.get(number, str(number)) for number, _ in compressors]
+    why = _changing(compressors[0][0], kind) if len(compressors) == 1 else ""
+    return why or compression_keywords(names, 2 in numbers, lambda: _options(*compressors[0])), 3 in numbers
 
 
-def _changing(number: int, values: tuple[int, ...], kind: str) -> str:
+def _changing(number: int, kind: str) -> str:
     """Why a filter is not used for a copy of what it has encoded, in words that follow the array's name; empty if it is.
 
-    The values that a lossy filter gives are not those that it was given, also if it has been used on them before: what is
-    rounded to the least value of a chunk is rounded to another one in chunks of another shape.
+    A lossy filter changes values, even those that it has changed before: what it rounds by the least value of a chunk is
+    rounded to another value in chunks of another shape.
     """
     if number in LOSSY or (number == 6 and kind == "f"):
         return f"is encoded by {NAMES[number]}, which could change the values once more"
@@ -521,10 +504,10 @@ def _changing(number: int, values: tuple[int, ...], kind: str) -> str:
 
 
 def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
-    """Level, shuffle inside of the filter, and what else it was told."""
-    codec, told = HDF5_CODECS.get(number), parameters_of(number, values)
-    if codec is not None and told is not None:
-        return codec.told(told)
+    """Level, shuffle inside of the filter, and its other parameters, as keywords of `sink.Compression`."""
+    codec, parameters = HDF5_CODECS.get(number), parameters_of(number, values)
+    if codec is not None and parameters is not None:
+        return codec.keywords(parameters)
     if number == 32004 and values in ((), (0,)):
         return {}
     if number == 6:  # of integers: as many bits as a chunk needs, for none is to be lost

@@ -1,4 +1,4 @@
-"""What does an open HDF5 file, or a dataset in it, say of itself? It is asked once, however many parts of this package need it.
+"""What does an open HDF5 file, or a dataset in it, say of itself? HDF5 is asked once, whoever needs the answer.
 
 A call of the HDF5 library takes 1 to 10 microseconds. For a thousand small datasets that was most of the time. So `OpenFacts`
 has what is the same for all datasets of a file, and an `OpenDataset` has what never changes while a load has it open.
@@ -9,7 +9,7 @@ is any doubt, the library reads. Reads are positional, on a duplicate of HDF5's 
 even if it was renamed or replaced since, threads share no file offset, and no lock of HDF5 or Python is held. If the caller
 closes the file during a load, the duplicate's number cannot come to mean another file.
 
-An object has as many names as hard links lead to it; HDF5 tells of one. Names are bytes to HDF5: mostly UTF-8, and text here.
+An object has as many names as hard links lead to it; HDF5 tells one. Names are bytes to HDF5, mostly UTF-8; here they are text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import ml_dtypes
 import numpy as np
 from h5py._objects import phil
 
-from shardload.storage.local import LocalFile
+from shardload.storage.local import LocalFile, real_path_of
 from shardload.storage.objects import StoredObject
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -53,11 +53,11 @@ def has_signature(descriptor: int) -> bool:
 
 def signature_at(read: Callable[[int, int], bytes], nbytes: Callable[[], int]) -> int | None:
     """Where HDF5's signature is: at byte 0, 512, 1024, 2048, ... None if nowhere."""
-    at = 0
-    while at == 0 or at < nbytes():
-        if read(at, len(_SIGNATURE)) == _SIGNATURE:
-            return at
-        at = 2 * at or 512
+    offset = 0
+    while offset == 0 or offset < nbytes():
+        if read(offset, len(_SIGNATURE)) == _SIGNATURE:
+            return offset
+        offset = 2 * offset or 512
     return None
 
 
@@ -84,8 +84,8 @@ def type_of_values(kind: Any) -> np.dtype[Any]:
     """NumPy's type for values of a type in the file: h5py's, which takes bfloat16 for float32, but for that."""
     dtype: np.dtype[Any] = kind.dtype
     if kind.get_class() == h5py.h5t.FLOAT and kind.get_size() == 2:
-        for other in (BFLOAT16, BFLOAT16.newbyteorder()):
-            dtype = other if kind.equal(type_in_file(other)) else dtype
+        for bfloat16 in (BFLOAT16, BFLOAT16.newbyteorder()):
+            dtype = bfloat16 if kind.equal(type_in_file(bfloat16)) else dtype
     return dtype
 
 
@@ -100,25 +100,25 @@ def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
     """
     part = dtype.itemsize // (2 if dtype.kind == "c" else 1)
     for is_native in (True, False):
-        if any(in_file.equal(known) for known in _known_types(dtype, is_native)):
+        if any(in_file.equal(kind) for kind in _types_taken(dtype, is_native)):
             return 0 if is_native or part == 1 else part
     return None
 
 
 @functools.lru_cache(maxsize=64)
-def _known_types(dtype: np.dtype[Any], is_native: bool) -> tuple[Any, ...]:
+def _types_taken(dtype: np.dtype[Any], is_native: bool) -> tuple[Any, ...]:
     """HDF5's types in the file whose values NumPy can take as they are, or with their bytes reversed."""
-    known = [type_in_file(dtype if is_native else dtype.newbyteorder())]
+    kinds = [type_in_file(dtype if is_native else dtype.newbyteorder())]
     order = "LE" if is_native == (sys.byteorder == "little") else "BE"
     if dtype.kind == "u":
-        known.append(getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}{order}"))  # bit fields
+        kinds.append(getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}{order}"))  # bit fields
     if dtype.kind == "c":
         name = f"COMPLEX_IEEE_F{4 * dtype.itemsize}{order}"  # the complex type of HDF5 2.0
-        known += [getattr(h5py.h5t, name)] if hasattr(h5py.h5t, name) else []
-    return tuple(known)
+        kinds += [getattr(h5py.h5t, name)] if hasattr(h5py.h5t, name) else []
+    return tuple(kinds)
 
 
-_ERRORS = (KeyError, OSError, RuntimeError, ValueError)
+HDF5_ERRORS = (KeyError, OSError, RuntimeError, ValueError)  # of h5py, for what is not there or is damaged
 
 
 def encoded(name: str) -> bytes:
@@ -170,13 +170,13 @@ def _links_below(group: h5py.Group, most: int | None) -> tuple[list[tuple[str, i
             continue
         try:
             opened = h5py.h5o.open(group.id, encoded(name))
-        except _ERRORS:  # who opens it is told
+        except HDF5_ERRORS:  # who opens it is told
             continue
         if isinstance(opened, h5py.h5g.GroupID):
             groups.add(address)
             try:
                 todo.append((f"{name}/", iter(_links_in(opened))))
-            except _ERRORS as error:
+            except HDF5_ERRORS as error:
                 lost[name] = str(error)
     return links, lost
 
@@ -185,11 +185,11 @@ def _links_in(group: h5py.h5g.GroupID) -> list[tuple[str, int]]:
     """The hard links in a group."""
     links: list[tuple[str, int]] = []
 
-    def keep(name: bytes, link: Any) -> None:  # h5py hands the same `link` in for the next one
+    def add(name: bytes, link: Any) -> None:  # h5py hands the same `link` in for the next one
         if link.type == h5py.h5l.TYPE_HARD:
             links.append((decoded(name), int(link.u)))
 
-    group.links.iterate(keep, info=True)
+    group.links.iterate(add, info=True)
     return links
 
 
@@ -212,9 +212,9 @@ def number_of(function: str, identifier: Any) -> int | None:
     identifier : h5py.h5d.DatasetID, h5py.h5p.PropDCID, ...
         The object.
     """
-    ask, number = _function(function), ctypes.c_uint()
+    call, number = _function(function), ctypes.c_uint()
     with phil:
-        return None if ask is None or ask(identifier.id, ctypes.byref(number)) < 0 else number.value
+        return None if call is None or call(identifier.id, ctypes.byref(number)) < 0 else number.value
 
 
 @functools.cache
@@ -232,25 +232,25 @@ _MOST_PARTS = 32  # HDF5 takes 570 KiB for each open file
 T = TypeVar("T")
 
 
-class kept(Generic[T]):
+class cached(Generic[T]):
     """As `functools.cached_property`, without the lock that this has in Python 3.11, one for all objects of a class.
 
-    A thread that asks HDF5 for a value would have that lock and wait for h5py's, while another one has h5py's
-    (`links.nothing_else_opened`) and waits for that lock. Two threads may both ask, and the first answer is kept.
+    A thread that asks HDF5 for a value would hold that lock and wait for h5py's, while another one holds h5py's
+    (`links.nothing_else_opened`) and waits for that lock. Two threads may both ask HDF5; both take the first answer.
     """
 
-    def __init__(self, ask: Callable[[Any], T]) -> None:
-        self._ask, self.__doc__, self._name = ask, ask.__doc__, ask.__name__
+    def __init__(self, method: Callable[[Any], T]) -> None:
+        self._method, self.__doc__, self._name = method, method.__doc__, method.__name__
 
     @overload
-    def __get__(self, owner: None, kind: type) -> kept[T]: ...
+    def __get__(self, owner: None, kind: type) -> cached[T]: ...
     @overload
     def __get__(self, owner: object, kind: type) -> T: ...
     def __get__(self, owner: Any, kind: type) -> Any:
         if owner is None:
             return self
-        answers = owner.__dict__
-        return answers[self._name] if self._name in answers else answers.setdefault(self._name, self._ask(owner))
+        values = owner.__dict__
+        return values[self._name] if self._name in values else values.setdefault(self._name, self._method(owner))
 
 
 class OpenFacts:
@@ -268,17 +268,17 @@ class OpenFacts:
     Attributes
     ----------
     name : str
-        What tells it from others of the same `state`.
-    among : OpenParts or None
-        What this file is a part of: its own parts are kept there, too, so that one number limits all.
+        What tells it from other files of the same `state`.
+    shared_parts : OpenParts or None
+        Where it is kept open as a part of a virtual dataset: its own parts are kept there, too, so that one number limits all.
     opened_in : tuple of int or None
         Its `state` before anything of it was read but its first block, which leads to the rest.
     """
 
     def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
         self.file, self._is_ours, self._in_store, self.name = file, is_ours, stored, str(file.filename)
-        self.among: OpenParts | None = None
-        self._of_image: tuple[int, ...] | None = None
+        self.shared_parts: OpenParts | None = None
+        self._image_state: tuple[int, ...] | None = None
         self.opened_in = self.state()
 
     @classmethod
@@ -291,7 +291,7 @@ class OpenFacts:
         """A file that is open from its bytes, which never change: its state is their number, and a digest."""
         facts = cls(h5py.File(h5py.h5f.open_file_image(image)))
         facts.name = ""  # HDF5 has another one each time
-        facts._of_image = facts.opened_in = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
+        facts._image_state = facts.opened_in = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
         return facts
 
     def dataset(self, identifier: Any, address: int | None = None) -> OpenDataset:
@@ -303,7 +303,7 @@ class OpenFacts:
         """True if it is an object in a store: it has no folder, and what HDF5 reads itself takes a request each."""
         return self._in_store is not None
 
-    @kept
+    @cached
     def stored(self) -> StoredObject | None:
         """The bytes of the file, if it is an object in a store, or a plain file that is open for reading only; else None."""
         if self._in_store is not None:
@@ -313,19 +313,26 @@ class OpenFacts:
         is_plain = is_plain and file.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
         return LocalFile(os.dup(file.get_vfd_handle())) if is_plain else None
 
-    @kept
+    @cached
     def raw(self) -> StoredObject | None:
-        """The same, if addresses in it are positions; None if only the HDF5 library may read them."""
+        """`stored`, if addresses in it are positions; None if only the HDF5 library may read them."""
         return None if self.creation.get_userblock() else self.stored
+
+    def path(self) -> str:
+        """The name of the file, or its real path if the name no longer leads to it (a changed working folder)."""
+        name = str(self.file.filename)
+        if not isinstance(self.stored, LocalFile) or inode_of(name) == (self.state() or ())[2:]:
+            return name
+        return real_path_of(self.stored.descriptor, name)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file, if it is a plain one, open for reading only; else None. Never raises."""
         try:
-            return self._of_image if self.stored is None else self.stored.version
+            return self._image_state if self.stored is None else self.stored.version
         except (OSError, RuntimeError, ValueError):  # it was closed
             return None
 
-    @kept
+    @cached
     def places(self) -> dict[int, list[str]]:
         """The full names of each object, by its address. HDF5 would search the whole file for each single one."""
         places: dict[int, list[str]] = {}
@@ -333,7 +340,7 @@ class OpenFacts:
             places.setdefault(address, []).append(f"/{name}")
         return places
 
-    @kept
+    @cached
     def is_netcdf(self) -> bool:
         """True if the file has the netCDF library's marks."""
         try:
@@ -341,19 +348,19 @@ class OpenFacts:
         except RuntimeError:  # damaged attributes of the root group are not those of an array
             return False
 
-    @kept
+    @cached
     def parts(self) -> OpenParts:
         """The files of which virtual datasets in this one consist."""
-        return OpenParts() if self.among is None else self.among
+        return OpenParts() if self.shared_parts is None else self.shared_parts
 
-    @kept
+    @cached
     def creation(self) -> Any:
         """The properties with which the file was made."""
         return self.file.id.get_create_plist()
 
     def close(self) -> None:
         """Close what this object has opened."""
-        if self.among is None:
+        if self.shared_parts is None:
             self.parts.close()
         if self.stored is not None:
             self.stored.close()
@@ -370,45 +377,45 @@ def close_all(files: Sequence[OpenFacts]) -> None:
 
 class OpenParts:
     """Files that stay open from one virtual dataset to the next: those of a snapshot all consist of the same files, and a file
-    server takes milliseconds for each that is opened. The first `_MOST_PARTS` are kept, until `close`.
+    server takes milliseconds for each that is opened. The first `_MOST_PARTS` stay open, until `close`.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[tuple[int, ...], OpenFacts]] = {}  # with the versions in which they were opened
+        self._files: dict[str, tuple[tuple[int, ...], OpenFacts]] = {}  # with the versions in which they were opened
         self._lock = threading.RLock()  # a call in a signal handler asks, too
 
     @contextlib.contextmanager
-    def open(self, path: str, version: tuple[int, ...], ask: Callable[[], OpenFacts]) -> Iterator[OpenFacts]:
-        """The file at a path, in this version. From `ask` if it is not open yet.
+    def open(self, path: str, version: tuple[int, ...], open_file: Callable[[], OpenFacts]) -> Iterator[OpenFacts]:
+        """The file at a path, in this version. From `open_file` if it is not open yet.
 
-        One that is open in another version is closed, also for others, whose values are no longer those of the file: while it
-        is open, HDF5 has the old metadata for whoever opens it again.
+        A file that is open in another version is closed, even if another thread reads it: its values are no longer those of
+        the file, and while it is open, HDF5 has the old metadata for whoever opens it again.
         """
         inode = inode_of(path)
         with self._lock:  # not while HDF5 is asked, whose own lock another thread may have that waits for this one
             changed = []
-            for other, (seen, facts) in list(self._kept.items()):
-                is_same = facts.opened_in is not None and facts.opened_in[2:] == inode
-                if (is_same and seen != version) or (other == path and not is_same):
-                    changed.append(self._kept.pop(other)[1])
-            _, facts_of_file = self._kept.get(path, (version, None))
+            for open_path, (open_version, facts) in list(self._files.items()):
+                is_same_file = facts.opened_in is not None and facts.opened_in[2:] == inode
+                if (is_same_file and open_version != version) or (open_path == path and not is_same_file):
+                    changed.append(self._files.pop(open_path)[1])
+            _, part = self._files.get(path, (version, None))
         close_all(changed)
-        if facts_of_file is None:
-            facts_of_file = ask()
-            facts_of_file.among = self
+        if part is None:
+            part = open_file()
+            part.shared_parts = self
             with self._lock:
-                if len(self._kept) < _MOST_PARTS:
-                    self._kept.setdefault(path, (version, facts_of_file))
+                if len(self._files) < _MOST_PARTS:
+                    self._files.setdefault(path, (version, part))
         try:
-            yield facts_of_file
+            yield part
         finally:
-            if self._kept.get(path, (version, None))[1] is not facts_of_file:
-                facts_of_file.close()
+            if self._files.get(path, (version, None))[1] is not part:
+                part.close()
 
     def close(self) -> None:
-        """Close all that are kept."""
-        while self._kept:
-            self._kept.popitem()[1][1].close()
+        """Close all of them."""
+        while self._files:
+            self._files.popitem()[1][1].close()
 
 
 def inode_of(path: str) -> tuple[int, ...]:
@@ -447,17 +454,17 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         if self.id.valid:
             self.id.close()
 
-    @kept
+    @cached
     def creation(self) -> Any:
         """Its creation properties."""
         return self.id.get_create_plist()
 
-    @kept
+    @cached
     def kind(self) -> Any:
         """The type of its values in the file."""
         return self.id.get_type()
 
-    @kept
+    @cached
     def element(self) -> tuple[Any, tuple[int, ...]]:
         """The type of its numbers in the file, and the axes of an element: none, unless elements are small arrays."""
         kind, shape = self.kind, tuple[int, ...]()
@@ -465,24 +472,24 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
             kind, shape = kind.get_super(), (*shape, *kind.get_array_dims())
         return kind, shape
 
-    @kept
+    @cached
     def stored_filters(self) -> list[tuple[int, int, Any, bytes]]:
         """The filters of its chunks, in the order in which they are applied: number, flags, parameters, name."""
         return filters_of(self.creation)
 
-    @kept
+    @cached
     def raw(self) -> StoredObject | None:
         """The bytes of its file; None if only the HDF5 library may read its values."""
         is_elsewhere = self._address is None and file_number(self.id) != file_number(self.file.id)  # in a file that is mounted
         return None if is_elsewhere else self.facts.raw
 
-    @kept
+    @cached
     def extent(self) -> tuple[int, int] | None:
         """Where its values are, if they are in one piece, and their bytes; None if none were ever written."""
         offset = self.id.get_offset()
         return None if offset is None else (int(offset), int(self.id.get_storage_size()))
 
-    @kept
+    @cached
     def n_stored(self) -> int:
         """How many of its chunks are stored."""
         return int(self.id.get_num_chunks())
@@ -501,9 +508,9 @@ def filters_of(creation: Any) -> list[tuple[int, int, Any, bytes]]:
 _numbers = itertools.count()
 
 
-def file_in_memory(**how: Any) -> h5py.File:
-    """A new file in memory. `how` goes to `h5py.File`."""
-    return h5py.File(f"shardload {next(_numbers)}", "w", driver="core", backing_store=False, **how)
+def file_in_memory(**options: Any) -> h5py.File:
+    """A new file in memory. The options are those of `h5py.File`."""
+    return h5py.File(f"shardload {next(_numbers)}", "w", driver="core", backing_store=False, **options)
 
 
 def image_of(file: h5py.File) -> bytes:

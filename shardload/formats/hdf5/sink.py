@@ -1,13 +1,13 @@
-"""How is an HDF5 or netCDF4 file written by many processes, without parallel HDF5? One makes the metadata, all put chunks.
+"""How do many processes write an HDF5 or netCDF4 file, without parallel HDF5? One makes the metadata, all write chunks.
 
 1. One rank creates the file on a `Ledger`: the HDF5 library writes its metadata there.
 2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Contiguous arrays and
    chunks without filters get their places when they are made, because their sizes are known.
-3. Any rank writes chunks at these offsets into the temporary file (`Hdf5Writer`).
+3. Any rank writes chunks at these offsets into the temporary file (`LedgerSink.writer`).
 4. `Hdf5Sink.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
    compares the place of every chunk with what was noted.
 
-What one rank keeps for a million chunks fits into 64 MiB: places as arrays, and of the metadata what HDF5 itself keeps.
+For a million chunks one rank keeps less than 64 MiB: places as arrays, and of the metadata what HDF5 itself keeps.
 """
 
 from __future__ import annotations
@@ -29,28 +29,19 @@ from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.filters import Hdf5Encoder
 from shardload.formats.hdf5.ledger import Ledger, limit_cache
 from shardload.formats.hdf5.opened import file_in_memory
-from shardload.formats.sink import (
-    ArraySpec,
-    PlacedChunks,
-    Places,
-    Sink,
-    Ticket,
-    Writer,
-    with_dims,
-)
+from shardload.formats.sink import ArraySpec, PlacedChunks, Places, Sink, Ticket, Writer, with_dims
 from shardload.planning.region import unravel
 from shardload.storage.changes import GrowingFile
 from shardload.storage.local import Fence, LocalFolder
-from shardload.storage.objects import ObjectFolder
+from shardload.storage.objects import Ints, ObjectFolder
 from shardload.storage.target import Change, NewFile, Target, WritableFile, check_mark, named
 
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _AT_ONCE = 4096  # chunks
 _RENEWED_AFTER = 1 << 16  # chunks
 
 
 class LedgerSink(Sink):
-    """One file, which the HDF5 library writes to a ledger: see `Sink`.
+    """A file that the HDF5 library writes to a ledger: see `Sink`.
 
     Attributes
     ----------
@@ -124,7 +115,7 @@ class LedgerSink(Sink):
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Around calls of HDF5: raises what the ledger could not write or read meanwhile."""
+        """For calls of HDF5: raises the error of the ledger, if it could not write or read meanwhile."""
         try:
             yield
         finally:
@@ -132,10 +123,10 @@ class LedgerSink(Sink):
                 with named(self.path):
                     raise self.ledger.failed
 
-    def place(self, name: str, starts: Int64s, sizes: Int64s, masks: Int64s) -> list[int]:
-        """Have the library give some chunks of an array a place: by the first element of each, its bytes, and filters that are
-        left out. Now and then the file is closed and opened again: HDF5 remembers each gap between aligned chunks, 250 bytes
-        each.
+    def place(self, name: str, starts: Ints, sizes: Ints, masks: Ints) -> list[int]:
+        """Have the library give some chunks of an array a place: by the first element of each, its bytes, and the filters that
+        were left out. Now and then the file is closed and opened again: HDF5 remembers each gap between aligned chunks, in 250
+        bytes.
         """
         dataset = self.library[name].id
         offsets = [
@@ -149,10 +140,19 @@ class LedgerSink(Sink):
             self.open_library("r+")
         return offsets
 
-    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+    def allocate(self, name: str, numbers: Sequence[int] | Ints, nbytes: Sequence[int] | Ints, masks: Any = 0) -> Ints:
         """See `Sink`."""
+        placed = self.chunks[name]
         with self.calls():
-            return self.chunks[name].place(self, numbers, nbytes, masks)
+            numbers, sizes = placed.checked(numbers, nbytes)
+            masks = np.broadcast_to(np.asarray(masks, dtype=np.int64), numbers.shape)
+            order = np.argsort(numbers, kind="stable")  # the index of chunks is smaller, and faster, if they come in order
+            offsets = np.empty(len(numbers), dtype=np.int64)
+            for first in range(0, len(numbers), _AT_ONCE):
+                batch = order[first : first + _AT_ONCE]
+                offsets[batch] = self.place(placed.stored_name, placed.starts(numbers[batch]), sizes[batch], masks[batch])
+        placed.note(numbers, offsets, sizes, masks)
+        return offsets
 
     def finish(self) -> None:
         """See `Sink`. ValueError if a chunk has no place; RuntimeError if two have one."""
@@ -180,8 +180,10 @@ class LedgerSink(Sink):
         """The file as it will be, as HDF5 reads it. `changes` were given to `NewFile.finish` or `GrowingFile.finish`."""
 
     def _check_apart(self) -> None:
-        stored = [chunks.stored() for chunks in self.chunks.values()] or [(np.zeros(0, np.int64),) * 2]
-        offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(some) for some in zip(*stored, strict=True)]
+        if not self.chunks:
+            return
+        stored = [chunks.stored() for chunks in self.chunks.values()]
+        offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(column) for column in zip(*stored, strict=True)]
         order = np.argsort(offsets)
         starts, sizes = offsets[order], sizes[order]
         clash = np.flatnonzero(starts[:-1] + sizes[:-1] > starts[1:])
@@ -220,7 +222,7 @@ class Hdf5Sink(LedgerSink):
     mode : str
         See `Sink`.
     is_netcdf : bool
-        Whether it shall be a netCDF4 file: each axis gets a dimension, and only netCDF's types are allowed.
+        Whether it is a netCDF4 file: each axis gets a dimension, and only netCDF's types are allowed.
     alignment : int
         See `LedgerSink`.
     attrs : mapping
@@ -270,16 +272,16 @@ class Hdf5Sink(LedgerSink):
     def create(self) -> Self:
         """See `Sink`."""
         chunks = {
-            name: Hdf5PlacedChunks(self.path, name, one.spec, self.stored_names[name]) for name, one in self.arrays.items()
+            name: Hdf5PlacedChunks(self.path, name, array.spec, self.stored_names[name]) for name, array in self.arrays.items()
         }
-        early = [chunks[name] for name, one in self.arrays.items() if not one.is_placed_by_root]
+        early = [chunks[name] for name, array in self.arrays.items() if not array.is_placed_by_root]
         file = NewFile(self.path, self.mode)
         self.begin(file, chunks)
         try:
             with self.calls():
                 self.describe(self.open_library("w", track_order=self.is_netcdf or None))
                 for placed in early:
-                    placed.note(self.library[placed.stored_name].id)
+                    placed.note_all(self.library[placed.stored_name].id)
             _reserve(file, early)
         except BaseException:
             self.abandon()
@@ -296,8 +298,7 @@ class Hdf5Sink(LedgerSink):
 
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
-        every = {name: array.spec for name, array in self.arrays.items()} | self._texts
-        specs = {self.stored_names[name]: spec for name, spec in every.items()}
+        specs = {name: array.spec for name, array in self.arrays.items()} | self._texts
         if self.is_netcdf:
             file.attrs["_NCProperties"] = np.bytes_(
                 f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
@@ -314,20 +315,20 @@ class Hdf5Sink(LedgerSink):
             with _making(name):
                 dataset = self._write_text(*self._place(file, name), spec)
             write_attrs(dataset, name, spec.attrs, is_netcdf=self.is_netcdf)
-        for name, found in self._group_attrs.items():
+        for name, group_attrs in self._group_attrs.items():
             if name.strip("/"):
-                write_attrs(self._group(file, name.strip("/")), name, found, is_netcdf=self.is_netcdf)
-        name_axes(file, specs, is_netcdf=self.is_netcdf)
+                write_attrs(self._group(file, name.strip("/")), name, group_attrs, is_netcdf=self.is_netcdf)
+        name_axes(file, {self.stored_names[name]: spec for name, spec in specs.items()}, is_netcdf=self.is_netcdf)
 
     def _group(self, file: h5py.File, name: str) -> h5py.Group:
         """A group, made with those above it if they are not there. The netCDF library writes only to a file of which every
         group keeps the order of its members.
         """
-        found = file
+        group = file
         for part in filter(None, name.split("/")):
-            is_new = part not in found
-            found = found.create_group(part, track_order=self.is_netcdf or None) if is_new else found.require_group(part)
-        return found
+            is_new = part not in group
+            group = group.create_group(part, track_order=self.is_netcdf or None) if is_new else group.require_group(part)
+        return group
 
     def _place(self, file: h5py.File, name: str) -> tuple[h5py.Group, str]:
         """The group of an array, and its name there."""
@@ -338,16 +339,16 @@ class Hdf5Sink(LedgerSink):
         """An array of text, with its values."""
         values = np.asarray(spec.texts)
         kind = values.dtype if h5py.check_string_dtype(values.dtype) else h5py.string_dtype()
-        most = tuple(None if k in spec.unlimited else n for k, n in enumerate(spec.shape)) if spec.unlimited else None
-        return group.create_dataset(last, data=values, dtype=kind, maxshape=most)
+        largest = tuple(None if k in spec.unlimited else n for k, n in enumerate(spec.shape)) if spec.unlimited else None
+        return group.create_dataset(last, data=values, dtype=kind, maxshape=largest)
 
     def _make(self, group: h5py.Group, last: str, name: str, array: Hdf5Encoder, is_trial: bool) -> None:
-        most = tuple(h5py.h5s.UNLIMITED if k in array.spec.unlimited else n for k, n in enumerate(array.spec.shape))
-        space = h5py.h5s.create_simple(array.spec.shape, most) if array.spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-        creation = array.creation
+        spec, creation = array.spec, array.creation
+        largest = tuple(h5py.h5s.UNLIMITED if k in spec.unlimited else n for k, n in enumerate(spec.shape))
+        space = h5py.h5s.create_simple(spec.shape, largest) if spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
         if is_trial:  # without places for values
             creation = creation.copy()
-            creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if array.spec.chunks else h5py.h5d.ALLOC_TIME_LATE)
+            creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if spec.chunks else h5py.h5d.ALLOC_TIME_LATE)
         h5py.h5d.create(group.id, last.encode(), array.kind, space, creation)
 
 
@@ -380,7 +381,7 @@ class Hdf5PlacedChunks(PlacedChunks):
     stored_name : str
         Its name in HDF5.
     origin : sequence of int, optional
-        Where its first element is in the array of the file, which has other chunks before it.
+        Of an array that grows: where its new part begins.
     """
 
     def __init__(self, path: str, name: str, spec: ArraySpec, stored_name: str, origin: Sequence[int] = ()) -> None:
@@ -390,31 +391,23 @@ class Hdf5PlacedChunks(PlacedChunks):
         self._chunks, self._origin = np.array(spec.chunks or (), np.int64), np.array(origin or (0,) * len(self.grid), np.int64)
         self._masks = np.zeros(len(self.sizes), np.uint32)
 
-    def stored(self) -> tuple[Int64s, np.ndarray[Any, Any]]:
+    def stored(self) -> tuple[Ints, np.ndarray[Any, Any]]:
         """Offsets and sizes of the chunks that have a place."""
         has_place = self.sizes > 0
         return (self.offsets, self.sizes) if np.all(has_place) else (self.offsets[has_place], self.sizes[has_place])
 
-    def place(self, sink: LedgerSink, numbers: Any, nbytes: Any, masks: Any) -> Int64s:
-        """Have the library give places to chunks: see `Sink.allocate`."""
-        which, sizes = self.checked(numbers, nbytes)
-        kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
-        order = np.argsort(which, kind="stable")  # the index of chunks is smaller, and faster, if they come in order
-        offsets = np.empty(len(which), dtype=np.int64)
-        for at in range(0, len(which), _AT_ONCE):
-            some = order[at : at + _AT_ONCE]
-            starts = np.stack(np.unravel_index(which[some], self.grid), axis=-1) * self._chunks + self._origin
-            offsets[some] = sink.place(self.stored_name, starts, sizes[some], kinds[some])
-        self._note(which, offsets, sizes, kinds)
-        return offsets
+    def starts(self, numbers: Ints) -> Ints:
+        """The first element of chunks in the file: a row for each."""
+        return np.stack(np.unravel_index(numbers, self.grid), axis=-1) * self._chunks + self._origin
 
-    def _note(self, which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
-        self.offsets[which], self.sizes[which], self._masks[which] = offsets, sizes, masks
+    def note(self, numbers: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
+        """Note the places of chunks."""
+        self.offsets[numbers], self.sizes[numbers], self._masks[numbers] = offsets, sizes, masks
 
-    def note(self, dataset: h5py.h5d.DatasetID) -> None:
+    def note_all(self, dataset: h5py.h5d.DatasetID) -> None:
         """Note the places that HDF5 gave all chunks when it made the array."""
         if self.grid:
-            self._each(dataset, self._note)
+            self._each(dataset, self.note)
         else:
             self.offsets[:], self.sizes[:] = dataset.get_offset() or 0, dataset.get_storage_size()
 
@@ -424,21 +417,21 @@ class Hdf5PlacedChunks(PlacedChunks):
             if self.sizes[0] and dataset.get_offset() != self.offsets[0]:
                 raise self._misplaced((), dataset.get_offset(), self.offsets[0])
             return
-        n_here, wrong = 0, list[tuple[int, int]]()  # number and offset
+        n_found, wrong = 0, list[tuple[int, int]]()  # number and offset
 
-        def take(which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
-            nonlocal n_here
-            n_here += len(which)
-            is_wrong = (offsets != self.offsets[which]) | (sizes != self.sizes[which]) | (masks != self._masks[which])
-            wrong.extend(zip(which[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
+        def compare(numbers: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
+            nonlocal n_found
+            n_found += len(numbers)
+            is_wrong = (offsets != self.offsets[numbers]) | (sizes != self.sizes[numbers]) | (masks != self._masks[numbers])
+            wrong.extend(zip(numbers[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
 
-        self._each(dataset, take)
+        self._each(dataset, compare)
         if wrong:
             number, offset = min(wrong)
             raise self._misplaced(unravel(number, self.grid), offset, self.offsets[number])
-        if n_here != len(self.sizes):
-            told = f"'{self.name}' in '{self.path}' has {n_here} chunks for HDF5, but {len(self.sizes)} were written"
-            raise SourceError(told, path=self.path, dataset=self.name)
+        if n_found != len(self.sizes):
+            text = f"'{self.name}' in '{self.path}' has {n_found} chunks for HDF5, but {len(self.sizes)} were written"
+            raise SourceError(text, path=self.path, dataset=self.name)
 
     def _misplaced(self, index: tuple[int, ...], offset: Any, expected: Any) -> SourceError:
         return SourceError(
@@ -448,13 +441,13 @@ class Hdf5PlacedChunks(PlacedChunks):
             chunk=index,
         )
 
-    def _each(self, dataset: h5py.h5d.DatasetID, take: Callable[[Int64s, Int64s, Int64s, Int64s], None]) -> None:
-        """Give what HDF5 says of all stored chunks from `origin` on, some at a time: numbers, offsets, sizes, masks."""
+    def _each(self, dataset: h5py.h5d.DatasetID, take: Callable[[Ints, Ints, Ints, Ints], None]) -> None:
+        """Give `take` what HDF5 says of all stored chunks from `origin` on, some at a time: numbers, offsets, sizes, masks."""
 
-        def note(starts: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
+        def number(starts: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
             starts = starts - self._origin
             is_new = np.all(starts >= 0, axis=1)
-            which = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
-            take(which, offsets[is_new], sizes[is_new], masks[is_new])
+            numbers = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
+            take(numbers, offsets[is_new], sizes[is_new], masks[is_new])
 
-        list_chunks(dataset, note, _AT_ONCE)
+        list_chunks(dataset, number, _AT_ONCE)

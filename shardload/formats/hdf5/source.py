@@ -8,7 +8,7 @@
    Python is held while reading or copying. Each axis that the region covers completely is merged with the axis before it. The
    last axis then has the runs of the region: they are contiguous in the file, and in the buffer too. If runs start far from
    each other, each is read straight into its place. If they start near each other, many runs are read at once into a small
-   buffer, with the bytes between them, and copied from there: the runs of several planes with one copy. That copy also converts
+   buffer, with the bytes between them, and copied from there, the runs of several planes with one copy. That copy also converts
    the byte order, if it is not native.
 """
 
@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import h5py
@@ -29,15 +28,18 @@ from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, i
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, open_chunks
 from shardload.formats.hdf5.filters import NAMES
-from shardload.formats.hdf5.links import Others
+from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.metadata import group_attrs_of, labels_of, properties_of
-from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, kept, swap_size, type_in_file
-from shardload.formats.hdf5.tiles import Opener, Tiles, find_boxes
+from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, cached, swap_size, type_in_file
+from shardload.formats.hdf5.tiles import PartOpener, Tiles, find_boxes
 from shardload.planning.region import NEAR_NBYTES, Region
 from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.system.scratch import shared_scratch
 
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
+_TRUSTING = {32001, 32004, 32015}  # HDF5's decoders of these believe what a chunk declares of its length
+_MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
+_COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
 
 
 def open_contiguous(dataset: OpenDataset, dtype: np.dtype[Any]) -> Hdf5Contiguous | None:
@@ -82,18 +84,18 @@ class Hdf5Contiguous:
             return
         axes, strides, near = self._axes_of(region, out.dtype)
         target = out.reshape(-1).view(f"u{strides[-1]}").reshape([n for _, _, n in axes])
-        for index, at in self._starts(axes, strides, near):
+        for index, offset in self._starts(axes, strides, near):
             if near < len(axes) - 1 or self._swap:
-                self._read_spans(axes[near + 1 :], at, strides[near - 1], strides[near], target[index])
+                self._read_spans(axes[near + 1 :], offset, strides[near - 1], strides[near], target[index])
             else:
-                self._read_rows(target[index].view(np.uint8), at, strides[near - 1])
+                self._read_rows(target[index].view(np.uint8), offset, strides[near - 1])
 
     def extents(self, region: Region, dtype: np.dtype[Any]) -> Iterator[tuple[Ints, Ints]]:
         """The bytes of the file that `read_into` reads of a region: offsets and sizes."""
         axes, strides, near = self._axes_of(region, dtype)
-        for _, at in self._starts(axes, strides, near):
+        for _, offset in self._starts(axes, strides, near):
             n = axes[near - 1][2]
-            yield at + np.arange(n) * strides[near - 1], np.full(n, axes[near][2] * strides[near])
+            yield offset + np.arange(n) * strides[near - 1], np.full(n, axes[near][2] * strides[near])
 
     def _axes_of(self, region: Region, dtype: np.dtype[Any]) -> tuple[list[tuple[int, int, int]], list[int], int]:
         """The merged axes of a region, with one for the parts of an element; the bytes from one to the next along each; and
@@ -113,12 +115,12 @@ class Hdf5Contiguous:
         for index in itertools.product(*(range(n) for _, _, n in axes[: near - 1])):
             yield index, start + sum(i * stride for i, stride in zip(index, strides, strict=False))
 
-    def _read_rows(self, rows: np.ndarray[Any, Any], at: int, step: int) -> None:
-        """Fill each row: row k from `at` + k * `step`."""
-        self._raw.read_ranges(Ranges.of_rows(at, step, *rows.shape), rows.reshape(-1))
+    def _read_rows(self, rows: np.ndarray[Any, Any], offset: int, step: int) -> None:
+        """Fill each row: row k from `offset` + k * `step`."""
+        self._raw.read_ranges(Ranges.of_rows(offset, step, *rows.shape), rows.reshape(-1))
 
     def _read_spans(
-        self, inner: list[tuple[int, int, int]], at: int, step: int, stride: int, target: np.ndarray[Any, Any]
+        self, inner: list[tuple[int, int, int]], offset: int, step: int, stride: int, target: np.ndarray[Any, Any]
     ) -> None:
         """Read planes that start `step` bytes apart, of rows that start `stride` bytes apart.
 
@@ -136,7 +138,7 @@ class Hdf5Contiguous:
             part = target[plane : plane + most_planes, first : first + most_rows]
             n, rows = part.shape[:2]
             span = memory[: n * rows * stride].reshape(n, rows * stride)
-            self._read_rows(span, at + plane * step + first * stride, step)
+            self._read_rows(span, offset + plane * step + first * stride, step)
             np.copyto(part, span.view(kind).reshape(n, rows, *lengths)[wanted])
 
 
@@ -163,9 +165,24 @@ def merged_axes(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int,
     return axes
 
 
-_TRUSTING = {32001, 32004, 32015}  # HDF5's decoders of these believe what a chunk declares of its length
-_MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
-_COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
+def _memory_type_of(kind: Any, dtype: np.dtype[Any]) -> tuple[Any, bool]:
+    """HDF5's type in memory for numbers that have the type `kind` in the file, None for h5py's own type of `dtype`; and whether
+    their bytes must be swapped after that.
+    """
+    # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
+    # HDF5 2.0 in the other byte order to that pair.
+    if kind.get_class() == getattr(h5py.h5t, "COMPLEX", None) and dtype.name in _COMPLEX:
+        return getattr(h5py.h5t, _COMPLEX[dtype.name]), False
+    if kind.get_class() == h5py.h5t.BITFIELD:  # HDF5 does not convert it to a number
+        return getattr(h5py.h5t, f"NATIVE_B{8 * dtype.itemsize}"), False
+    if dtype == BFLOAT16:
+        return type_in_file(BFLOAT16), False
+    # Integers of fewer bits than their bytes have: if HDF5 is to give them in the other byte order, it swaps the bytes and
+    # takes the unused bits, mostly zeros, for bits of the number: -3 of 12 bits becomes 4093. So they come in their own order.
+    has_unused_bits = kind.get_class() == h5py.h5t.INTEGER and kind.get_precision() < 8 * kind.get_size()
+    if has_unused_bits and not kind.dtype.isnative:
+        return h5py.h5t.py_create(kind.dtype), True
+    return None, False
 
 
 class Hdf5Source(Source):
@@ -177,67 +194,56 @@ class Hdf5Source(Source):
         Not refused by `info.refused`.
     info : ArrayInfo
         Its description, from `describe`.
-    others : Others
+    others : OtherFiles
         The other files that hold its values.
-    open_part : Opener, optional
-        Opens the datasets of which a virtual one consists.
+    open_part : PartOpener, optional
+        Opens the parts of a virtual dataset. None for any other dataset.
     close : callable, optional
         Called by `close`.
     is_linked : bool
-        True if a link led to the dataset from another file, whose names it does not know.
+        True if a link led to the dataset from another file: names in its own file mean nothing to the caller.
     """
 
     def __init__(
         self,
         dataset: OpenDataset,
         info: ArrayInfo,
-        others: Others,
-        open_part: Opener | None = None,
+        others: OtherFiles,
+        open_part: PartOpener | None = None,
         close: Callable[[], None] = lambda: None,
         is_linked: bool = False,
     ) -> None:
         self.dataset, self._info, self.others, self._is_linked = dataset, info, others, is_linked
         self._open_part, self._close = open_part, close
         self._expected: Region | None = None
-        number, self._inner = dataset.element
-        self._dtype = self._number = np.dtype("V1" if info.refused else info.dtype)
-        # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
-        # HDF5 2.0 in the other byte order to that pair.
-        is_native_complex = number.get_class() == getattr(h5py.h5t, "COMPLEX", None)
-        name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
-        self._memory_type = getattr(h5py.h5t, name) if name else None
-        if number.get_class() == h5py.h5t.BITFIELD and not info.refused:  # HDF5 does not convert it to a number
-            self._memory_type = getattr(h5py.h5t, f"NATIVE_B{8 * self._number.itemsize}")
-        if self._number == BFLOAT16:
-            self._memory_type = type_in_file(BFLOAT16)
-        # Integers of fewer bits than their bytes have: if HDF5 is to give them in the other byte order, it swaps the bytes and
-        # takes the unused bits, mostly zeros, for bits of the number: -3 of 12 bits becomes 4093. So they come in their own
-        # order.
-        has_unused_bits = number.get_class() == h5py.h5t.INTEGER and number.get_precision() < 8 * number.get_size()
-        self._swaps = not info.refused and has_unused_bits and not number.dtype.isnative
-        if self._swaps:
-            self._memory_type = h5py.h5t.py_create(number.dtype)
-        if self._inner and not info.refused:  # below, an element is so many bytes
-            self._memory_type = h5py.h5t.array_create(self._memory_type or h5py.h5t.py_create(self._number), self._inner)
-            self._dtype = np.dtype((np.void, self._memory_type.get_size()))
-            n = len(dataset.shape)
-            self._info = replace(info, shape=info.shape[:n], chunks=info.chunks and info.chunks[:n])
-        self._told = info
-        # What HDF5 does not write into the buffer: zero, as h5py has it there, if the creator chose never to fill. And of a
-        # virtual dataset what no mapping covers, if others overlap: HDF5 fills nothing if they are as many elements in all.
-        self._gaps: Any = None
-        if not info.refused:
-            self._gaps = np.zeros((), self._dtype) if leaves_gaps(dataset) else dataset.fillvalue if others.is_virtual else None
+        kind, self._inner = dataset.element  # its numbers, and the axes of an element
+        self._chunks = info.chunks and info.chunks[: len(info.chunks) - len(self._inner)]
+        if info.refused:  # nothing is read
+            self._dtype = self._element_dtype = np.dtype("V1")
+            return
+        self._dtype = self._element_dtype = np.dtype(info.dtype)
+        self._memory_type, self._swaps = _memory_type_of(kind, self._dtype)
+        if self._inner:  # to HDF5 an element is so many bytes
+            self._memory_type = h5py.h5t.array_create(self._memory_type or h5py.h5t.py_create(self._dtype), self._inner)
+            self._element_dtype = np.dtype((np.void, self._memory_type.get_size()))
+        # The value of what HDF5 does not write into the buffer; None if it writes all. It is zero, as h5py has it there, if the
+        # creator chose never to fill. Of a virtual dataset HDF5 may leave out what no mapping covers: if mappings overlap, and
+        # have as many elements in all as the dataset.
+        self._gap_value: Any = None
+        if leaves_gaps(dataset):
+            self._gap_value = np.zeros((), self._element_dtype)
+        elif others.is_virtual:
+            self._gap_value = dataset.fillvalue
 
     @property
     def info(self) -> ArrayInfo:
         """Shape, dtype, chunks and the other metadata."""
-        return self._told
+        return self._info
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the values, in native byte order."""
-        return self._number
+        return self._dtype
 
     def expect(self, region: Region) -> None:
         """Only the places of chunks that meet `region` will be listed."""
@@ -252,13 +258,13 @@ class Hdf5Source(Source):
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
-        check_request(self._told, self._number, region, out)
+        check_request(self._info, self._dtype, region, out)
         if region.size == 0:
             return
         if self._inner:
             elements, inside = self._cut(region)
-            numbers = np.empty((*elements.shape, *self._inner), self._number)
-            self._read_into(elements, numbers.reshape(-1).view(self._dtype).reshape(elements.shape))
+            numbers = np.empty((*elements.shape, *self._inner), self._dtype)
+            self._read_into(elements, numbers.reshape(-1).view(self._element_dtype).reshape(elements.shape))
             out[...] = numbers[inside]
         elif self.dataset.id.valid and self._tiles is not None:
             self._tiles.read_into(region, out)
@@ -267,7 +273,7 @@ class Hdf5Source(Source):
                 self._read_into(region, out)
 
     def _cut(self, region: Region) -> tuple[Region, tuple[Any, ...]]:
-        """The elements in which a region is, which may be small arrays; and what is in it of these."""
+        """The elements of the dataset that a region meets; and what of these, if they are small arrays, lies in the region."""
         n = region.ndim - len(self._inner)
         return Region(region.start[:n], region.stop[:n]), (..., *Region(region.start[n:], region.stop[n:]).slices())
 
@@ -276,17 +282,17 @@ class Hdf5Source(Source):
         if is_open and self._contiguous is not None:
             self._contiguous.read_into(region, out)
             return
-        if is_open and self._decoded_here is not None:
-            read_by_chunks(self._decoded_here, self._info.chunks or (), region, out)
+        if is_open and self._safe_reader is not None:
+            read_by_chunks(self._safe_reader, self._chunks or (), region, out)
             return
         if is_open and self.places is not None:
             self.places.check(region)
-        if self._gaps is not None:
-            out[...] = self._gaps  # it may hold another block's values
+        if self._gap_value is not None:
+            out[...] = self._gap_value  # it may hold another block's values
         try:
             self._read_by_library(region, out)
             if self._swaps:
-                out.reshape(-1).view(self._number).byteswap(inplace=True)
+                out.reshape(-1).view(self._dtype).byteswap(inplace=True)
         finally:  # if the file was cut, that error names the cause better
             self._check_whole()
 
@@ -307,8 +313,8 @@ class Hdf5Source(Source):
         for part in self._parts(region):
             in_file.select_hyperslab(part.start, part.shape)
             if part != region:
-                at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
-                in_memory.select_hyperslab(at, part.shape)
+                start = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
+                in_memory.select_hyperslab(start, part.shape)
             with self._with_values(part) as identifier:
                 identifier.read(in_memory, in_file, out, self._memory_type)
 
@@ -318,8 +324,7 @@ class Hdf5Source(Source):
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call of HDF5."""
-        chunk = self._info.chunks
-        return iter((region,)) if chunk is None else a_few_chunks(region, chunk, _MOST_AT_ONCE)
+        return iter((region,)) if self._chunks is None else a_few_chunks(region, self._chunks, _MOST_AT_ONCE)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet `region`; ``[()]`` for a dataset without chunks and without stored values."""
@@ -334,7 +339,7 @@ class Hdf5Source(Source):
         is_contiguous = creation.get_layout() == h5py.h5d.CONTIGUOUS and not creation.get_external_count()
         return [()] if is_contiguous and self.dataset.extent is None else []
 
-    @kept
+    @cached
     def places(self) -> ChunkPlaces | None:
         """Where the chunks are; None for a dataset without chunks."""
         if self.dataset.creation.get_layout() != h5py.h5d.CHUNKED:
@@ -342,19 +347,19 @@ class Hdf5Source(Source):
         expected = None if self._expected is None else self._cut(self._expected)[0]
         return ChunkPlaces(self.dataset, expected)
 
-    @kept
-    def _decoded_here(self) -> ChunkReader | None:
-        """A reader of chunks, if HDF5's own filters would trust what a chunk declares; else None."""
+    @cached
+    def _safe_reader(self) -> ChunkReader | None:
+        """A reader of chunks, if HDF5's decoders of their filters would believe what a damaged chunk declares; else None."""
         names = [NAMES[number] for number, *_ in self.dataset.stored_filters if number in _TRUSTING]
         if self._info.refused or self.places is None or not names:
             return None
-        found = open_chunks(self.dataset, self._dtype, self.places)
-        if found is None and not all(map(self.others.access.may_use, names)):
+        reader = open_chunks(self.dataset, self._element_dtype, self.places)
+        if reader is None and not all(map(self.others.access.may_use, names)):
             raise UndecodedError(
                 f"its chunks are encoded by {' and '.join(names)} in a way that only HDF5 decodes, which would crash if one is "
                 f"damaged. If you trust who wrote the file, pass allow_filters='{names[0]}'"
             )
-        return found
+        return reader
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as h5py's indexing gives them."""
@@ -368,16 +373,16 @@ class Hdf5Source(Source):
     def _plain(self, region: Region) -> np.ndarray[Any, Any]:
         if self.places is not None and region.size:
             self.places.check(region)
-        if self._decoded_here is not None and region.size:  # an error here, in place of a crash in HDF5
+        if self._safe_reader is not None and region.size:  # an error here, in place of a crash in HDF5
             for part in self._parts(region):
-                read_by_chunks(self._decoded_here, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
-        if self._dtype == BFLOAT16:  # h5py makes float32 of it
-            out = np.full(region.shape, self._gaps or 0, self._dtype)
+                read_by_chunks(self._safe_reader, self._chunks or (), part, np.empty(part.shape, self._element_dtype))
+        if self._element_dtype == BFLOAT16:  # h5py makes float32 of it
+            out = np.full(region.shape, self._gap_value or 0, self._dtype)
             if region.size:
                 self._read_by_library(region, out)
             return out
         if self.others.is_virtual and region.size:
-            out = np.full(region.shape, self._gaps, self.dataset.dtype)
+            out = np.full(region.shape, self._gap_value, self.dataset.dtype)
             for part in self._parts(region):
                 self.dataset.read_direct(out, part.slices(), part.slices(region.start))
             return out
@@ -388,7 +393,7 @@ class Hdf5Source(Source):
         return labels_of(self.dataset, has_coords=not self._is_linked)
 
     def group_attrs(self) -> Mapping[str, Any]:
-        """Those of the group in this file; if a link leads to the array in another file, none."""
+        """Those of the group of the dataset; none if a link led to it from another file."""
         return {} if self._is_linked else group_attrs_of(self.dataset)
 
     def properties(self) -> Properties:
@@ -397,57 +402,53 @@ class Hdf5Source(Source):
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
-        if self._info.refused is not None or self._info.chunks is None:
+        if self._info.refused is not None or self._chunks is None:
             return None
         if self.others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
         if self.dataset.raw is None or self.places is None:
             return None
-        return open_chunks(self.dataset, self._dtype, self.places)
+        return open_chunks(self.dataset, self._element_dtype, self.places)
 
-    @kept
+    @cached
     def _tiles(self) -> Tiles | None:
         """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
-        if not self.others.is_virtual or self._info.refused is not None:
-            return None
-        if self._info.parts is None:
+        if self._open_part is None or self._info.refused is not None or self._info.parts is None:
             return None
         shapes = map(tuple, self._info.parts["shapes"])
         boxes = find_boxes(self.dataset, self.others.names, lambda _: next(shapes, None))
         if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
             raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
-        if self._open_part is None:
-            return None
-        tiles = Tiles(boxes, self._info, fill_value(self.dataset, self._dtype), self._open_part)
+        tiles = Tiles(boxes, self._info, fill_value(self.dataset, self._element_dtype), self._open_part)
         if self._expected is not None:
             tiles.limit_to(self._expected)
         return tiles
 
-    @kept
+    @cached
     def _contiguous(self) -> Hdf5Contiguous | None:
         """A reader of contiguous values without HDF5; None if only HDF5 can read them."""
-        return open_contiguous(self.dataset, self._dtype)
+        return open_contiguous(self.dataset, self._element_dtype)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None.
 
-        If other files hold values, their sizes and times are in it. Those of `Tiles` have been compared when they were opened,
-        and are again.
+        If other files hold values, their sizes and times are in it. Those of `Tiles` were compared when they were opened; here
+        they are compared again.
         """
-        found = self.dataset.facts.state()
-        if found is None:
+        state = self.dataset.facts.state()
+        if state is None:
             return None
         tiles = self.__dict__.get("_tiles")
         if self._info.parts is not None:
-            return *found, 0 if tiles is None else tiles.n_changed()
-        return _together(found, self.others.state())
+            return *state, 0 if tiles is None else tiles.n_changed()
+        return _together(state, self.others.state())
 
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before anything was read of these files."""
-        found = self.dataset.facts.opened_in
-        if found is None:
+        state = self.dataset.facts.opened_in
+        if state is None:
             return None
-        return (*found, 0) if self._info.parts is not None else _together(found, self.others.opened_in())
+        return (*state, 0) if self._info.parts is not None else _together(state, self.others.opened_in())
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""

@@ -5,8 +5,8 @@ parts without the checks that this package makes (docs/trust.md). So:
 
 1. `find_boxes` accepts a virtual dataset if each part is a box of another dataset, in the same order, and no two boxes
    overlap: a *tile*. Others (every other row) are left to HDF5.
-2. One rank looks at all parts (`Behind`). What the others must know goes to them with the metadata (`tell_parts`): which
-   version of each file was seen, and whether chunks lie on one grid.
+2. One rank looks at all parts (`PartMetadata`). What other ranks must know goes to them with the metadata (`tell_parts`):
+   which version of each file was seen, and whether chunks lie on one grid.
 3. `Tiles.read_into` cuts a region at the borders of the tiles. The source of each part reads what lies in it. What no part
    covers is the fill value.
 4. `Tiles.chunk_reader`: if the chunks of all parts lie on one grid, and are encoded alike, several threads may decode them.
@@ -50,21 +50,20 @@ _MOST_OPEN = 8  # parts: with hundreds of open objects, HDF5 takes a millisecond
 _MOST_TILES = 1 << 16  # of one dataset; asking HDF5 where each is takes 20 microseconds, on every rank
 _MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared with every other one
 
-
 Names = tuple[str, str]  # of a file as it is named there, and of a dataset in it
 Versions = dict[str, tuple[int, ...]]  # size and time of files, by their paths
-Opener = Callable[[str, str], tuple[Source, Versions]]
-"""From `Names` to the source of a part, and the versions of all files behind it."""
+PartOpener = Callable[[str, str], tuple[Source, Versions]]
+"""From `Names` to the source of a part, and the versions of all files that hold its values."""
 
 
 @dataclass(frozen=True)
-class Behind:
-    """What is known of a dataset in a virtual dataset, from when it was looked at.
+class PartMetadata:
+    """What is known of a part of a virtual dataset, or of that itself, from when it was looked at.
 
     Attributes
     ----------
     version : tuple of int
-        Size and time of last change of its file; or the `version_of` that and others behind it.
+        The `version_of` all files that hold its values.
     shape, chunks : tuple of int
         Its shape, and its chunks if it has some.
     kind : bytes
@@ -72,7 +71,7 @@ class Behind:
     filters : tuple
         Number and parameters of each filter.
     fill : bytes
-        Its value where nothing was written, in native byte order.
+        Its value where nothing was written, in native byte order; empty if not known (of bit fields).
     is_raw : bool
         Whether its chunks can be read without HDF5, as far as its file is concerned.
     """
@@ -86,15 +85,15 @@ class Behind:
     is_raw: bool = True
 
     @classmethod
-    def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> Behind:
-        """Of an open dataset, and the version of what is behind it."""
+    def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> PartMetadata:
+        """Of an open dataset, with this version."""
         creation, kind = dataset.creation, dataset.kind
         filters = tuple((number, tuple(values)) for number, _, values, _ in dataset.stored_filters)
         dtype = native_dtype(type_of_values(kind)) if kind.get_class() in _NUMBERS else None
         fill = b"" if dtype is None or refusal(dtype) is not None else fill_value(dataset, dtype).tobytes()
         chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
         is_raw = not dataset.facts.creation.get_userblock()
-        return cls(version, tuple(dataset.shape or ()), chunks, code_of(kind), filters, fill, is_raw)
+        return cls(version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), filters, fill, is_raw)
 
 
 def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -106,18 +105,12 @@ def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     return sum(state[0] for state in states), int.from_bytes(digest, "little")
 
 
-def code_of(kind: Any) -> bytes:
-    """A type of HDF5 as bytes."""
-    return bytes(kind.copy().encode())
-
-
 @dataclass(frozen=True)
 class Box:
-    """One tile: a region of the virtual dataset, and where it begins in which dataset.
+    """One tile: a region of the virtual dataset, and where it begins in a part.
 
-    `names` are those of its file and dataset, `shape` is what that dataset had when it was looked at. `axes` has, for
-    each axis of that dataset, the axis of the virtual dataset that it lies along; -1 for an axis with one element here that
-    lies along none.
+    `names` are those of the part's file and dataset, `shape` is the part's when it was looked at. `axes` has, for each axis of
+    the part, the axis of the virtual dataset that it lies along; -1 for an axis along none, of which the tile has one element.
     """
 
     region: Region
@@ -127,17 +120,17 @@ class Box:
     axes: tuple[int, ...]
 
     def inside(self, region: Region) -> Region:
-        """What of its dataset a region of the virtual dataset is."""
+        """A region of the virtual dataset, in the tile, as a region of the part."""
         low, high = [], []
         for first, axis in zip(self.start, self.axes, strict=True):
-            a = 0 if axis < 0 else region.start[axis] - self.region.start[axis]
+            offset = 0 if axis < 0 else region.start[axis] - self.region.start[axis]
             n = 1 if axis < 0 else region.stop[axis] - region.start[axis]
-            low.append(first + a)
-            high.append(first + a + n)
+            low.append(first + offset)
+            high.append(first + offset + n)
         return Region(tuple(low), tuple(high))
 
     def outside(self, start: Sequence[int], stop: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Where a region of its dataset is in the virtual dataset; it may be in part beside the tile."""
+        """Where a region of the part is in the virtual dataset; it may reach out of the tile."""
         low, high = list(self.region.start), list(self.region.stop)
         for a, b, first, axis in zip(start, stop, self.start, self.axes, strict=True):
             if axis >= 0:
@@ -157,34 +150,29 @@ def find_boxes(
     names : sequence
         The names of each mapping.
     shape_of : callable
-        From the names of a part to its shape; None if that is not known. It is asked in the order of the boxes.
+        From the names of a part to its shape; None if that is not known. It is called in the order of the boxes.
     """
     if len(names) > _MOST_TILES:
         return None
     creation, boxes = dataset.creation, []
     for k, name in enumerate(names):
-        space, its_space = creation.get_virtual_vspace(k), creation.get_virtual_srcspace(k)
+        space = creation.get_virtual_vspace(k)
         if not space.get_select_npoints():
             continue
         region = _box_of(space, dataset.shape)
         shape = None if region is None else shape_of(name)
-        its = None if shape is None else _box_of(its_space, shape)
-        if region is None or shape is None or its is None:
+        in_part = None if shape is None else _box_of(creation.get_virtual_srcspace(k), shape)
+        if region is None or shape is None or in_part is None:
             return None
-        axes = _axes_along(region.shape, its.shape)
-        if axes is None or not Region.whole(dataset.shape).contains(region) or not Region.whole(shape).contains(its):
+        axes = _axes_along(region.shape, in_part.shape)
+        if axes is None or not Region.whole(dataset.shape).contains(region) or not Region.whole(shape).contains(in_part):
             return None
-        boxes.append(Box(region, name, shape, its.start, axes))
+        boxes.append(Box(region, name, shape, in_part.start, axes))
     return None if _overlap([box.region for box in boxes]) else boxes
 
 
 def tell_parts(
-    boxes: Sequence[Box],
-    known: Mapping[Names, Behind],
-    shape: tuple[int, ...],
-    chunks: tuple[int, ...] | None,
-    kind: bytes,
-    fill: bytes,
+    boxes: Sequence[Box], metadata: Mapping[Names, PartMetadata], virtual: PartMetadata, chunks: tuple[int, ...] | None
 ) -> dict[str, Any] | None:
     """What ranks that read must know of the parts, as plain JSON (`ArrayInfo.parts`); None if HDF5 has to read them.
 
@@ -192,48 +180,48 @@ def tell_parts(
     ----------
     boxes : sequence of Box
         From `find_boxes`.
-    known : mapping
-        What was found at each of their names.
-    shape, chunks : tuple of int
-        Of the virtual dataset, and the grid of chunks that is told of it.
-    kind, fill : bytes
-        Its type, and its value where no part covers it, as in `Behind`.
+    metadata : mapping
+        Of the part at each of their names.
+    virtual : PartMetadata
+        Of the virtual dataset itself.
+    chunks : tuple of int or None
+        The grid by which it is read.
     """
-    behind = [known.get(box.names) for box in boxes]
-    if any(part is None or part.kind != kind for part in behind):
+    parts = [metadata[box.names] for box in boxes if box.names in metadata]
+    if len(parts) < len(boxes) or any(part.kind != virtual.kind for part in parts):
         return None  # HDF5 converts types
-    parts = [part for part in behind if part is not None]
     versions, shapes = [list(part.version) for part in parts], [list(box.shape) for box in boxes]
-    return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, parts, shape, chunks, fill)}
+    return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, parts, virtual, chunks)}
 
 
 def _is_one_grid(
-    boxes: Sequence[Box], behind: Sequence[Behind], shape: tuple[int, ...], chunks: tuple[int, ...] | None, fill: bytes
+    boxes: Sequence[Box], parts: Sequence[PartMetadata], virtual: PartMetadata, chunks: tuple[int, ...] | None
 ) -> bool:
-    """True if each chunk of the grid that is told is one chunk of one part, and all are encoded alike."""
+    """True if each chunk of the grid is one chunk of one part, and all are encoded alike."""
     if chunks is None or not boxes:
         return False
-    for box, part in zip(boxes, behind, strict=True):
-        if part.chunks is None or not part.is_raw:
+    shape = virtual.shape
+    for box, part in zip(boxes, parts, strict=True):
+        if part.chunks is None or not part.is_raw or not part.fill:
             return False
-        if (part.chunks, part.filters, part.fill) != (behind[0].chunks, behind[0].filters, behind[0].fill):
+        if (part.chunks, part.filters, part.fill) != (parts[0].chunks, parts[0].filters, parts[0].fill):
             return False
         n = len(shape) - len(part.chunks)
         if n < 0 or (1,) * n + part.chunks != chunks or box.axes != tuple(range(n, len(shape))):
             return False
-        first = (0,) * n + box.start
-        for a, b, c, its, length in zip(box.region.start, box.region.stop, chunks, first, shape, strict=True):
-            if a % c or its % c or (b % c and b != length):
+        starts_in_part = (0,) * n + box.start
+        for a, b, c, start, length in zip(box.region.start, box.region.stop, chunks, starts_in_part, shape, strict=True):
+            if a % c or start % c or (b % c and b != length):
                 return False
-    return sum(box.region.size for box in boxes) == math.prod(shape) or behind[0].fill == fill
+    return sum(box.region.size for box in boxes) == math.prod(shape) or parts[0].fill == virtual.fill
 
 
 def _box_of(space: Any, shape: Sequence[int]) -> Region | None:
     """The elements that are selected, if they are one box."""
-    how = space.get_select_type()
-    if how == h5py.h5s.SEL_ALL:
+    selection = space.get_select_type()
+    if selection == h5py.h5s.SEL_ALL:
         return Region.whole(shape)
-    if how != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
+    if selection != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
         return None
     start, stride, count, block = space.get_regular_hyperslab()
     if any(n > 1 and step != length for n, step, length in zip(count, stride, block, strict=True)):
@@ -244,19 +232,20 @@ def _box_of(space: Any, shape: Sequence[int]) -> Region | None:
     return Region(tuple(map(int, start)), stop)
 
 
-def _axes_along(shape: Sequence[int], its: Sequence[int]) -> tuple[int, ...] | None:
+def _axes_along(shape: Sequence[int], part_shape: Sequence[int]) -> tuple[int, ...] | None:
     """For each axis of a part, the axis of the virtual dataset that it lies along: HDF5 takes elements in C order.
 
     >>> _axes_along((1, 4, 5), (4, 5)), _axes_along((4, 5), (4, 5)), _axes_along((4, 5), (5, 4)), _axes_along((4, 1), (1, 4))
     ((1, 2), (0, 1), None, (-1, 0))
     """
-    if tuple(shape) == (1,) * (len(shape) - len(its)) + tuple(its):
-        return tuple(range(len(shape) - len(its), len(shape)))
-    long = [k for k, n in enumerate(shape) if n != 1]
-    if [shape[k] for k in long] != [n for n in its if n != 1]:
+    n_more = len(shape) - len(part_shape)
+    if tuple(shape) == (1,) * n_more + tuple(part_shape):
+        return tuple(range(n_more, len(shape)))
+    long_axes = [k for k, n in enumerate(shape) if n != 1]
+    if [shape[k] for k in long_axes] != [n for n in part_shape if n != 1]:
         return None
-    along = iter(long)
-    return tuple(-1 if n == 1 else next(along) for n in its)
+    axes = iter(long_axes)
+    return tuple(-1 if n == 1 else next(axes) for n in part_shape)
 
 
 def _overlap(regions: Sequence[Region]) -> bool:
@@ -270,8 +259,8 @@ def _overlap(regions: Sequence[Region]) -> bool:
             return False
     if len(regions) > _MOST_COMPARED:
         return True
-    meets = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
-    return bool(meets.sum() > len(regions))
+    overlaps = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
+    return bool(overlaps.sum() > len(regions))  # more than each with itself
 
 
 def _encoding_of(source: Source) -> tuple[Any, ...]:
@@ -298,11 +287,11 @@ class Tiles(ChunkReader):
         Of the virtual dataset, with `parts`.
     fill : ndarray
         Value of what no part covers: an array without axes.
-    open_part : Opener
+    open_part : PartOpener
         Opens the source of a part.
     """
 
-    def __init__(self, boxes: Sequence[Box], info: ArrayInfo, fill: np.ndarray[Any, Any], open_part: Opener) -> None:
+    def __init__(self, boxes: Sequence[Box], info: ArrayInfo, fill: np.ndarray[Any, Any], open_part: PartOpener) -> None:
         self._boxes, self.shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
         self._parts: Mapping[str, Any] = info.parts or {}
         ends = (np.array([getattr(box.region, end) for box in boxes], dtype=np.int64) for end in ("start", "stop"))
@@ -313,18 +302,18 @@ class Tiles(ChunkReader):
         self._expected: Region | None = None
         self._decoder: Any = None
         self._encoding: Any = None  # of the part of the decoder
-        self._used: dict[int, list[str]] = {}  # the files behind parts that were read
-        self._lost: tuple[Region, list[tuple[int, ...]]] | None = None  # the missing chunks of what was read last
+        self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
+        self._last_missing: tuple[Region, list[tuple[int, ...]]] | None = None  # what was read last, and its missing chunks
 
     def limit_to(self, region: Region) -> None:
         """Told once, before anything is read: only `region` will be."""
         self._expected = region
 
     def n_changed(self) -> int:
-        """How many of the parts that were read are others now."""
+        """How many of the parts that were opened have changed since they were looked at."""
         with self._lock:
-            used = list(self._used.items())
-        states = [(k, {path: state_of(path) or (0, 0) for path in paths}) for k, paths in used]
+            files = list(self._files.items())
+        states = [(k, {path: state_of(path) or (0, 0) for path in paths}) for k, paths in files]
         return sum(version_of(now) != tuple(self._parts["versions"][k]) for k, now in states)
 
     def meeting(self, region: Region) -> Iterator[tuple[int, Region]]:
@@ -346,8 +335,8 @@ class Tiles(ChunkReader):
             self._open[k] = part
             part.n_users += 1
             idle = [n for n, candidate in self._open.items() if not candidate.n_users]
-            for other in idle[: max(0, len(self._open) - _MOST_OPEN)]:
-                self._open.pop(other).source.close()
+            for n in idle[: max(0, len(self._open) - _MOST_OPEN)]:
+                self._open.pop(n).source.close()
         try:
             yield part
         finally:
@@ -355,7 +344,7 @@ class Tiles(ChunkReader):
                 part.n_users -= 1
 
     def _opened(self, k: int) -> _Part:
-        """Open a part. OSError if it is another one than that which was looked at."""
+        """Open a part. ChangedError if it has changed since it was looked at."""
         box = self._boxes[k]
         source, files = self._open_part(*box.names)
         try:
@@ -367,7 +356,7 @@ class Tiles(ChunkReader):
                 )
             if source.info.shape != box.shape:
                 raise ChangedError(f"{source.info} had the shape {box.shape}, and has {source.info.shape}. Make a new plan")
-            self._used[k] = list(files)
+            self._files[k] = list(files)
             wanted = None if self._expected is None else box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
@@ -378,51 +367,53 @@ class Tiles(ChunkReader):
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of a non-empty region into `out`, as `Source.read_into` does."""
-        self._lost = None
-        self._lost = region, self._read(region, out)
+        self._last_missing = None
+        self._last_missing = region, self._read(region, out)
 
     def _read(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
-        """Returns the missing chunks."""
+        """As `read_into`; returns the missing chunks."""
         met = list(self.meeting(region))
         missing = self._uncovered(region, [common for _, common in met])
         if sum(common.size for _, common in met) < region.size:
             out[...] = self._fill
         for k, common in met:
             box = self._boxes[k]
-            its = box.inside(common)
+            in_part = box.inside(common)
             into = out[common.slices(region.start)] if region.ndim else out
             values = into if into.flags.c_contiguous else np.empty(common.shape, out.dtype)
             with self.use(k) as part:
-                target, chunks = values.reshape(its.shape), part.source.info.chunks
-                if part.reader is None or chunks is None or not its.ndim:
-                    part.source.read_into(its, target)
-                    lost = part.source.missing(its)
+                target, chunks = values.reshape(in_part.shape), part.source.info.chunks
+                if part.reader is None or chunks is None or not in_part.ndim:
+                    part.source.read_into(in_part, target)
+                    missing_in_part = part.source.missing(in_part)
                 else:  # without HDF5, which takes twice as long
-                    lost = read_by_chunks(part.reader, chunks, its, target)
-                missing |= self._told(lost, part, box, common)
+                    missing_in_part = read_by_chunks(part.reader, chunks, in_part, target)
+                missing |= self._on_grid(missing_in_part, chunks, box, common)
             if values is not into:
                 np.copyto(into, values)
         return list(missing)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """The chunks, of the grid that is told, in which chunks of parts are missing, or which no part covers. ``[()]`` without
-        chunks. The last `read_into` has found them; another region is read for that.
+        """The chunks of the virtual dataset's grid in which chunks of parts are missing, or which no part covers. ``[()]``
+        without chunks. The last `read_into` has found them; another region is read for that.
         """
-        last = self._lost  # another thread may read meanwhile
+        last = self._last_missing  # another thread may read meanwhile
         if last is not None and last[0] == region:
             return last[1]
         return self._read(region, np.empty(region.shape, self._fill.dtype))
 
-    def _told(self, lost: Sequence[tuple[int, ...]], part: _Part, box: Box, region: Region) -> dict[tuple[int, ...], None]:
-        """The missing chunks that a part has in `region`, as those of the grid that is told."""
-        chunks, its = self._chunks, part.source.info.chunks
-        if chunks is None or not lost:
-            return dict.fromkeys([()] if lost else [])
-        if its is None:  # no value of it is stored
+    def _on_grid(
+        self, missing_in_part: Sequence[tuple[int, ...]], part_chunks: tuple[int, ...] | None, box: Box, region: Region
+    ) -> dict[tuple[int, ...], None]:
+        """The missing chunks that a part has in `region`, as those of the virtual dataset's grid."""
+        chunks = self._chunks
+        if chunks is None or not missing_in_part:
+            return dict.fromkeys([()] if missing_in_part else [])
+        if part_chunks is None:  # no value of the part is stored
             return dict.fromkeys(itertools.product(*chunks_met(region, chunks)))
         missing: dict[tuple[int, ...], None] = {}
-        for index in lost:
-            ends = ([(i + k) * c for i, c in zip(index, its, strict=True)] for k in (0, 1))
+        for index in missing_in_part:
+            ends = ([(i + k) * c for i, c in zip(index, part_chunks, strict=True)] for k in (0, 1))
             low, high = box.outside(*ends)
             inside = Region(tuple(map(max, low, region.start)), tuple(map(min, high, region.stop)))
             missing |= dict.fromkeys(itertools.product(*chunks_met(inside, chunks)))
@@ -437,10 +428,10 @@ class Tiles(ChunkReader):
         box = chunks_met(region, self._chunks)
         is_met = np.zeros(tuple(map(len, box)), dtype=bool)
         for part in covered:
-            its = chunks_met(part, self._chunks)
-            is_met[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(its, box, strict=True))] = True
-        places = np.argwhere(~is_met) + [axis.start for axis in box]
-        return dict.fromkeys(map(tuple, places.tolist()))
+            chunks = chunks_met(part, self._chunks)
+            is_met[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(chunks, box, strict=True))] = True
+        indices = np.argwhere(~is_met) + [axis.start for axis in box]
+        return dict.fromkeys(map(tuple, indices.tolist()))
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of the chunks of all parts; None if they do not lie on one grid, or are not encoded alike."""
@@ -465,13 +456,13 @@ class Tiles(ChunkReader):
         data = np.full(tuple(map(len, box)), None, dtype=object)
         numbers, skipped = np.arange(data.size).reshape(data.shape), dict[int, frozenset[int]]()
         for k, common in parts:
-            at = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(common, box, strict=True))
+            index = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(common, box, strict=True))
             with self.part_at(k, common) as (reader, inside):
                 encoded = reader.fetch(inside)
-            pieces = np.empty(len(encoded.data), dtype=object)
-            pieces[:] = encoded.data
-            data[at] = pieces.reshape(data[at].shape)
-            skipped |= {int(numbers[at].flat[number]): stages for number, stages in encoded.skipped.items()}
+            chunks = np.empty(len(encoded.data), dtype=object)
+            chunks[:] = encoded.data
+            data[index] = chunks.reshape(data[index].shape)
+            skipped |= {int(numbers[index].flat[number]): stages for number, stages in encoded.skipped.items()}
         return Encoded(data.reshape(-1).tolist(), skipped)
 
     def _parts_of(self, box: Sequence[range]) -> list[tuple[int, tuple[range, ...]]]:
@@ -495,15 +486,15 @@ class Tiles(ChunkReader):
 
     @contextmanager
     def part_at(self, k: int, box: Sequence[range]) -> Iterator[tuple[ChunkReader, list[range]]]:
-        """The reader of part k, and what a box of chunks that lies in it is there."""
+        """The reader of part k, and a box of the virtual dataset's chunks that lie in it, as one of the part's chunks."""
         tile, chunks = self._boxes[k], self._chunks or ()
         with self.use(k) as part:
             if part.reader is None or _encoding_of(part.source) != self._encoding:
                 raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
             n = len(chunks) - len(tile.start)
             starts = zip(tile.region.start, (0,) * n + tile.start, chunks, strict=True)
-            steps = [(outside - inside) // c for outside, inside, c in starts]
-            yield part.reader, [range(axis.start - s, axis.stop - s) for axis, s in zip(box, steps, strict=True)][n:]
+            shifts = [(outside - inside) // c for outside, inside, c in starts]
+            yield part.reader, [range(axis.start - s, axis.stop - s) for axis, s in zip(box, shifts, strict=True)][n:]
 
     def close(self) -> None:
         """Close the parts."""

@@ -31,7 +31,7 @@ import zarr.buffer
 
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
-from shardload.formats.codecs.table import ZARR_CODECS, compression_told
+from shardload.formats.codecs.table import ZARR_CODECS, compression_keywords
 from shardload.formats.contract.array import (
     MOST_KEPT,
     TOLD,
@@ -479,7 +479,7 @@ def properties_of(node: ArrayNode, array: Any, labels: Labels) -> Properties:
     rest = [(name, options) for name, options in chain if name not in ("shuffle", "crc32c")]
     names = [name for name, _ in chain]
     others = [ZARR_CODECS[name].word if name in ZARR_CODECS else name for name, _ in rest]
-    compression = compression_told(others, "shuffle" in names, lambda: _options(*rest[0], dtype.itemsize))
+    compression = compression_keywords(others, "shuffle" in names, lambda: _options(*rest[0], dtype.itemsize))
     return Properties.of(labels, stored, attrs, compression=compression, checksum="crc32c" in names, fill_value=node.fill)
 
 
@@ -521,4 +521,4 @@ def float_of_base64(value: Any) -> Any:
 def _options(name: str, options: Mapping[str, Any], itemsize: int) -> dict[str, Any]:
     """What a compressor was told, in the words of `sink.Compression`."""
     codec = ZARR_CODECS.get(name)
-    return {} if codec is None or not codec.levels else codec.told(parameters_of(name, options, itemsize))
+    return {} if codec is None or not codec.levels else codec.keywords(parameters_of(name, options, itemsize))

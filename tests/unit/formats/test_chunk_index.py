@@ -55,9 +55,9 @@ def listed(path: str, box: list[range] | None = None, stored: Any = None) -> dic
     if tree is None:
         return None
     positions, entries = tree.chunks_in(box or [range(-(-n // c)) for n, c in zip(shape, chunk, strict=True)])
-    assert not entries["at"][:, -1].any()
-    np.testing.assert_array_equal(entries["at"][:, :-1], positions * np.array(chunk))
-    return {tuple(one["at"][:-1].tolist()): (int(one["child"]), int(one["nbytes"]), int(one["mask"])) for one in entries}
+    assert not entries["start"][:, -1].any()
+    np.testing.assert_array_equal(entries["start"][:, :-1], positions * np.array(chunk))
+    return {tuple(one["start"][:-1].tolist()): (int(one["child"]), int(one["nbytes"]), int(one["mask"])) for one in entries}
 
 
 @pytest.mark.each_value

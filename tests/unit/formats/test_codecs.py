@@ -334,7 +334,7 @@ FRAME_SIZES = (1, 255, 256, 257, 4096, 65_791, 65_792, 100_000)  # a frame decla
 @pytest.fixture
 def fresh_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads begin anew."""
-    monkeypatch.setattr(algorithms, "_of_thread", algorithms._ZstdOfThread())
+    monkeypatch.setattr(algorithms, "_zstd", algorithms._ZstdOfThread())
 
 
 def bytes_of(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -404,7 +404,7 @@ def test_threads_encode_at_the_same_time() -> None:
         together.wait(30)
         found = [bytes(steps[k // 8 % 2](bytes_of(50_000 - k, 100 * mine + k))) for k in range(32)]
         together.wait(30)  # so that no thread does the work of two
-        return algorithms._of_thread.compress, found
+        return algorithms._zstd.compress, found
 
     with ThreadPoolExecutor(n_threads) as pool:
         found = list(pool.map(work, range(n_threads)))

@@ -22,7 +22,7 @@ from shardload.formats.contract.chunk_reader import ChunkReader, box_of, read_by
 from shardload.formats.contract.format import ChangedError
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module
-from shardload.formats.hdf5.opened import kept
+from shardload.formats.hdf5.opened import cached
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import format_of, open_source
 from shardload.planning.region import Region
@@ -455,7 +455,7 @@ def test_no_thread_waits_for_what_another_one_asks_of_hdf5() -> None:
         def __init__(self, is_slow: bool) -> None:
             self.is_slow = is_slow
 
-        @kept
+        @cached
         def answer(self) -> int:
             if self.is_slow:
                 asked.set()

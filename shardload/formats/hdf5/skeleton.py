@@ -1,12 +1,12 @@
-"""How does a rank read a dataset that is in a store, without opening the file there? By what another rank tells of it.
+"""How does a rank read a dataset that is in a store, without opening the file there? By what another rank tells it.
 
 1. `StoreSource.tell` runs on a rank that has the file open. It tells which version of the object that is; where the chunks of a
    region are, or where the dataset begins; and all else as a *skeleton*: an HDF5 file in memory with a dataset of that type,
    shape, filters and fill value, but without values.
-2. `ToldSource` reads as `Hdf5Source` does, but takes from the skeleton what that asks the file, and reads bytes of the object.
-3. Filters that only the HDF5 library undoes: stored chunks are put into a copy of the skeleton, from which HDF5 reads.
+2. `SkeletonSource` reads as `Hdf5Source` does, but asks the skeleton in place of the file, and reads bytes of the object.
+3. If only the HDF5 library undoes the filters, stored chunks are put into a copy of the skeleton, from which HDF5 reads.
 
-What cannot be told so is not told. Then each rank opens the file.
+Where this is not possible, nothing is told, and each rank opens the file.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.contract.format import Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
 from shardload.formats.hdf5.filters import missing_filter
-from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, file_in_memory, file_of, image_of, kept
-from shardload.formats.hdf5.source import Hdf5Source, open_contiguous
+from shardload.formats.hdf5.links import OtherFiles
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, cached, file_in_memory, file_of, image_of
+from shardload.formats.hdf5.source import Hdf5Source
 from shardload.planning.region import Region
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.objects import Ints, Ranges, StoredObject
@@ -52,41 +52,41 @@ class StoreSource(Hdf5Source):
             return None
         image, has_filters = _skeleton_of(dataset)
         filters = [[number, flags, list(values), name.hex()] for number, flags, values, name in dataset.stored_filters]
-        told: Json = {"pin": list(cache.below.pin), "skeleton": _text_of(image), "filters": filters}
+        parts: Json = {"pin": list(cache.below.pin), "skeleton": _text_of(image), "filters": filters}
         if places is not None:
             elements = self._cut(region)[0]
             box = chunks_met(elements, places.chunk) if region.size else [range(0)] * elements.ndim
             if math.prod(map(len, box)) > _MOST_TOLD:
                 return None
-            if not has_filters and open_chunks(dataset, self._dtype, places) is None:
+            if not has_filters and open_chunks(dataset, self._element_dtype, places) is None:
                 return None
             table = np.array(places.of(box), dtype=np.int64)
             table[0, table[0] >= 0] += cache.start
             n_stored, is_whole = int((table[0] >= 0).sum()), tuple(map(len, box)) == places.counts
-            told |= {"box": [[axis.start, axis.stop] for axis in box], "chunks": _packed(table)}
-            told["n_stored"] = n_stored if is_whole else max(n_stored, 1)  # HDF5 counts all, by their index
+            parts |= {"box": [[axis.start, axis.stop] for axis in box], "chunks": _packed(table)}
+            parts["n_stored"] = n_stored if is_whole else max(n_stored, 1)  # to count all, HDF5 goes through their index
         elif dataset.creation.get_layout() == h5py.h5d.CONTIGUOUS and dataset.extent is not None:
-            if open_contiguous(dataset, self._dtype) is None:
+            if self._contiguous is None:
                 return None
-            told["extent"] = [dataset.extent[0] + cache.start, dataset.extent[1]]
-        return told
+            parts["extent"] = [dataset.extent[0] + cache.start, dataset.extent[1]]
+        return parts
 
 
 def _skeleton_of(dataset: OpenDataset) -> tuple[bytes, bool]:
     """The bytes of a file with such a dataset, and whether it has the same filters. A filter may put parameters of its own in
-    front of those that it is given (Bitshuffle: 3).
+    front of those that it gets (Bitshuffle: 3).
     """
-    for n_own in (0, 3, None):
-        creation, layout, has_filters = dataset.creation.copy(), dataset.creation.get_layout(), n_own is not None
-        if n_own != 0 and dataset.stored_filters:
+    for n_added in (0, 3, None):  # parameters that filters added; None for a skeleton without filters
+        creation, layout, has_filters = dataset.creation.copy(), dataset.creation.get_layout(), n_added is not None
+        if n_added != 0 and dataset.stored_filters:
             creation.remove_filter(h5py.h5z.FILTER_ALL)
             for number, flags, values, _ in dataset.stored_filters if has_filters else ():
-                creation.set_filter(number, flags, values[n_own if number >= 32000 else 0 :])
+                creation.set_filter(number, flags, values[n_added if number >= 32000 else 0 :])
         if layout != h5py.h5d.COMPACT:
             creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if layout == h5py.h5d.CHUNKED else h5py.h5d.ALLOC_TIME_LATE)
         with file_in_memory() as file:
             try:
-                made = h5py.h5d.create(file.id, _NAME, dataset.kind.copy(), dataset.id.get_space(), creation)
+                copy = h5py.h5d.create(file.id, _NAME, dataset.kind.copy(), dataset.id.get_space(), creation)
             except (RuntimeError, TypeError, ValueError):
                 if not has_filters:
                     raise
@@ -94,55 +94,56 @@ def _skeleton_of(dataset: OpenDataset) -> tuple[bytes, bool]:
             if layout == h5py.h5d.COMPACT:  # its values are in its header
                 values = np.empty(int(dataset.id.get_storage_size()), dtype=np.uint8)
                 dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values, dataset.kind)
-                made.write(h5py.h5s.ALL, h5py.h5s.ALL, values, dataset.kind)
-            if has_filters and OpenDataset(made, dataset.facts).stored_filters != dataset.stored_filters:
+                copy.write(h5py.h5s.ALL, h5py.h5s.ALL, values, dataset.kind)
+            if has_filters and OpenDataset(copy, dataset.facts).stored_filters != dataset.stored_filters:
                 continue
             return image_of(file), has_filters
     raise ValueError("HDF5 cannot make a dataset of that type")
 
 
-class ToldSource(Hdf5Source):
-    """A dataset of which another rank has told.
+class SkeletonSource(Hdf5Source):
+    """A dataset that is open by the skeleton that another rank told.
 
     Parameters
     ----------
     info : ArrayInfo
         Its description, with `parts`.
     stored : StoredObject
-        The object, in the version that was told. `close` closes it.
+        The object, in the version of the skeleton. `close` closes it.
     access : Access
         What the caller allows.
     open_whole : callable
-        Opens the dataset in the file, for what was not told.
+        Opens the dataset in the file, for what the skeleton does not have.
     """
 
     def __init__(self, info: ArrayInfo, stored: StoredObject, access: Access, open_whole: Callable[[], Source]) -> None:
-        self._known: Mapping[str, Any] = info.parts or {}
-        self._image = base64.b64decode(self._known["skeleton"])
+        parts: Mapping[str, Any] = info.parts or {}
+        self._image = base64.b64decode(parts["skeleton"])
         facts = OpenFacts(file_of(self._image), stored=stored)
         dataset = OpenDataset(h5py.h5d.open(facts.file.id, _NAME), facts)
-        filters = self._known["filters"]
         dataset.__dict__.update(  # what the skeleton does not have as the file has it
             raw=stored,
-            extent=tuple(self._known["extent"]) if "extent" in self._known else None,
-            n_stored=self._known.get("n_stored", 0),
-            stored_filters=[(number, flags, tuple(values), bytes.fromhex(name)) for number, flags, values, name in filters],
+            extent=tuple(parts["extent"]) if "extent" in parts else None,
+            n_stored=parts.get("n_stored", 0),
+            stored_filters=[
+                (number, flags, tuple(values), bytes.fromhex(name)) for number, flags, values, name in parts["filters"]
+            ],
         )
-        super().__init__(dataset, info, Others(access=access), close=facts.close)
+        super().__init__(dataset, info, OtherFiles(access=access), close=facts.close)
         self._open_whole = open_whole
 
-    @kept
+    @cached
     def places(self) -> ChunkPlaces | None:
         """Where the chunks are; None for a dataset without chunks."""
-        if "box" not in self._known:
+        parts = self._info.parts or {}
+        if "box" not in parts:
             return None
-        box = tuple(range(*ends) for ends in self._known["box"])
-        shape = tuple(map(len, box))
-        offsets, sizes, masks = (column.reshape(shape) for column in _unpacked(self._known["chunks"]))
-        return ChunkPlaces(self.dataset, known=ChunkTable(box, offsets, sizes, masks.astype(np.uint32)))
+        box = tuple(range(*ends) for ends in parts["box"])
+        offsets, sizes, masks = _unpacked(parts["chunks"]).reshape(3, *map(len, box))
+        return ChunkPlaces(self.dataset, table=ChunkTable(box, offsets, sizes, masks.astype(np.uint32)))
 
     def expect_in_order(self, regions: Iterator[Region]) -> None:
-        """What they need is fetched ahead: runs of values, or chunks for HDF5 to decode."""
+        """See `Source`: runs of values, or chunks for HDF5 to decode, are fetched ahead."""
         stored = self.dataset.raw
         if stored is not None:
             expect((stored, *extent) for region in regions if region.size for extent in self._extents(region))
@@ -150,7 +151,7 @@ class ToldSource(Hdf5Source):
     def _extents(self, region: Region) -> Iterator[tuple[Ints, Ints]]:
         elements = self._cut(region)[0]
         if self._contiguous is not None:
-            yield from self._contiguous.extents(elements, self._dtype)
+            yield from self._contiguous.extents(elements, self._element_dtype)
         elif self.places is not None:
             for part in self._parts(elements):
                 offsets, sizes, _ = self.places.of(chunks_met(part, self.places.chunk))
@@ -158,7 +159,7 @@ class ToldSource(Hdf5Source):
 
     @contextlib.contextmanager
     def _with_values(self, part: Region) -> Iterator[Any]:
-        """A copy of the skeleton in which the chunks are stored that meet a part."""
+        """A copy of the skeleton's dataset, with the stored chunks that meet a part."""
         places, stored = self.places, self.dataset.raw
         if places is None or stored is None:
             yield self.dataset.id
@@ -170,21 +171,21 @@ class ToldSource(Hdf5Source):
         offsets, sizes, masks = places.of(box)
         is_stored = offsets >= 0
         ranges = Ranges(offsets[is_stored], sizes[is_stored], stored.most_gap_nbytes)
-        pieces = iter(stored.read_ranges(ranges, np.empty(ranges.nbytes, dtype=np.uint8)))
+        chunks = iter(stored.read_ranges(ranges, np.empty(ranges.nbytes, dtype=np.uint8)))
         with file_of(self._image) as file:
-            filled = h5py.h5d.open(file.id, _NAME)
-            for index, here, mask in zip(itertools.product(*box), is_stored.tolist(), masks.tolist(), strict=True):
-                if here:
-                    place = tuple(k * c for k, c in zip(index, places.chunk, strict=True))
-                    filled.write_direct_chunk(place, bytes(next(pieces)), mask & places.no_filter)
-            yield filled
+            copy = h5py.h5d.open(file.id, _NAME)
+            for index, offset, mask in zip(itertools.product(*box), offsets.tolist(), masks.tolist(), strict=True):
+                if offset >= 0:
+                    start = tuple(k * c for k, c in zip(index, places.chunk, strict=True))
+                    copy.write_direct_chunk(start, bytes(next(chunks)), mask & places.no_filter)
+            yield copy
 
     def _check_whole(self) -> None:
         """Nothing to do: an object of one version is never cut."""
 
-    # --- what was not told
+    # --- what the skeleton does not have
 
-    @kept
+    @cached
     def _whole(self) -> Source:
         return self._open_whole()
 
