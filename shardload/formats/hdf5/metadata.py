@@ -264,8 +264,8 @@ def labels_of(dataset: OpenDataset, has_coords: bool = True) -> Labels:
     attrs = _plain_attributes(dataset)
     coords, above = dict(axes.coords), str(dataset.name or "").rpartition("/")[0]
     for name in names_in(attrs.get("coordinates")):
-        place = above
-        while f"{place}/{name}" not in dataset.file and place:  # netCDF looks in the groups above, too
+        place, first = above, name.partition("/")[0]  # what follows may lead to another file, which HDF5 would open
+        while f"{place}/{first}" not in dataset.file and place:  # netCDF looks in the groups above, too
             place = place.rpartition("/")[0]
         coords[name.rpartition("/")[2]] = Coordinate(f"{place}/{name}" if not name.startswith("/") else name)
     return Labels(axes.dims, {**attrs, **axes.attrs}, coords if has_coords else {})
@@ -316,7 +316,7 @@ def _axis_name(dataset: OpenDataset, text: str, full: str, scale: h5py.Dataset, 
     has_values = not stands_for_axis(scale)
     if text and not has_values:
         name = text
-    nearer = _nearer(dataset, name, scale, top)
+    nearer = None if "/" in name else _nearer(dataset, name, scale, top)  # HDF5 would follow links in such a label
     if nearer or has_values:
         coords[name] = Coordinate(nearer or full)
     return name

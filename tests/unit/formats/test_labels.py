@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pickle
 import warnings
@@ -22,7 +23,7 @@ from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import Note
 from shardload.formats.contract.format import HelperError
 from shardload.formats.labelling import Labeller, read_labels
-from shardload.formats.lookup import Finder, find_array
+from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import labels_of
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
@@ -171,6 +172,22 @@ def test_notes_in_the_place_of_attributes(tmp_path: Path) -> None:
         many = read_labels(path, find_array(path, "g/t"), access).of_group
         assert [key for key, value in many.items() if isinstance(value, Note)] == ["... and 45 more"]
         assert {key: value for key, value in many.items() if key.isdigit()} == {f"{key:03}": key for key in range(255)}
+
+
+def test_names_that_lead_to_other_files(tmp_path: Path) -> None:
+    """Wrong if HDF5 itself looked up such a name: it would open any file that a link on the way leads to."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["t"], file["g/t"], file["h/x"] = np.zeros(3), np.zeros(3), np.zeros(3)
+        file["t"].make_scale("This is a netCDF dimension but not a netCDF variable.         3")
+        file["g/lost"], file["g/h"] = h5py.ExternalLink("nowhere.h5", "/"), h5py.ExternalLink("a.h5", "/h")
+        for dataset in (file["g/t"], file["h/x"]):
+            dataset.dims[0].attach_scale(file["t"])
+        file["g/t"].dims[0].label = "h/x"
+        file["g/t"].attrs["coordinates"] = "lost/lon"
+    with contextlib.closing(open_source(str(tmp_path / "a.h5"), "/g/t")) as source:
+        labels = source.labels()
+    assert labels.dims == ("h/x",)
+    assert {name: coordinate.dataset for name, coordinate in labels.coords.items()} == {"lon": "/g/lost/lon"}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
