@@ -8,7 +8,7 @@ without any error. Therefore:
 2. An array that the caller has open or in memory may differ from rank to rank, with the same name and shape. So every rank,
    also one that does not read, takes a fingerprint of its own array (`contents_of`).
 3. If a selection names axes or coordinates, one rank has looked these up. The file is still the same one when it is opened to
-   be read, which may be much later, if a plan is executed (`check_names`).
+   be read, which may be much later, if a plan is executed (`check_same_version`).
 4. All ranks compare these numbers (`to_sums`, `check_same`) in the sums of the last agreement: a few more integers, no further
    message.
 
@@ -41,6 +41,15 @@ N_SUMS = 1 + 2 * _N_NUMBERS
 Version = tuple[int, ...]
 _N_BOXES = 8
 _FIX = "Load it again when nothing writes to it any more; write a new version beside the old one and rename it"
+SINCE_SELECT = (
+    "has changed since select was looked up in it: what it names may lie elsewhere now. Nothing was loaded. Make the plan "
+    "again (or call load again), when nothing writes to the file any more"
+)
+SINCE_STREAM = (
+    "is not what it was when the stream was made: its size, or the time of its last change, is another. It was replaced or "
+    "written since, or each machine has a copy of its own: then copy it with its time (cp -p, sbcast -p, rsync -t). Batches "
+    "could have been a mixture of old and new. Make the stream again, when nothing writes to it"
+)
 
 
 def is_open(handle: Any) -> bool:
@@ -122,7 +131,7 @@ def to_sums(state: State) -> list[int]:
 
 
 def version_of_state(state: tuple[int, ...]) -> Version:
-    """What tells the version of a file that has this state from others, on every rank."""
+    """Numbers that identify the version of a file by its state, the same on every rank."""
     digest = int.from_bytes(blake2b(repr(tuple(state[:_N_COMPARED])).encode(), digest_size=8).digest(), "little")
     return tuple(digest >> k * _BITS & ((1 << _BITS) - 1) for k in range(_N_NUMBERS))
 
@@ -157,33 +166,16 @@ def check_same(name: str, sums: list[int], path: str, dataset: str, is_open: boo
     raise SourceError(text, path=path, dataset=dataset)
 
 
-def check_same_file(name: str, before: State, now: State, path: str, dataset: str) -> None:
+def check_same_file(name: str, before: State, now: State, info: ArrayInfo) -> None:
     """Raise SourceError if another rank read an array in another file than the one that is open here under the same path."""
     if before is not None and now is not None:
-        check_unchanged(name, before[:_N_COMPARED], now[:_N_COMPARED], path, dataset)
+        check_unchanged(name, before[:_N_COMPARED], now[:_N_COMPARED], info.path, info.dataset)
 
 
-def check_names(name: str, before: State, now: State, path: str, dataset: str) -> None:
-    """Raise SourceError if a file is another one than that in which the names of a selection were looked up."""
+def check_same_version(name: str, before: State, now: State, info: ArrayInfo, what_changed: str) -> None:
+    """Raise SourceError if a file is another one than before. Its text is `name`, then `what_changed`."""
     if before is not None and now is not None and before[:_N_COMPARED] != now[:_N_COMPARED]:
-        raise SourceError(
-            f"{name} has changed since select was looked up in it: what it names may lie elsewhere now. Nothing was loaded. "
-            "Make the plan again (or call load again), when nothing writes to the file any more",
-            path=path,
-            dataset=dataset,
-        )
-
-
-def check_same_as_planned(name: str, before: State, now: State, path: str, dataset: str) -> None:
-    """Raise SourceError if a file that is opened now is another one than that of which a stream was made."""
-    if before is not None and now is not None and before[:_N_COMPARED] != now[:_N_COMPARED]:
-        raise SourceError(
-            f"{name} is not what it was when the stream was made: its size, or the time of its last change, is another. It was "
-            "replaced or written since, or each machine has a copy of its own: then copy it with its time (cp -p, sbcast -p, "
-            "rsync -t). Batches could have been a mixture of old and new. Make the stream again, when nothing writes to it",
-            path=path,
-            dataset=dataset,
-        )
+        raise SourceError(f"{name} {what_changed}", path=info.path, dataset=info.dataset)
 
 
 def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was made for", *, is_decoded: bool = False) -> Source:
@@ -200,26 +192,26 @@ def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was mad
     is_decoded : bool
         Whether the attributes by which stored numbers become values must be the same, too.
     """
-    found = source.info
-    if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
-        here = f"has shape {found.shape}, {found.dtype}, chunks {found.chunks}"
+    opened_info = source.info
+    if (opened_info.shape, opened_info.dtype, opened_info.chunks) != (info.shape, info.dtype, info.chunks):
+        difference = f"has shape {opened_info.shape}, {opened_info.dtype}, chunks {opened_info.chunks}"
         expected = f"{info.shape}, {info.dtype}, {info.chunks}"
     # As text, because NaN is not equal to itself.
-    elif is_decoded and repr(found.packing) != repr(info.packing):
-        here, expected = f"is packed by {dict(found.packing)}", f"{dict(info.packing)}"
+    elif is_decoded and repr(opened_info.packing) != repr(info.packing):
+        difference, expected = f"is packed by {dict(opened_info.packing)}", f"{dict(info.packing)}"
     else:
         return source
     source.close()
     raise SourceError(
-        f"{found} {here} here, but {planned} {expected}: the file has changed, or this rank sees another file",
+        f"{opened_info} {difference} here, but {planned} {expected}: the file has changed, or this rank sees another file",
         path=info.path,
         dataset=info.dataset,
     )
 
 
 def is_compared(path: str, rank: int, first: int = 0) -> bool:
-    """Whether a rank that has read a file looks at its state again in the end: each does, but at a URL, where that is a request
-    for each array, the first alone. (There each answer has the version of its object, too.)
+    """Whether a rank that has read a file compares its state in the end. All ranks do; of a URL, where that takes a request for
+    each array, the first one alone. (There each answer has the version of its object, too.)
     """
     return rank == first or not is_remote(path)
 

@@ -65,15 +65,15 @@ class Contents(Mapping[str, ArrayInfo]):
         try:
             return self._infos["/" + name.strip("/")]
         except KeyError:
-            below = [other for other in self._infos if other.startswith(f"/{name.strip('/')}/")]
-            if below:
-                raise KeyError(f"{name!r} in '{self.path}' is a group, not an array; in it are {some(below)}") from None
-            near_it = get_close_matches("/" + name.strip("/"), self._infos, 1)
-            hint = f". Did you mean {near_it[0]!r}?" if near_it else ""
+            names_below = [full_name for full_name in self._infos if full_name.startswith(f"/{name.strip('/')}/")]
+            if names_below:
+                raise KeyError(f"{name!r} in '{self.path}' is a group, not an array; in it are {some(names_below)}") from None
+            near = get_close_matches("/" + name.strip("/"), self._infos, 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
             with suppress(ShardloadError):  # this is for a hint
                 if f"/{name.strip('/')}" in self._groups:
-                    here = f"{self.path}:/{name.strip('/')}"
-                    hint = f". It is a group without arrays: shardload.open('{here}').attrs has its attributes"
+                    place = f"{self.path}:/{name.strip('/')}"
+                    hint = f". It is a group without arrays: shardload.open('{place}').attrs has its attributes"
             raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}{hint}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -87,8 +87,8 @@ class Contents(Mapping[str, ArrayInfo]):
         for info in self._named:
             names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
             axes = f"({', '.join(names)})" if any(info.dims) else str(info.shape)
-            what = "dimension without a variable" if info.is_dimension else info.refused or info.dtype
-            lines.append(f"  {info.dataset}  {axes}  {what}")
+            kind = "dimension without a variable" if info.is_dimension else info.refused or info.dtype
+            lines.append(f"  {info.dataset}  {axes}  {kind}")
         return "\n".join(map(printable, lines))
 
 
@@ -142,16 +142,16 @@ def open(  # a public name: `shardload.open`
     path, storage = with_store(path, storage)
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"open takes the path of a file, found {type(path).__name__}. Pass the path, such as 'data.nc'")
-    how = {"allow_external": allow_external, "untrusted": untrusted, "allow_filters": allow_filters, "storage": storage}
-    access = Options.check(**how).access
+    options = Options.check(allow_external=allow_external, untrusted=untrusted, allow_filters=allow_filters, storage=storage)
+    access = options.access
     infos, name, _ = arrays_in(os.fspath(path), access, _MOST_LABELLED)
-    file = split_path(os.fspath(path))[0]
-    return Contents(file, [_on_demand(file, info, access) for info in infos], name or "/", access)
+    file_path = split_path(os.fspath(path))[0]
+    return Contents(file_path, [_on_demand(file_path, info, access) for info in infos], name or "/", access)
 
 
 def arrays_in(path: str, access: Access, n_labelled: int) -> tuple[list[ArrayInfo], str, bool]:
     """The arrays that a path names: all of a file, those below a group, or one. Also that name (empty for a file), and whether
-    it is that of an array. Of up to so many arrays the labels are there, of the others not yet.
+    it is that of an array. Labels are read if there are at most `n_labelled` arrays.
     """
     file, name = split_path(path)
     infos = list_labelled(file, access, n_labelled)
@@ -159,25 +159,25 @@ def arrays_in(path: str, access: Access, n_labelled: int) -> tuple[list[ArrayInf
         return infos, "", False
     full = "/" + name.strip("/")
     group = full.removesuffix("*").rstrip("/")
-    if named := [info for info in infos if info.dataset == full]:  # also what `find_array` refuses
-        return named, full, True
+    if with_name := [info for info in infos if info.dataset == full]:  # also what `find_array` refuses
+        return with_name, full, True
     if (below := list_labelled(file, access, n_labelled, group)) or (group or "/") in groups_of(file, access)[0]:
         return below, group or "/", False
     return [find_array(file, full, access, is_counted=True)], full, True
 
 
 def groups_of(path: str, access: Access) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
-    """The attributes of the file (``"/"``) and of its groups, as those of arrays are shown, and what could not be read of them,
-    in words. Nothing of a file that is untrusted.
+    """The attributes of the file (``"/"``) and of its groups, as values of JSON; and what cannot be read of them, in words.
+    Nothing of a file that is untrusted.
     """
-    with open_file(path, access) as opened:
-        found, unread = opened.groups()
-    told = {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in found.items()}
-    return told, list(unread)
+    with open_file(path, access) as file:
+        attributes, unread = file.groups()
+    shown = {name: {key: json_value(value, _MOST_VALUES) for key, value in attrs.items()} for name, attrs in attributes.items()}
+    return shown, list(unread)
 
 
 def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:
-    """The array with its labels, which are read when they are looked at, if it has none yet."""
+    """The array, with labels that are read when they are looked at, if it has none yet."""
     if info.refused or info.labels is not None:
         return info
     return replace(info, labels=OnDemand(partial(read_labels, absolute(path), info, access)))

@@ -1,11 +1,11 @@
-"""What must be known of arrays of a file to make others like them, and what belongs to an array that was chosen?"""
+"""What must be known of arrays of a file to make others like them, and what belongs to an array that is copied or joined?"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,18 +21,24 @@ from shardload.planning.region import Region
 
 Array = np.ndarray[Any, Any]
 
-Described = tuple[ArrayInfo, Properties, State]
+
+class Described(NamedTuple):
+    """What must be known of an array: its metadata, what else the file says of it, and the state of the file."""
+
+    info: ArrayInfo
+    properties: Properties
+    state: State
 
 
 def describe_array(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> Described:
-    """What must be known of an array of numbers, or of a short one of text. SourceError for another one."""
+    """An array of numbers, or of short text. SourceError if it holds something else."""
     with closing(file.open(name, expected)) as source:
         info = source.info if expected is None else expected
         with as_source_error(info.path, name):
             properties = source.properties()
         if properties.texts is None:
             check_loadable(source.info)
-        return info, properties, source.opened_in()
+        return Described(info, properties, source.opened_in())
 
 
 def read_values(file: OpenFile, name: str, region: Region | None = None) -> Array:
@@ -66,7 +72,7 @@ def find_arrays(path: str, names: Iterable[str], access: Access) -> tuple[dict[s
 
 
 def describe_arrays(file: OpenFile, infos: Mapping[str, ArrayInfo]) -> tuple[dict[str, Described], list[str]]:
-    """What must be known of arrays, by name; and notes of those that hold neither numbers nor short text."""
+    """The arrays by name; and notes of those that hold neither numbers nor short text."""
     described: dict[str, Described] = {}
     notes = []
     for name, info in infos.items():
@@ -83,7 +89,8 @@ def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
     """Add what belongs to arrays that were chosen: coordinates, and what attributes name. Returns notes of what is lost."""
     notes, todo = [], list(described)
     for name in todo:  # grows
-        for places in _belonging(name, described[name][1]):
+        properties = described[name].properties
+        for places in (*([place] for place in properties.coordinates), *named_beside(name, properties.attrs)):
             if any(place in described for place in places):
                 continue
             for place in places:
@@ -99,35 +106,32 @@ def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
     return notes
 
 
-def found_by_name(kind: str, name: str, properties: Properties, there: Container[str]) -> tuple[Properties, list[str]]:
-    """With an attribute that names the coordinates which the new file's format does not find otherwise: those in other groups,
-    and all but one of an axis. HDF5 attaches them. And notes of what else only HDF5 says of axes.
+def found_by_name(kind: str, name: str, properties: Properties, names: Container[str]) -> tuple[Properties, list[str]]:
+    """The properties, with an attribute that names the coordinates which the new file's format finds in no other way: those in
+    other groups, and all but one of an axis. (HDF5 attaches them.) And notes of what else only HDF5 says of axes.
+
+    `names` are the arrays of the new file.
     """
     if kind == "hdf5":
         return properties, []
-    own, last = name.rpartition("/")[::2]
+    group, last_name = name.rpartition("/")[::2]
     places = {
         place for places in named_beside(name, {"coordinates": properties.attrs.get("coordinates", "")}) for place in places
     }
-    places = places if kind == "netcdf4" else {place for place in places if place.rpartition("/")[0] == own}
+    places = places if kind == "netcdf4" else {place for place in places if place.rpartition("/")[0] == group}
     for dim in filter(None, properties.dims):
-        above = own
-        while kind == "netcdf4" and above and f"{above}/{dim}" not in there:
+        above = group
+        while kind == "netcdf4" and above and f"{above}/{dim}" not in names:
             above = above.rpartition("/")[0]
         places.add(f"{above}/{dim}")
-    unnamed = [one for one in properties.coordinates if one in there and one not in {name, *places}]
-    words = [one.rpartition("/")[2] if one.rpartition("/")[0] == own else one for one in unnamed]
-    notes = [f"the coordinate '{one}' of '{name}'" for one in words if len(one.split()) > 1]
-    if words := [one for one in words if len(one.split()) == 1]:
-        told = [*names_in(as_text(properties.attrs.get("coordinates"))), *words]
-        properties = replace(properties, attrs={**properties.attrs, "coordinates": " ".join(told)})
-    each = zip(properties.axis_labels, properties.dims, strict=False)
-    notes += [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(each) if label not in ("", dim)]
-    if properties.scale_name not in (None, "", last, properties.stored_name):
+    unnamed = [place for place in properties.coordinates if place in names and place not in {name, *places}]
+    words = [place.rpartition("/")[2] if place.rpartition("/")[0] == group else place for place in unnamed]
+    notes = [f"the coordinate '{word}' of '{name}'" for word in words if len(word.split()) > 1]
+    if words := [word for word in words if len(word.split()) == 1]:
+        coordinates = [*names_in(as_text(properties.attrs.get("coordinates"))), *words]
+        properties = replace(properties, attrs={**properties.attrs, "coordinates": " ".join(coordinates)})
+    labels = zip(properties.axis_labels, properties.dims, strict=False)
+    notes += [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(labels) if label not in ("", dim)]
+    if properties.scale_name not in (None, "", last_name, properties.stored_name):
         notes.append(f"the name {properties.scale_name!r} of '{name}' as a dimension scale")
-    return properties, [f"{what} was left out" for what in notes]
-
-
-def _belonging(name: str, properties: Properties) -> list[list[str]]:
-    """What belongs to an array, each with the places where it may be: coordinates, and what attributes name."""
-    return [*([one] for one in properties.coordinates), *named_beside(name, properties.attrs)]
+    return properties, [f"{note} was left out" for note in notes]

@@ -58,16 +58,16 @@ def _shown(progress: Progress, name: str, total: int, is_bytes: bool) -> Iterato
     done = 0
     if callable(progress):
 
-        def call(more: int) -> None:
+        def call(n: int) -> None:
             nonlocal done
-            done += more
+            done += n
             progress(done, total)
 
         yield call
         return
     is_notebook, is_terminal = _is_notebook(), sys.stderr is not None and (sys.stderr.isatty() or launcher_has_terminal())
     if progress is None and not is_notebook and not is_terminal:
-        yield _told_at_times(name, total, is_bytes)
+        yield _print_at_times(name, total, is_bytes)
         return
     from rich.console import Console  # imported late: a job without a terminal never needs it
     from rich.markup import escape
@@ -83,20 +83,20 @@ def _shown(progress: Progress, name: str, total: int, is_bytes: bool) -> Iterato
     console = Console(stderr=True, width=width, force_jupyter=False, force_terminal=is_notebook or is_terminal or None)
     with Bar(TextColumn("{task.description}"), *columns, console=console) as bar:
         task = bar.add_task(escape(_short(printable(name), room)), total=total)
-        yield lambda more: bar.advance(task, more)
+        yield lambda n: bar.advance(task, n)
 
 
-def _told_at_times(name: str, total: int, is_bytes: bool) -> Callable[[int], None]:
-    """What prints a line each 30 s, for the log of a job."""
+def _print_at_times(name: str, total: int, is_bytes: bool) -> Callable[[int], None]:
+    """A function that prints a line each 30 s, for the log of a job."""
     done, began = 0, time.monotonic()
-    told = began
+    last_print = began
 
-    def call(more: int) -> None:
-        nonlocal done, told
-        done += more
+    def call(n: int) -> None:
+        nonlocal done, last_print
+        done += n
         now = time.monotonic()
-        if now - told >= _SECONDS_OF_A_LINE and sys.stderr is not None:
-            told = now
+        if now - last_print >= _SECONDS_OF_A_LINE and sys.stderr is not None:
+            last_print = now
             text = format_nbytes if is_bytes else str
             share = f"{100 * done // max(1, total)} %"
             print(

@@ -40,7 +40,7 @@ NEEDED: Any = object()  # in place of a default: there is none
 class Place:
     """A leaf of a tree of names: the path, and the name in that file (None: the file's only array).
 
-    `is_pattern` is True if it stands for all arrays below a group. `found` is what is known of an array that was found so.
+    `is_pattern` is True if it stands for all arrays below a group. `found` is an array that was found for such a pattern.
     """
 
     path: Any
@@ -97,13 +97,13 @@ def in_array(where: str, error: BaseException, name: str = "") -> BaseException:
     """
     if not where:
         return error
-    known: ShardloadError = as_shardload(error, None)
-    if known is not error:
-        known.__cause__ = error
-    text = str(known)
+    named_error: ShardloadError = as_shardload(error, None)
+    if named_error is not error:
+        named_error.__cause__ = error
+    text = str(named_error)
     if not text.startswith(where):
-        known.args = (f"{where}: {text}" if name in text else f"{where}, {name}: {text}",)
-    return known
+        named_error.args = (f"{where}: {text}" if name in text else f"{where}, {name}: {text}",)
+    return named_error
 
 
 def keys_text(where: str) -> str:
@@ -146,7 +146,7 @@ def is_one_spec(value: Any) -> bool:
 
 
 def is_spec_by_names(value: Any) -> bool:
-    """True for a spec by names of axes, ``{"lat": "a"}``, and no tree of specs, of which none is a text.
+    """True for a spec by names of axes, ``{"lat": "a"}``; False for a tree of specs, none of which is a text.
 
     >>> is_spec_by_names({"lat": "a", "lon": None}), is_spec_by_names({"rho": ("a", None)})
     (True, False)
@@ -162,14 +162,14 @@ def _is_entry(entry: Any) -> bool:
 
 def rebuilt(tree: Any, children: Sequence[Any]) -> Any:
     """A node of the kind of `tree` with other children, in the order of `node_of`."""
-    found = _node(tree)
-    return tree if found is None else jax.tree_util.tree_unflatten(found[1], list(children))
+    node = _node(tree)
+    return tree if node is None else jax.tree_util.tree_unflatten(node[1], list(children))
 
 
 def node_of(tree: Any) -> list[tuple[Any, Any]] | None:
     """The children of a node, each with its key; None for a leaf."""
-    found = _node(tree)
-    return None if found is None else found[0]
+    node = _node(tree)
+    return None if node is None else node[0]
 
 
 def named_leaves(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -199,10 +199,10 @@ def _node(tree: Any) -> Node | None:
     """The children of a node, each with its key, and the node's structure; None for a leaf."""
     if tree is None or isinstance(tree, (str, int, float, os.PathLike, Place, PartitionSpec)):
         return None
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda part: part is not tree)
-    if len(found) == 1 and not found[0][0]:
+    children, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda part: part is not tree)
+    if len(children) == 1 and not children[0][0]:
         return None
-    return [(keys[0], child) for keys, child in found], structure
+    return [(keys[0], child) for keys, child in children], structure
 
 
 class ArrayTree:
@@ -217,19 +217,21 @@ class ArrayTree:
     ----------
     places : list of Place
         Its leaves, in JAX's order (dicts by sorted key).
-    where : list of tuple
-        For each place, the keys that lead to it.
+    where : list of str
+        For each place, the text of `where_text`.
     """
 
     def __init__(self, outline: Any) -> None:
         self._outline = outline
         self._structure: Any = None
-        self.where: list[Where] = [()]
+        self.where = [""]
         self.places: list[Place] = [outline]
         if not isinstance(outline, Place):
-            found, self._structure = jax.tree_util.tree_flatten_with_path(outline, is_leaf=lambda part: isinstance(part, Place))
-            self.where = [where for where, _ in found]
-            self.places = [place for _, place in found]
+            leaves, self._structure = jax.tree_util.tree_flatten_with_path(
+                outline, is_leaf=lambda part: isinstance(part, Place)
+            )
+            self.where = [where_text(keys) for keys, _ in leaves]
+            self.places = [place for _, place in leaves]
 
     @classmethod
     def join(cls, path: Any, dataset: Any) -> ArrayTree:
@@ -241,19 +243,19 @@ class ArrayTree:
             If the two have other keys at the same place, or there is no name in them.
         """
         try:
-            made = cls(_join(path, dataset, ()))
+            tree = cls(_join(path, dataset, ()))
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:  # keys that cannot be sorted
             raise ConfigError(
                 f"dataset or path is a tree that JAX cannot read: {error} The keys of a dict must be of one type"
             ) from None
-        if not made.places:
+        if not tree.places:
             raise ConfigError(
                 f"dataset is {dataset!r}, a tree without a name: there is nothing to load. Pass a name, a dict or list of "
                 "names, or '*' for all arrays of the file"
             )
-        return made
+        return tree
 
     @classmethod
     def of_names(cls, path: str, names: Iterable[str]) -> ArrayTree:
@@ -281,7 +283,7 @@ class ArrayTree:
         is_tree: Callable[[Mapping[Any, Any], Sequence[Any]], bool] | None = None,
         default: Any = NEEDED,
     ) -> list[Any]:
-        """The value of an option for each place; for a pattern it may be a tree still.
+        """The value of an option for each place. For a pattern it may still be a tree.
 
         Parameters
         ----------
@@ -310,10 +312,8 @@ class ArrayTree:
             is_dict = is_tree is not None and isinstance(value, Mapping)
             if isinstance(outline, Place):
                 if not (outline.is_pattern or is_one(value) or is_dict or _node(value) is None):
-                    text = repr(value)
-                    raise ConfigError(
-                        f"{name}{text_of(where)} is {text[:77]}, a tree, but there is one array at that place. Pass one value"
-                    )
+                    text = f"{name}{text_of(where)} is {repr(value)[:77]}, a tree"
+                    raise ConfigError(f"{text}, but there is one array at that place. Pass one value")
                 yield value
                 return
             children = node_of(outline) or []
@@ -325,9 +325,9 @@ class ArrayTree:
             if of_value is None:
                 yield from [value] * len(jax.tree_util.tree_leaves(outline))
                 return
-            other = "dataset" if name == "x" else "the arrays"
+            tree_name = "dataset" if name == "x" else "the arrays"
             needed = default if isinstance(value, Mapping) else NEEDED
-            values = _matching(name, of_value, children, where, other, needed)
+            values = _matching(name, of_value, children, where, tree_name, needed)
             for (key, child), part in zip(children, values, strict=True):
                 yield from walk(child, part, (*where, key))
 
@@ -374,7 +374,7 @@ def _join(path: Any, dataset: Any, where: Where) -> Any:
     if of_dataset is not None:
         children, structure = of_dataset
         paths = [path] * len(children) if of_path is None else _matching("path", of_path[0], children, where, "dataset")
-        joined = [_join(one, child, (*where, key)) for one, (key, child) in zip(paths, children, strict=True)]
+        joined = [_join(child_path, child, (*where, key)) for child_path, (key, child) in zip(paths, children, strict=True)]
     elif of_path is not None:
         children, structure = of_path
         joined = [_join(child, dataset, (*where, key)) for key, child in children]
@@ -395,15 +395,15 @@ def _with_groups(value: Mapping[Any, Any], keys: Sequence[Any], name: str) -> Ma
 
 
 def _nested(pairs: Iterable[tuple[list[Any], Any]]) -> dict[Any, Any]:
-    """A dict for each group of values with the names that lead to them. ValueError names the value that has no place."""
+    """Nested dicts of values, each with the keys that lead to it. ValueError names a value that has no place."""
     root: dict[Any, Any] = {}
     for (*groups, last), value in pairs:
-        held: Any = root
+        group_dict: Any = root
         for group in groups:
-            held = held.setdefault(group, {}) if isinstance(held, dict) else held
-        if not isinstance(held, dict) or last in held:
+            group_dict = group_dict.setdefault(group, {}) if isinstance(group_dict, dict) else group_dict
+        if not isinstance(group_dict, dict) or last in group_dict:
             raise ValueError("'" + "/".join(map(str, (*groups, last))) + "'")
-        held[last] = dict(value) if isinstance(value, Mapping) else value
+        group_dict[last] = dict(value) if isinstance(value, Mapping) else value
     return root
 
 
@@ -442,22 +442,22 @@ def _matching(
     values: list[tuple[Any, Any]],
     children: list[tuple[Any, Any]],
     where: Where,
-    other: str,
+    tree_name: str,
     default: Any = NEEDED,
 ) -> list[Any]:
     """The values in the order of the keys of `children`. ConfigError if the keys differ."""
     by_key = dict(values)
-    wanted = [key for key, _ in children]
-    if not by_key.keys() <= set(wanted) or (default is NEEDED and len(by_key) < len(wanted)):
-        lacks = [str(key) for key in wanted if key not in by_key and default is NEEDED]
-        extra = [str(key) for key in by_key if key not in set(wanted)]
-        what = "; ".join(
+    keys_in_order = [key for key, _ in children]
+    if not by_key.keys() <= set(keys_in_order) or (default is NEEDED and len(by_key) < len(keys_in_order)):
+        missing = [str(key) for key in keys_in_order if key not in by_key and default is NEEDED]
+        extra = [str(key) for key in by_key if key not in set(keys_in_order)]
+        difference = "; ".join(
             f"{text} {', '.join(keys[:_MOST_SHOWN])}{', ...' if len(keys) > _MOST_SHOWN else ''}"
-            for text, keys in ((f"{name} has no", lacks), (f"only {name} has", extra))
+            for text, keys in ((f"{name} has no", missing), (f"only {name} has", extra))
             if keys
         )
         raise ConfigError(
-            f"{name}{text_of(where)} does not match {other}{text_of(where)}: {what}. Pass "
+            f"{name}{text_of(where)} does not match {tree_name}{text_of(where)}: {difference}. Pass "
             f"{'a tree' if name == 'x' else 'one value for all, or a tree'} with the same keys"
         )
-    return [by_key.get(key, default) for key in wanted]
+    return [by_key.get(key, default) for key in keys_in_order]

@@ -741,7 +741,7 @@ def test_metadata_that_cannot_be_renamed(
 
 def _fill(self: Any, name: str, region: Any) -> Array:
     """The chunk at the edge is begun anew."""
-    return np.zeros(region.shape, self._grows[name].spec.dtype)
+    return np.zeros(region.shape, self._growing[name].spec.dtype)
 
 
 @pytest.mark.parametrize("kind", ["v3", "v3 shards", "HDF5"])
@@ -772,7 +772,7 @@ def test_a_wrong_length_of_the_edge_is_found(ranks: Any, shared_tmp_path: Path, 
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
     for holder, name, wrong in (
         (_Appending, "_stored", _fill),
-        (_Appending, "_stored", lambda self, name, region: np.full(region.shape, 3, self._grows[name].spec.dtype)),
+        (_Appending, "_stored", lambda self, name, region: np.full(region.shape, 3, self._growing[name].spec.dtype)),
         (GrowthEncoder, "files", lambda self: ((a, a, edge) for a, _, edge in _right(self))),
     ):
         on_root(ranks, lambda: make(path, values[:5]))

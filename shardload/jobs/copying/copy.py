@@ -57,6 +57,7 @@ from shardload.planning.saving import plan_rows
 from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
 from shardload.planning.staging import RoundMemory, Staging, least_memory, least_staging, plan_memory, plan_staging
+from shardload.storage.remote import without_secrets
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
@@ -102,24 +103,25 @@ class CopyPlan:
         return sum(copied.nbytes for copied in self.arrays)
 
     def describe(self, target: str) -> list[str]:
-        """The plan, for people: lines."""
+        """The plan as lines of text, for people."""
         arrays, ranks = counted(len(self.found), "array"), counted(self.n_ranks, "rank")
         rounds = counted(self.n_rounds, "round")
         lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{target}' on {ranks}, {rounds}"]
-        for array, copied in zip(self.found, self.arrays, strict=True):
-            way = "all ranks read a slab together" if copied.is_together else "each slab is read by one rank"
-            if copied.slabs.n_cells == 1 and not copied.is_together:
+        for array, slab_layout in zip(self.found, self.arrays, strict=True):
+            slabs = slab_layout.slabs
+            way = "all ranks read a slab together" if slab_layout.is_together else "each slab is read by one rank"
+            if slabs.n_cells == 1 and not slab_layout.is_together:
                 way = "one rank reads it"
-            elif copied.slabs.n_cells:
-                way += f", {copied.slabs.n_cells} slabs of {_text(tuple(map(min, copied.slabs.cell, copied.slabs.shape)))}"
+            elif slabs.n_cells:
+                way += f", {slabs.n_cells} slabs of {_text(tuple(map(min, slabs.cell, slabs.shape)))}"
             spec, chunks = array.spec, f"chunks {_text(array.info.chunks)} -> {_text(array.spec.chunks)}"
             lines.append(f"{array.name}: {_text(spec.shape)} {spec.dtype}, {chunks}; {way}")
-            if copied.array.is_decoded and copied.factor > 1:
+            if slab_layout.array.is_decoded and slab_layout.factor > 1:
                 lines.append(
-                    f"  each chunk of the source is decoded {number_text(copied.factor, 2)} times: slabs with whole chunks "
-                    "of both do not fit. More staging= or more ranks make it less"
+                    f"  each chunk of the source is decoded {number_text(slab_layout.factor, 2)} times: slabs with whole "
+                    "chunks of both do not fit. More staging= or more ranks make it less"
                 )
-            elif copied.array.is_decoded:
+            elif slab_layout.array.is_decoded:
                 lines.append("  each chunk of the source is decoded once")
         memory = self.memory
         lines.append(
@@ -139,12 +141,12 @@ class CopyPlan:
                 "chunks_before": array.info.chunks,
                 "chunks": array.spec.chunks,
                 "shards": array.spec.shards,
-                "slab": copied.slabs.cell,
-                "n_slabs": copied.slabs.n_cells,
-                "is_together": copied.is_together,
-                "decoded": copied.factor,
+                "slab": slab_layout.slabs.cell,
+                "n_slabs": slab_layout.slabs.n_cells,
+                "is_together": slab_layout.is_together,
+                "decoded": slab_layout.factor,
             }
-            for array, copied in zip(self.found, self.arrays, strict=True)
+            for array, slab_layout in zip(self.found, self.arrays, strict=True)
         ]
         sizes = {"nbytes": self.nbytes, "staging_nbytes": self.staging_nbytes, "memory_nbytes": self.memory.nbytes}
         return {"arrays": arrays, **sizes, "n_ranks": self.n_ranks, "n_rounds": self.n_rounds, "notes": self.notes}
@@ -155,12 +157,12 @@ def _text(shape: Sequence[int] | None) -> str:
 
 
 def plan_copy(
-    request: CopyRequest, found: Sequence[SourceArray], sink: Sink, n_ranks: int, machine: Topology, notes: Sequence[str] = ()
+    request: CopyRequest, sources: Sequence[SourceArray], sink: Sink, n_ranks: int, machine: Topology, notes: Sequence[str] = ()
 ) -> CopyPlan:
     """The plan of a copy. ConfigError if it does not fit into the staging memory."""
     page = PAGE_NBYTES if machine.n_nodes > 1 else 1
     units, reading = [], _LEAST_READING_NBYTES
-    arrays = tuple(replace(array, spec=sink.arrays[array.full_name].spec) for array in found)
+    arrays = tuple(replace(array, spec=sink.arrays[array.full_name].spec) for array in sources)
     for array in arrays:
         spec, layout = array.spec, array.layout()
         if spec.chunks is None:
@@ -176,11 +178,11 @@ def plan_copy(
     least = least_memory(largest, largest, reading)
     staging = max(STAGING_NBYTES, least)
     if request.options.staging != AUTO:
-        told = (
+        reason = (
             f"what a rank writes at once of '{name}' is {format_nbytes(largest)} (a chunk, a file of chunks, or some rows), "
             f"and copying it takes {format_nbytes(least)}"
         )
-        staging = request.options.staging_cap(least, told, fix=", or smaller chunks=")
+        staging = request.options.staging_cap(least, reason, fix=", or smaller chunks=")
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
     slabs = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
@@ -222,7 +224,7 @@ class CopyReport(PrintedReport):
     n_resumed: int = 0
 
     def __str__(self) -> str:
-        """For a person: one line; of a plan some."""
+        """Text for a person: one line; several if it was only planned."""
         plan, written, seconds = self.plan, self.written, max(self.seconds, 1e-9)
         if written is None:
             return "\n".join(plan.describe("the copy"))
@@ -305,28 +307,10 @@ def copy(
     ...     file["rho"].chunks, file["rho"].compression, float(file["rho"][3, 5])
     ((2, 3), 'gzip', 23.0)
     """
+    arguments = {name: value for name, value in locals().items() if name not in ("only_plan", "comm", "trust")}
     started = time.perf_counter()
-    read = partial(
-        CopyRequest.check,
-        source,
-        target,
-        dataset=dataset,
-        select=select,
-        dtype=dtype,
-        chunks=chunks,
-        shards=shards,
-        compression=compression,
-        unlimited=unlimited,
-        format=format,
-        mode=mode,
-        staging=staging,
-        verify=verify,
-        resume=resume,
-        progress=progress,
-        timeout=timeout,
-        **trust,
-    )
-    with begin_request("copy", f"copy of '{source}'", read, comm=comm) as (call, request):
+    read = partial(CopyRequest.check, **arguments, **trust)
+    with begin_request("copy", f"copy of '{without_secrets(os.fspath(source))}'", read, comm=comm) as (call, request):
         if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
             refuse_singletons()  # each would write the whole file
         sink, plan = _plan(call, request)
@@ -351,8 +335,8 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
         on_root.append(sink)
         return pickle.dumps(([array.for_others() for array in arrays if not array.is_text], notes))
 
-    def make(told: bytes) -> tuple[Sink, CopyPlan]:
-        arrays, notes = pickle.loads(told)  # of this job's rank 0, never of a file
+    def make(message: bytes) -> tuple[Sink, CopyPlan]:
+        arrays, notes = pickle.loads(message)  # of this job's rank 0, never of a file
         sink = on_root[0] if on_root else new_sink(request, arrays, None, n_nodes)
         return sink, plan_copy(request, arrays, sink, group.size, group.machine, notes)
 
@@ -365,8 +349,8 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
     done, n_done = find_done(group, sink, plan) if request.resume else [], 0
     if request.resume:
         n_done, n_all = (sum(int(count(flags)) for flags in done) for count in (np.count_nonzero, np.size))
-        there = f"{n_done:,} of {n_all:,} chunks were there already, and were not read back"
-        notes += [there if n_done else "no chunk was left of an earlier copy, so this one began anew"]
+        resumed = f"{n_done:,} of {n_all:,} chunks were there already, and were not read back"
+        notes += [resumed if n_done else "no chunk was left of an earlier copy, so this one began anew"]
     shared = memory.moving_nbytes + PAGE_NBYTES if any(array.is_together for array in plan.arrays) else None
     source = CopySource(group, request, plan, done)
     options, (n_rounds, nbytes) = request.options, source.totals()
@@ -391,20 +375,20 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
             source.check_unchanged()
         written = target.end()
     n_decoded, *missing = group.agree(None, [source.n_decoded, *source.n_missing])
-    lost = [
+    not_stored = [
         f"{counted(n, 'chunk')} of {array.info} {'are' if n != 1 else 'is'} not stored, and the copy has the fill value"
         for array, n in zip(plan.found, missing, strict=True)
         if n
     ]
     seconds = time.perf_counter() - started
-    return CopyReport(plan, written, seconds, n_decoded, (*notes, *lost), n_done)
+    return CopyReport(plan, written, seconds, n_decoded, (*notes, *not_stored), n_done)
 
 
 # --- what one rank reads
 
 
 class CopySource(FileSource):
-    """The source of a copy on one rank, and its rounds. What is open stays so from round to round.
+    """The source of a copy on one rank, and its rounds. Files and arrays stay open from round to round.
 
     A context manager, which closes the files.
 
@@ -429,16 +413,15 @@ class CopySource(FileSource):
 
     def __init__(self, group: Group, request: CopyRequest, plan: CopyPlan, done: Sequence[Bools]) -> None:
         super().__init__(group.rank, request.options.checksums)
-        self._n_ranks, self._request, self._plan, self._found = group.size, request, plan, plan.found
-        self._done = done
+        self._n_ranks, self._request, self._plan, self._done = group.size, request, plan, done
         self._grids: list[Grid] = []  # each array cut into what is written as a chunk
-        for array, copied in zip(plan.found, plan.arrays, strict=True):
-            cell = tuple(max(1, n) for n in array.spec.chunks or copied.array.unit)
+        for array, slab_layout in zip(plan.found, plan.arrays, strict=True):
+            cell = tuple(max(1, n) for n in array.spec.chunks or slab_layout.array.unit)
             self._grids.append(Grid(array.spec.shape, cell, (0,) * len(cell)))
         self._file: OpenFile | None = None
-        self._sources: dict[int, tuple[Source, State]] = {}
+        self._opened: dict[int, tuple[Source, State]] = {}
         self.n_decoded = 0
-        self.n_missing = [0] * len(self._found)
+        self.n_missing = [0] * len(plan.found)
 
     def __enter__(self) -> CopySource:
         return self
@@ -446,9 +429,9 @@ class CopySource(FileSource):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, StallError):
             return  # a thread may hang in a read, and the library would wait for it
-        for source, _state in self._sources.values():
+        for source, _state in self._opened.values():
             source.close()
-        self._sources.clear()
+        self._opened.clear()
         if self._file is not None:
             self._file.close()
 
@@ -464,32 +447,32 @@ class CopySource(FileSource):
             self.n_missing[move.array] += move.producer.counters.chunks_missing
 
     def _source(self, array: int) -> Source:
-        if array not in self._sources:
-            info, state = self._found[array].info, self._found[array].state
+        if array not in self._opened:
+            info, state = self._plan.found[array].info, self._plan.found[array].state
             if self._file is None:
                 self._file = open_file(self._request.source, self._request.options.access, info)
             source = as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
-            self._sources[array] = source, source.opened_in()
-            check_same_file(str(info), state, self._sources[array][1], info.path, info.dataset)
-        return self._sources[array][0]
+            self._opened[array] = source, source.opened_in()
+            check_same_file(str(info), state, self._opened[array][1], info)
+        return self._opened[array][0]
 
     def check_unchanged(self) -> None:
         """Raise SourceError if what is open has changed since it was opened."""
-        for array, (source, before) in self._sources.items():
-            info = self._found[array].info
+        for array, (source, before) in self._opened.items():
+            info = self._plan.found[array].info
             check_unchanged(str(info), before, source.state(), info.path, info.dataset)
 
     def _close_some(self) -> None:
         """Close sources that have been read, if there are many."""
-        if len(self._sources) > _MOST_OPEN:
+        if len(self._opened) > _MOST_OPEN:
             self.check_unchanged()
-            while len(self._sources) > _MOST_OPEN:
-                self._sources.pop(next(iter(self._sources)))[0].close()
+            while len(self._opened) > _MOST_OPEN:
+                self._opened.pop(next(iter(self._opened)))[0].close()
 
     # --- rounds
 
     def slabs(self) -> Iterator[tuple[list[tuple[int, Region]], bool]]:
-        """The slabs of each round, each with the number of its array; and whether all ranks have the same."""
+        """For each round, its slabs, each with the number of its array; and whether all ranks read them together."""
         plan = self._plan
         rounds = plan_copy_rounds(plan.arrays, self._n_ranks, plan.memory.round_nbytes, self._rank)
         for items, is_together in rounds:
@@ -517,7 +500,7 @@ class CopySource(FileSource):
             yield Round(moves, staging, is_together, partial(self._chunks, moves, [slab for _, slab in slabs]))
 
     def _move(self, array: int, slab: Region, is_together: bool) -> FileMove:
-        layout = self._found[array].layout(slab)
+        layout = self._plan.found[array].layout(slab)
         most = self._plan.memory.moving_nbytes // _BLOCKS_IN_CAP
         if is_together:
             shards = self._plan.arrays[array].pieces(slab, self._n_ranks)
@@ -525,7 +508,7 @@ class CopySource(FileSource):
         else:
             shards = Shards(slab.shape, (1,) * slab.ndim, np.array([[self._rank]], dtype=np.int64))
             schedule = plan_direct(layout, shards, self._n_ranks, max_nbytes=most)
-        return FileMove(array, schedule, self._found[array].info, layout)
+        return FileMove(array, schedule, self._plan.found[array].info, layout)
 
     def _chunks(self, moves: Sequence[FileMove], slabs: Sequence[Region]) -> Iterator[Chunk]:
         """The chunks of the target that lie in this rank's pieces of slabs."""
@@ -535,7 +518,7 @@ class CopySource(FileSource):
                 for region in map(chunks.region, chunks.meeting(piece.region.moved(slab.start))):
                     if not self._is_done(move.array, region):
                         values = piece.view(region.moved(tuple(-start for start in slab.start)))
-                        yield Chunk(self._found[move.array].full_name, region, values)
+                        yield Chunk(self._plan.found[move.array].full_name, region, values)
 
     def _is_done(self, array: int, region: Region) -> bool:
         """Whether all chunks of the target that meet a region are there already."""
@@ -546,7 +529,7 @@ class CopySource(FileSource):
 
 
 def find_done(group: Group, sink: Sink, plan: CopyPlan) -> list[Bools]:
-    """Which chunks of each array another job has left, that was killed; none if it left nothing. Collective.
+    """For each array, which of its chunks a job that was killed has left; an empty list if it left nothing. Collective.
 
     Raises
     ------
@@ -561,10 +544,10 @@ def find_done(group: Group, sink: Sink, plan: CopyPlan) -> list[Bools]:
             return b""
         return np.packbits(np.concatenate([is_there[array.full_name].reshape(-1) for array in plan.found])).tobytes()
 
-    told = group.tell(look, 0)
-    if not len(told):
+    message = group.tell(look, 0)
+    if not len(message):
         return []
     grids = [array.spec.grid for array in plan.found]
     sizes = list(map(math.prod, grids))
-    bits = np.unpackbits(np.frombuffer(told, dtype=np.uint8), count=sum(sizes)).astype(bool)
+    bits = np.unpackbits(np.frombuffer(message, dtype=np.uint8), count=sum(sizes)).astype(bool)
     return [part.reshape(grid) for part, grid in zip(np.split(bits, np.cumsum(sizes)[:-1]), grids, strict=True)]

@@ -7,7 +7,7 @@ and layouts; a selection by names of axes applies to them, too.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
@@ -85,20 +85,21 @@ class CopyRequest:
     resume: bool = False
 
     @classmethod
-    def check(cls, source: str | os.PathLike[str], target: str | os.PathLike[str], **given: Any) -> CopyRequest:
+    def check(cls, source: str | os.PathLike[str], target: str | os.PathLike[str], **keywords: Any) -> CopyRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
-        options = Options.check(**{"verify": CHECKSUM} | {name: given.pop(name) for name in _OF_CALL if name in given})
+        options = Options.check(**{"verify": CHECKSUM} | {name: keywords.pop(name) for name in _OF_CALL if name in keywords})
         if options.verify == FILE:
             raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
-        dataset, unlimited = given.get("dataset", ()), given.get("unlimited", ())
-        given["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset)
-        given["unlimited"] = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
-        for name in given["dataset"]:
+        dataset, unlimited = keywords.get("dataset", ()), keywords.get("unlimited", ())
+        keywords["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset)
+        keywords["unlimited"] = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
+        for name in keywords["dataset"]:
             if not name.strip("/ "):
                 raise ConfigError(f"dataset is {name!r}; expected the name of an array, such as '/rho', or '*'")
-        dtype = OPTIONS["dtype"].check(given.get("dtype"))
-        given["dtype"], given["mode"] = None if dtype is None else dtype.name, OPTIONS["mode"].check(given.get("mode", "w-"))
-        return cls(os.fspath(source), os.path.expanduser(os.fspath(target)), options, **given)
+        dtype = OPTIONS["dtype"].check(keywords.get("dtype"))
+        keywords["dtype"] = None if dtype is None else dtype.name
+        keywords["mode"] = OPTIONS["mode"].check(keywords.get("mode", "w-"))
+        return cls(os.fspath(source), os.path.expanduser(os.fspath(target)), options, **keywords)
 
     @property
     def timeout(self) -> float | None:
@@ -164,15 +165,22 @@ class SourceArray:
 def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Groups | None, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without the attributes of groups, and without text."""
     about = {} if groups is None else describe(request, sources, groups)
-    specs, groups = {array.full_name: array.spec for array in sources}, groups or {}
-    alignment = PAGE_NBYTES if n_nodes > 1 else 1
-    how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "about": about}
-    how |= {"storage": request.options.storage, "attrs": groups.get("/", {}), "group_attrs": groups}
-    return make_sink(request.target, specs, **how)
+    groups = groups or {}
+    return make_sink(
+        request.target,
+        {array.full_name: array.spec for array in sources},
+        format=request.format,
+        mode=request.mode,
+        alignment=PAGE_NBYTES if n_nodes > 1 else 1,
+        attrs=groups.get("/", {}),
+        group_attrs=groups,
+        about=about,
+        storage=request.options.storage,
+    )
 
 
 def describe(request: CopyRequest, sources: Sequence[SourceArray], groups: Groups) -> dict[str, str]:
-    """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
+    """What a job that resumes must have in common with the one that was killed, by its name in messages. On rank 0."""
     path = split_path(request.source)[0]
     about = {
         "the source": os.path.realpath(path) if "://" not in path else path,
@@ -180,8 +188,9 @@ def describe(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
         "the digest of attributes of groups": _digest(sorted(groups.items(), key=str)),
     }
     texts = [(array.full_name, array.spec) for array in sources if array.is_text]
-    told = [(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in texts]
-    about["the digest of arrays of text"] = _digest(told)
+    about["the digest of arrays of text"] = _digest(
+        [(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in texts]
+    )
     for array in [array for array in sources if not array.is_text]:
         name = array.info.dataset
         about[f"size and time of the source ('{name}')"] = repr(None if array.state is None else array.state[:2])
@@ -207,19 +216,19 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Groups, list[str]]:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
     infos, empty = find_arrays(path, names, request.options.access)
     with open_file(path, request.options.access) as file:
-        for error in empty.values():
-            left_out = _links_told(file.links(), "") if "*" in names else []
-            raise ConfigError(f"{error} ({left_out[0]})") if left_out else error
         links = file.links() if "*" in names else {}
-        copied = {link for link in links if any(f"{name}/".startswith(f"{link}/") for name in infos)}
-        notes = _links_told({link: to for link, to in links.items() if link not in copied})
-        if copies := [f"'{printable(link)}' (to {printable(links[link])})" for link in sorted(copied)]:
+        for error in empty.values():
+            notes = _links_notes(links, "")
+            raise ConfigError(f"{error} ({notes[0]})") if notes else error
+        followed = {link for link in links if any(f"{name}/".startswith(f"{link}/") for name in infos)}
+        notes = _links_notes({link: to for link, to in links.items() if link not in followed})
+        if copies := [f"'{printable(link)}' (to {printable(links[link])})" for link in sorted(followed)]:
             notes.append(f"links became copies of what they lead to: {some(copies)}")
         return _plan_arrays(request, file, infos, "*" in names, notes)
 
 
-def _links_told(links: Mapping[str, str], all_and: str = "--dataset '*' ") -> list[str]:
-    """What is said of links, which a copy of all arrays does not follow, and the other flags to type."""
+def _links_notes(links: Mapping[str, str], all_and: str = "--dataset '*' ") -> list[str]:
+    """The note about links, which a copy of all arrays does not follow, with the flags to type."""
     if not links:
         return []
     texts = ", ".join(f"'{printable(name)}' (to {printable(to)})" for name, to in links.items())
@@ -231,44 +240,44 @@ def _links_told(links: Mapping[str, str], all_and: str = "--dataset '*' ") -> li
 def _plan_arrays(
     request: CopyRequest, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
 ) -> tuple[list[SourceArray], Groups, list[str]]:
-    """What is made of each array."""
+    """What is made of each array, and the attributes of groups; and notes of what is left out."""
     kind = format_for(request.target, request.format)
-    described, lost = describe_arrays(file, infos)
-    notes += lost
+    described, array_notes = describe_arrays(file, infos)
+    notes += array_notes
     # Coordinates of other arrays, and their bounds, keep their own type and layout.
-    beside = {name for name, (info, *_) in described.items() if info.is_coordinate}
-    for name, (_, properties, _) in described.items():
-        beside |= {*properties.coordinates, *bounds_of(name, properties)} - {name}
-    numbers = [
-        name for name, (_, properties, _) in described.items() if properties.texts is None and not properties.is_dimension
-    ]
-    main = [name for name in numbers if name not in beside] or numbers
+    coordinates = {name for name, array in described.items() if array.info.is_coordinate}
+    for name, array in described.items():
+        coordinates |= {*array.properties.coordinates, *bounds_of(name, array.properties)} - {name}
+    numbers = [name for name, (_, p, _) in described.items() if p.texts is None and not p.is_dimension]
+    main = [name for name in numbers if name not in coordinates] or numbers
     if not is_all:
         notes += take_along(file, described)
-    valueless = {name for name, (_, properties, _) in described.items() if properties.is_dimension}
+    valueless = {name for name, array in described.items() if array.properties.is_dimension}
     described = {name: array for name, array in described.items() if name not in valueless}
-    _check_request(request, {name: described[name] for name in main})
+    for info in (described[name].info for name in main):
+        if request.dtype is not None and np.dtype(info.dtype).kind == "c" and np.dtype(request.dtype).kind != "c":
+            raise ConfigError(f"{info} is {info.dtype}; as {request.dtype} its imaginary part would be lost. Leave dtype= out")
     by_name = _selection_by_name(_in_positions(request.select, file, described), {name: described[name] for name in main})
     selections = {}
     for name, (info, properties, _) in described.items():
         parts: Any = tuple(by_name.get(dim, slice(None)) for dim in properties.dims)
         is_by_position = name in main and request.select is not None and not isinstance(request.select, Mapping)
         selections[name] = _select(info, request.select if is_by_position else parts, properties.dims)
-    dims = {name: [described[name][1].dims[k] for k in selection.kept] for name, selection in selections.items()}
+    dims = {name: [described[name].properties.dims[k] for k in selection.kept] for name, selection in selections.items()}
     growing = _growing_axes(request.unlimited, dims, main)
-    numbers_first = sorted(described.items(), key=lambda item: item[1][1].texts is not None)
+    numbers_first = sorted(described.items(), key=lambda item: item[1].properties.texts is not None)
     sources = []
     for name, (info, properties, state) in numbers_first:
-        wanted = _asked_of(request, info, selections[name], name in main, growing[name])
-        properties, lost = found_by_name(kind, name, properties, described)
+        overrides = _overrides_of(request, info, selections[name], name in main, growing[name])
+        properties, axis_notes = found_by_name(kind, name, properties, described)
         try:
-            spec, more = spec_like(info, properties, selections[name], kind, wanted)
+            spec, spec_notes = spec_like(info, properties, selections[name], kind, overrides)
         except ConfigError as error:
             if properties.texts is None:
                 raise
             notes.append(f"{info} was left out: it holds {error}")
             continue
-        notes += more + lost
+        notes += spec_notes + axis_notes
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
         sources.append(SourceArray(info, selections[name], target, spec, state))
     if all(array.is_text for array in sources):
@@ -276,50 +285,58 @@ def _plan_arrays(
     _check_layout(request, [array for array in sources if array.info.dataset in main and not array.is_text])
     if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
         unopened = unopened_by_xarray({array.full_name: array.spec for array in sources if not array.is_text})
-        notes += [f"{what}: xarray opens no group with both" for what, _ in unopened]
+        notes += [f"{problem}: xarray opens no group with both" for problem, _ in unopened]
     axes = {dim for array in sources for dim in array.spec.dims or ()}
     for name in sorted(valueless if is_all else ()):
         if name.rpartition("/")[2] not in axes:
             notes.append(f"the dimension '{name}' was left out: no array of the new file has it")
+    groups, group_notes = _copied_groups(kind, file, described, [array.full_name for array in sources], axes, is_all)
+    return sources, groups, notes + group_notes
+
+
+def _copied_groups(
+    kind: str, file: OpenFile, described: Iterable[str], arrays: list[str], axes: set[str | None], is_all: bool
+) -> tuple[Groups, list[str]]:
+    """The attributes of groups in the new file: of those above the copied arrays, or of all. And notes of what is left out."""
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
-    arrays, groups = [array.full_name for array in sources], {}
+    groups: dict[str, Mapping[str, Any]] = {}
+    notes: list[str] = []
     attributes, unread = file.groups()
     for group, attrs in attributes.items():
-        why = None
+        reason = None
         if group.strip("/") not in used:
-            why = refused_group(kind, group, arrays, axes) if is_all else ""
-        if why is None:
-            groups[group], _, more = attrs_for(kind, f"group '{group}'", attrs)
-            notes += [f"{what} was left out" for what in more]
-        elif why:
+            reason = refused_group(kind, group, arrays, axes) if is_all else ""
+        if reason is None:
+            groups[group], _, refused = attrs_for(kind, f"group '{group}'", attrs)
+            notes += [f"{attribute} was left out" for attribute in refused]
+        elif reason:
             what = f"the attributes of group {group!r}" if attrs else f"the group {group!r}"
-            notes.append(f"{what}, {why}, {'were' if attrs else 'was'} left out")
-    notes += [f"{what} was left out" for what in unread]
-    return sources, groups, notes
+            notes.append(f"{what}, {reason}, {'were' if attrs else 'was'} left out")
+    return groups, notes + [f"{attribute} was left out" for attribute in unread]
 
 
 def without_what_is_refused(
     request: CopyRequest, sources: list[SourceArray], error: ConfigError
 ) -> tuple[list[SourceArray], list[str]]:
-    """The arrays that the new file's format can hold, if `error` says that it cannot hold all; and the others, in words. Raises
-    the error if that is an array that was named, or none is left.
+    """The arrays that the new file's format can hold, if `error` says that it cannot hold all; and notes of the others. Raises
+    the error if the caller has named one of these, or if none is left.
     """
-    named = {f"/{name.strip('/')}" for name in (*request.dataset, split_path(request.source)[1] or "*")}
-    kept, notes = [], []
+    requested = {f"/{name.strip('/')}" for name in (*request.dataset, split_path(request.source)[1] or "*")}
+    accepted, notes = [], []
     for array in sources:
         spec = replace(array.spec, chunks=None, shards=None, compression=None, checksum=False, unlimited=())
         specs = {array.full_name: spec} | ({"/a": ArraySpec((), np.dtype("i1"))} if array.is_text else {})
         try:
             make_sink(request.target, specs, format=request.format, mode=request.mode, storage=request.options.storage)
-        except ConfigError as why:
-            if array.full_name in named:
+        except ConfigError as refusal:
+            if array.full_name in requested:
                 raise error from None
-            notes.append(f"'{array.full_name}' was left out: {why}")
+            notes.append(f"'{array.full_name}' was left out: {refusal}")
         else:
-            kept.append(array)
-    if all(array.is_text for array in kept) or not notes:
+            accepted.append(array)
+    if all(array.is_text for array in accepted) or not notes:
         raise error
-    return kept, notes
+    return accepted, notes
 
 
 def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described]) -> Any:
@@ -330,20 +347,20 @@ def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described
     for dim, part in select.items():
         if not isinstance(part, Near | Between):
             continue
-        found: list[Any] = []
+        selected: list[Any] = []
         for name, (info, properties, _) in described.items():
             if name.rpartition("/")[2] != dim or properties.dims != (dim,) or properties.texts is not None:
                 continue
             values = read_values(file, name)
             try:
-                asked = in_numbers(part, dim, properties.attrs, values.dtype) if has_dates(part) else part
-                found += name_axes({dim: asked}, (dim,), {dim: values})
+                numbers = in_numbers(part, dim, properties.attrs, values.dtype) if has_dates(part) else part
+                selected += name_axes({dim: numbers}, (dim,), {dim: values})
             except ValueError as error:
                 raise ConfigError(f"{error} ({info})") from None
-        if not found or found.count(found[0]) < len(found):
-            what = "no coordinate of that name" if not found else "several coordinates of that name, which differ"
+        if not selected or selected.count(selected[0]) < len(selected):
+            what = "no coordinate of that name" if not selected else "several coordinates of that name, which differ"
             raise ConfigError(f"select has {part} on the axis {dim!r}, but among what is copied is {what}. Pass positions")
-        positions[dim] = found[0]
+        positions[dim] = selected[0]
     return positions
 
 
@@ -355,10 +372,10 @@ def _selection_by_name(select: Any, main: Mapping[str, Described]) -> dict[Any, 
         dims = {dim for _, properties, _ in main.values() for dim in properties.dims if dim}
         for name in select:
             if name not in dims:
-                there = (
+                names = (
                     some([repr(dim) for dim in sorted(dims)]) or "none with a name. Select by positions, such as select='0,:'"
                 )
-                raise ConfigError(f"select names the axis {name!r}, which no array has; there are: {there}")
+                raise ConfigError(f"select names the axis {name!r}, which no array has; there are: {names}")
         return dict(select)
     if len(main) > 1:
         raise ConfigError(
@@ -386,7 +403,7 @@ def _select(info: ArrayInfo, select: Any, dims: Sequence[str | None]) -> Selecti
 def _growing_axes(
     unlimited: Sequence[str | int], dims: Mapping[str, Sequence[str | None]], main: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Which axes of each new array can grow. Numbers are of those that are no coordinates; an axis with a name is one for all.
+    """Which axes of each new array can grow. Numbers count the axes of the `main` arrays; a name means that axis of all arrays.
 
     Raises
     ------
@@ -395,21 +412,23 @@ def _growing_axes(
     """
     growing: set[tuple[str, int]] = set()
     for axis in unlimited:
-        named: set[tuple[str, int]] = set()
-        names: set[str | None] = {axis} if isinstance(axis, str) else set()
+        axes: set[tuple[str, int]] = set()
+        dim_names: set[str | None] = {axis} if isinstance(axis, str) else set()
         if isinstance(axis, int):
-            named = {(name, axis % len(dims[name])) for name in main if -len(dims[name]) <= axis < len(dims[name])}
-            names = {dims[name][k] for name, k in named}
-        named |= {(name, k) for name, of_array in dims.items() for k, dim in enumerate(of_array) if dim and dim in names}
-        if not named:
-            there = some([f"{name} ({', '.join(str(dim or '-') for dim in dims[name])})" for name in main])
-            raise ConfigError(f"unlimited is {axis!r}, an axis that no array of the new file has: {there}")
-        growing |= named
+            axes = {(name, axis % len(dims[name])) for name in main if -len(dims[name]) <= axis < len(dims[name])}
+            dim_names = {dims[name][k] for name, k in axes}
+        axes |= {(name, k) for name, of_array in dims.items() for k, dim in enumerate(of_array) if dim and dim in dim_names}
+        if not axes:
+            shapes_text = some([f"{name} ({', '.join(str(dim or '-') for dim in dims[name])})" for name in main])
+            raise ConfigError(f"unlimited is {axis!r}, an axis that no array of the new file has: {shapes_text}")
+        growing |= axes
     return {name: tuple(k for k in range(len(of_array)) if (name, k) in growing) for name, of_array in dims.items()}
 
 
-def _asked_of(request: CopyRequest, info: ArrayInfo, selection: Selection, is_main: bool, grows: tuple[int, ...]) -> Overrides:
-    """What is asked of one array: layout only if it has as many axes, compression only if it has chunks."""
+def _overrides_of(
+    request: CopyRequest, info: ArrayInfo, selection: Selection, is_main: bool, grows: tuple[int, ...]
+) -> Overrides:
+    """What the caller asks of one array: layout only if it has as many axes, compression only if it has chunks."""
     ndim = len(selection.shape)
     for_growth: Any = KEEP
     if info.chunks is None and grows:
@@ -423,12 +442,6 @@ def _asked_of(request: CopyRequest, info: ArrayInfo, selection: Selection, is_ma
     has_chunks = (info.chunks is not None if isinstance(chunks, str) else chunks is not None) and ndim > 0
     dtype = None if request.dtype is None or not is_main else np.dtype(request.dtype)
     return Overrides(dtype, chunks, shards, request.compression if has_chunks else KEEP, grows)
-
-
-def _check_request(request: CopyRequest, main: Mapping[str, Described]) -> None:
-    for info, *_ in main.values():
-        if request.dtype is not None and np.dtype(info.dtype).kind == "c" and np.dtype(request.dtype).kind != "c":
-            raise ConfigError(f"{info} is {info.dtype}; as {request.dtype} its imaginary part would be lost. Leave dtype= out")
 
 
 def _check_layout(request: CopyRequest, main: Sequence[SourceArray]) -> None:

@@ -26,7 +26,8 @@ class PaddedIndex(Index):
     def create_variables(self, variables: Any = None) -> Any:
         """Its coordinate: padding is NaN or NaT."""
         tail = {self.unpadded.dim: (0, self.n - self.n_unpadded)}
-        return {name: one.to_base_variable().pad(tail) for name, one in self.unpadded.create_variables(variables).items()}
+        unpadded = self.unpadded.create_variables(variables)
+        return {name: variable.to_base_variable().pad(tail) for name, variable in unpadded.items()}
 
     def sel(self, labels: dict[Any, Any], method: Any = None, tolerance: Any = None) -> Any:
         """See `xarray.Index`."""
@@ -40,8 +41,8 @@ class PaddedIndex(Index):
         n = int((rows < self.n_unpadded).sum())
         if (rows[:n] >= self.n_unpadded).any():
             return None
-        kept = self.unpadded.isel({self.unpadded.dim: rows[:n]})
-        return PaddedIndex(kept, len(rows)) if kept is not None and n < len(rows) else kept
+        unpadded = self.unpadded.isel({self.unpadded.dim: rows[:n]})
+        return PaddedIndex(unpadded, len(rows)) if unpadded is not None and n < len(rows) else unpadded
 
     def rename(self, name_dict: Mapping[Any, Hashable], dims_dict: Mapping[Any, Hashable]) -> PaddedIndex:
         """See `xarray.Index`."""

@@ -108,14 +108,15 @@ def join(
     joined.look(advance, whole)
     joined.check()
     joined.describe(format_for(whole))
-    _keep_values(whole, joined.places, Access(allow_external))
+    _protect_values(whole, joined.places, Access(allow_external))
     folder = os.path.dirname(os.path.realpath(whole))  # mode "w" replaces what a link leads to
     names, outside = {}, set()
     for part in joined.paths:
         real = os.path.realpath(part)
         is_inside = real.startswith(folder.rstrip(os.sep) + os.sep)
         names[part] = os.path.relpath(real, folder) if is_inside else real
-        outside |= set() if is_inside else {part}
+        if not is_inside:
+            outside.add(part)
     file = joined.file(whole, names, mode)
     if joined.news:
         warn_once(f"'{whole}': {'; '.join(joined.news)}", LeftOutWarning, 0)
@@ -124,19 +125,19 @@ def join(
     return JoinReport(whole, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, needs_external)
 
 
-def _keep_values(path: str, virtual: Collection[str], access: Access) -> None:
-    """ConfigError if a file of that name has values itself: it may be a part, taken for the new file."""
+def _protect_values(path: str, virtual: Collection[str], access: Access) -> None:
+    """ConfigError if a file of that name has values itself: then the caller may have named a part as the new file."""
     if not os.path.isfile(path):
         return
     try:
-        lost = [info.dataset for info in list_arrays(path, access) if info.dataset in virtual and info.nbytes_stored]
+        with_values = [info.dataset for info in list_arrays(path, access) if info.dataset in virtual and info.nbytes_stored]
     except SourceError as error:
         raise ConfigError(
             f"'{path}' exists, and cannot be read ({error}), so it is not replaced. Choose another name for the new file"
         ) from None
-    if lost:
+    if with_values:
         raise ConfigError(
-            f"'{path}' exists, and has values of '{printable(lost[0])}' itself: is it one of the parts? The new file "
+            f"'{path}' exists, and has values of '{printable(with_values[0])}' itself: is it one of the parts? The new file "
             "comes in addition to them. Choose another name for it; if this file is not wanted, remove it first"
         )
 
@@ -204,34 +205,35 @@ def concat(
 
     def read() -> PartsRequest:
         OPTIONS["progress"].check(progress)
-        how = {"stack": stack, "dataset": dataset, "allow_external": allow_external}
-        return PartsRequest.check(parts, along, word="along", timeout=OPTIONS["timeout"].check(timeout), **how)
+        options = {"allow_external": allow_external, "timeout": OPTIONS["timeout"].check(timeout)}
+        return PartsRequest.check(parts, along, stack=stack, dataset=dataset, word="along", **options)
 
     with begin_request("concat", f"concat of {parts!r}"[:80], read, comm=comm) as (call, request):
-        found: Concatenation = call.plan(lambda: pickle.dumps(_find(request, progress)), pickle.loads, str)  # of this rank 0
-        return found
+        # What is unpickled is of this job's rank 0, never of a file.
+        concatenation: Concatenation = call.plan(lambda: pickle.dumps(_find(request, progress)), pickle.loads, str)
+        return concatenation
 
 
 def _find(request: PartsRequest, progress: Progress) -> Concatenation:
     """What the files are together. Runs on rank 0."""
     joined = JoinedParts(request)
-    joined.look(progress, request.told)
+    joined.look(progress, request.title)
     joined.check()
     joined.describe()
     names = {path: absolute(path) for path in joined.paths}
     folders = {folder for path in names.values() for folder in Fence.around_file(path, request.allow_external).folders}
     fence = Fence(tuple(sorted(folders)))
     image = joined.file(SCHEME, names).image(joined.values, fence)
-    joined.check_unchanged(request.told)
+    joined.check_unchanged(request.title)
     versions = tuple((names[path], joined.versions[path] or (0, 0)) for path in joined.paths)
     digest = blake2b(repr((versions, tuple(joined.rows))).encode(), digest_size=4).hexdigest()
     name = f"{SCHEME}{_ends(joined)} ({counted(len(names), 'file')} along {joined.axis}, {digest})"
     if joined.news:
         warn_once(f"'{name}': {'; '.join(joined.news)}", LeftOutWarning, 0)
     shapes = [[os.path.basename(path) for path in names], [(row.name, row.shape) for row in joined.rows], joined.lengths()]
-    told = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
+    identity = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
     report = JoinReport(name, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, False)
-    return Concatenation(name, image, versions, fence, told, str(report))
+    return Concatenation(name, image, versions, fence, identity, str(report))
 
 
 def _ends(joined: JoinedParts) -> str:

@@ -84,7 +84,7 @@ class _Member:
         return self.info.dataset
 
     def axis_of(self, axis: str | int) -> int | None:
-        """The number of the axis that is joined; None if it has it not."""
+        """The number of the axis that is joined; None if the array does not have it."""
         if isinstance(axis, str):
             dims = self.properties.dims
             return dims.index(axis) if axis in dims else None
@@ -129,7 +129,7 @@ class JoinedParts:
     """
 
     def __init__(self, request: PartsRequest) -> None:
-        self._ask = request
+        self._request = request
         self._paths = request.find()  # by the number of the part
         self._order = list(range(len(self._paths)))
         self._access = Access(request.allow_external)
@@ -137,7 +137,7 @@ class JoinedParts:
         self._members: dict[str, _Member] = {}
         self._groups: dict[str, dict[int, Mapping[str, Any]]] = {}  # attributes of each group, by the number of the part
         self._notes: dict[str, None] = {}
-        self._expected: dict[str, None] = {}  # notes that are no news: history differs, a dimension is not used
+        self._usual_notes: dict[str, None] = {}  # of which nobody is warned: history differs, a dimension is not used
         self.axis: str | int = 0
         self._joined: dict[str, int] = {}  # arrays that go on from part to part, with the number of the axis
         self._stored: dict[str, Array] = {}  # values of arrays along the axis that the new file has itself
@@ -162,41 +162,43 @@ class JoinedParts:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was left out."""
-        return (*self._notes, *self._expected)
+        return (*self._notes, *self._usual_notes)
 
     @property
-    def _axis_told(self) -> str:
+    def _axis_text(self) -> str:
         return f"the axis {self.axis!r}" if isinstance(self.axis, str) else f"an axis {self.axis}"
 
     def _differs(
-        self, what: str, member: _Member, k: int, told: tuple[Any, Any], k0: int | None = None, fix: str = ""
+        self, what: str, member: _Member, k: int, values: tuple[Any, Any], k0: int | None = None, fix: str = ""
     ) -> ConfigError:
         """The error about an array that is not the same in two parts."""
         first = self._paths[next(iter(member.shapes)) if k0 is None else k0]
         fix = fix or "Join those that are alike, or name the arrays to join with dataset="
         return ConfigError(
-            f"the {what} of '{printable(member.name)}' differs: {told[0]} in '{first}', {told[1]} in '{self._paths[k]}'. {fix}"
+            f"the {what} of '{printable(member.name)}' differs: {values[0]} in '{first}', {values[1]} in '{self._paths[k]}'. "
+            f"{fix}"
         )
 
     # --- 1: what is in the parts
 
     def look(self, progress: Progress, whole: str) -> None:
-        """Take in all parts. `whole` is what they will be, for who looks on."""
+        """Take in all parts. `whole` is what they will be, for the progress bar."""
         self._check_apart()
-        lacking: dict[str, list[ConfigError]] = {}  # groups, and why parts have no arrays in them
+        empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
         with progress_of(progress, f"parts of {whole}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
                 self.versions[path] = state_of(path)
-                infos, empty = find_arrays(path, self._ask.dataset or ("*",), self._access)
+                infos, empty = find_arrays(path, self._request.dataset or ("*",), self._access)
                 for group, error in empty.items():
                     if not group:
                         raise error
-                    lacking.setdefault(group, []).append(error)  # a part may have no stars
+                    empty_groups.setdefault(group, []).append(error)  # a part may have no stars
                 with open_file(path, self._access) as file:
                     self._take_file(k, path, file, infos)
                 advance(1)
-        if lost := [errors[0] for errors in lacking.values() if len(errors) == len(self._paths)]:
-            raise lost[0]
+        for errors in empty_groups.values():
+            if len(errors) == len(self._paths):
+                raise errors[0]
 
     def _check_apart(self) -> None:
         seen: dict[str, str] = {}
@@ -217,7 +219,7 @@ class JoinedParts:
                     f"{shlex.quote(path)} part.h5`"
                 )
         described, notes = describe_arrays(file, infos)
-        if self._ask.dataset:
+        if self._request.dataset:
             notes += take_along(file, described)
         else:
             links = [name for name in file.links() if not any(f"{array}/".startswith(f"{name}/") for array in described)]
@@ -225,8 +227,8 @@ class JoinedParts:
         for name, (info, properties, _) in described.items():
             if not properties.is_dimension:
                 self._take(k, info, properties)
-            elif not any(name.rpartition("/")[2] in array[1].dims for other, array in described.items() if other != name):
-                self._expected[f"the dimension '{printable(name)}' was left out: no array has it"] = None
+            elif not any(name.rpartition("/")[2] in array.properties.dims for key, array in described.items() if key != name):
+                self._usual_notes[f"the dimension '{printable(name)}' was left out: no array has it"] = None
         groups, unread = file.groups()
         for group, attrs in groups.items():
             self._groups.setdefault(group, {})[k] = attrs
@@ -236,9 +238,9 @@ class JoinedParts:
         self._notes |= dict.fromkeys(texts)
 
     def _take(self, k: int, info: ArrayInfo, properties: Properties) -> None:
-        """One array of one part, as it is joined: with the new axis, if there is one and it gets it."""
-        if self._ask.stack is not None and not info.is_coordinate and properties.texts is None:
-            new: dict[str, Any] = {"dims": (self._ask.stack, *properties.dims), "unlimited": ()}
+        """Take in one array of one part, as it is joined: with the new axis, if it gets one."""
+        if self._request.stack is not None and not info.is_coordinate and properties.texts is None:
+            new: dict[str, Any] = {"dims": (self._request.stack, *properties.dims), "unlimited": ()}
             new["scales"] = ((), *properties.scales) if properties.scales else ()
             new["axis_labels"] = ("", *properties.axis_labels) if properties.axis_labels else ()
             info, properties = replace(info, shape=(1, *info.shape)), replace(properties, **new)
@@ -255,9 +257,9 @@ class JoinedParts:
         if properties.texts is not None:
             member.texts[k] = np.asarray(properties.texts)
 
-    def _own_shape(self, member: _Member, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array in its part, from that with the new axis."""
-        is_stacked = self._ask.stack is not None and not member.info.is_coordinate and not member.texts
+    def _shape_in_part(self, member: _Member, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that an array has in its part: without the new axis."""
+        is_stacked = self._request.stack is not None and not member.info.is_coordinate and not member.texts
         return shape[1:] if is_stacked else shape
 
     # --- 2: what goes on from part to part
@@ -265,18 +267,18 @@ class JoinedParts:
     def check(self) -> None:
         """Find the axis, and make sure that the parts belong together."""
         self.axis = self._find_axis()
-        if self._ask.is_pattern:
+        if isinstance(self._request.parts, str):  # a pattern
             self._sort()
         numbers = {name: member for name, member in self._members.items() if not member.texts}
         self._joined = {name: k for name, member in numbers.items() if (k := member.axis_of(self.axis)) is not None}
         if not self._joined:
             shapes = some([f"'{printable(name)}' {member.info.shape}" for name, member in numbers.items()])
-            raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_told}: {shapes}")
-        if len(self._paths) > 1 and not self._ask.dataset and all(len(numbers[name].shapes) == 1 for name in self._joined):
-            told = [f"'{printable(name)}' in '{self._paths[next(iter(numbers[name].shapes))]}'" for name in self._joined]
+            raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_text}: {shapes}")
+        if len(self._paths) > 1 and not self._request.dataset and all(len(numbers[name].shapes) == 1 for name in self._joined):
+            places = [f"'{printable(name)}' in '{self._paths[next(iter(numbers[name].shapes))]}'" for name in self._joined]
             raise ConfigError(
-                f"no array is in two of the parts, so that nothing goes on from one to the next: {some(told)}. Pass the parts "
-                "of one file; arrays of several files are loaded in one call: docs/many-arrays.md"
+                f"no array is in two of the parts, so that nothing goes on from one to the next: {some(places)}. Pass the "
+                "parts of one file; arrays of several files are loaded in one call: docs/many-arrays.md"
             )
         self._check_presence()
         lengths = {k: shape[axis] for name, axis in self._joined.items() for k, shape in numbers[name].shapes.items()}
@@ -290,34 +292,34 @@ class JoinedParts:
                 self._check_same(member)
 
     def _find_axis(self) -> str | int:
-        asked, stack, word = self._ask.axis, self._ask.stack, self._ask.word
+        axis, stack, word = self._request.axis, self._request.stack, self._request.word
         properties = [member.properties for member in self._members.values()]
         if stack is not None:
             for member in self._members.values():
-                if member.properties.dims.count(stack) > (self._own_shape(member, member.info.shape) != member.info.shape):
+                if member.properties.dims.count(stack) > (self._shape_in_part(member, member.info.shape) != member.info.shape):
                     raise ConfigError(
                         f"stack is {stack!r}, but '{printable(member.name)}' has an axis of that name: the parts go on along "
-                        f"it. Pass {self._ask.word}={stack!r} in its place"
+                        f"it. Pass {word}={stack!r} in its place"
                     )
             return stack
         names = dict.fromkeys(dim for array in properties for dim in array.dims if dim)
-        there = some([repr(name) for name in names]) or f"none with a name. Pass its number, such as {word}=0"
-        if asked is None:
+        choices = some([repr(name) for name in names]) or f"none with a name. Pass its number, such as {word}=0"
+        if axis is None:
             grow = {dim for array in properties for k in array.unlimited if (dim := array.dims[k])}
             if names and len(grow) != 1:
                 which = "several that can grow" if grow else "none that can grow"
                 raise ConfigError(
-                    f"along which axis do the parts follow each other? Pass {word}=, one of {there} (there are {which})"
+                    f"along which axis do the parts follow each other? Pass {word}=, one of {choices} (there are {which})"
                 )
             return next(iter(grow)) if grow else 0
-        if isinstance(asked, str) and asked not in names:
-            raise ConfigError(f"{word} is {asked!r}, which no array has; there are: {there}")
-        if isinstance(asked, int) and names:
+        if isinstance(axis, str) and axis not in names:
+            raise ConfigError(f"{word} is {axis!r}, which no array has; there are: {choices}")
+        if isinstance(axis, int) and names:
             raise ConfigError(
-                f"{word} is {asked}, but the axes have names, and one axis may be the first of one array and the second of "
-                f"another. Pass one of {there}"
+                f"{word} is {axis}, but the axes have names, and one axis may be the first of one array and the second of "
+                f"another. Pass one of {choices}"
             )
-        return asked
+        return axis
 
     def _sort(self) -> None:
         """Put the parts that a pattern found into the order of the coordinate of the axis, if they have one."""
@@ -330,11 +332,11 @@ class JoinedParts:
             falls = any(len(block) > 1 and block[1] < block[0] for block in blocks.values())
             self._order.sort(key=lambda k: tuple(blocks[k][:1].tolist()), reverse=falls)
             for other in self._members.values():
-                by_part: list[dict[int, Any]] = [other.shapes, other.attrs, other.texts]
-                for facts in by_part:
+                dicts: list[dict[int, Any]] = [other.shapes, other.attrs, other.texts]  # by part
+                for by_part in dicts:
                     for k in self._order:
-                        if k in facts:
-                            facts[k] = facts.pop(k)
+                        if k in by_part:
+                            by_part[k] = by_part.pop(k)
             return
 
     def _check_presence(self) -> None:
@@ -343,29 +345,31 @@ class JoinedParts:
         for name in self._joined:
             key = "" if isinstance(self.axis, str) else name.rpartition("/")[0]
             parts = set(self._members[name].shapes)
-            first, known = expected.setdefault(key, (name, parts))
-            if parts != known:
-                lacking = min(parts ^ known)
+            first, first_parts = expected.setdefault(key, (name, parts))
+            if parts != first_parts:
+                lacking = min(parts ^ first_parts)
                 absent, present = (first, name) if lacking in parts else (name, first)
                 raise ConfigError(
                     f"'{printable(absent)}' is not in '{self._paths[lacking]}', which has '{printable(present)}': joined, they "
                     "would no longer belong together, row by row. Leave that part out, or name the arrays to join with dataset="
                 )
         if isinstance(self.axis, str):
-            ((first, known),) = expected.values()
-            if lacks := set(range(len(self._paths))) - known:
-                raise ConfigError(f"'{self._paths[min(lacks)]}' has no '{printable(first)}', and no array along {self.axis!r}")
+            ((first, first_parts),) = expected.values()
+            if missing := set(range(len(self._paths))) - first_parts:
+                raise ConfigError(
+                    f"'{self._paths[min(missing)]}' has no '{printable(first)}', and no array along {self.axis!r}"
+                )
 
     def _check_shapes(self, member: _Member, axis: int, expected: Mapping[int, int]) -> None:
-        """`expected` has the length of an axis with a name, by the number of the part."""
+        """All parts have the same other axes. A joined axis with a name is in each part as long as `expected` says."""
         first = next(iter(member.shapes.values()))
         for k, shape in member.shapes.items():
             if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
-                told = self._own_shape(member, first), self._own_shape(member, shape)
+                shapes = self._shape_in_part(member, first), self._shape_in_part(member, shape)
                 only = f"They may differ along axis {axis} only"
-                if self._ask.stack is not None:
+                if self._request.stack is not None:
                     only = "With a new axis they may not differ"
-                raise self._differs("shape", member, k, told, fix=f"{only}: name the arrays to join with dataset=")
+                raise self._differs("shape", member, k, shapes, fix=f"{only}: name the arrays to join with dataset=")
             if isinstance(self.axis, str) and shape[axis] != expected[k]:
                 raise ConfigError(
                     f"{self.axis!r} has {shape[axis]} elements in '{printable(member.name)}' of '{self._paths[k]}', and "
@@ -390,31 +394,31 @@ class JoinedParts:
     # --- 3: what is the same in all parts
 
     def _check_same(self, member: _Member) -> None:
-        first, *others = member.shapes
+        first, *further_parts = member.shapes
         shape = member.shapes[first]
-        if lacks := set(range(len(self._paths))) - set(member.shapes):
-            path = self._paths[min(lacks)]
+        if missing := set(range(len(self._paths))) - set(member.shapes):
+            path = self._paths[min(missing)]
             self._note(f"'{printable(member.name)}' is not in every part, such as '{path}'; it is that of the others")
-        fix = f"It does not have {self._axis_told}, so which are right? "
-        if self._ask.stack is None:
+        fix = f"It does not have {self._axis_text}, so which are right? "
+        if self._request.stack is None:
             fix += "If each part is one step, pass stack='time' for a new axis. "
-        if not self._ask.dataset:
+        if not self._request.dataset:
             fix += "Name the arrays to join with dataset="
         else:
             fix += "It is named in dataset=, or belongs to what is: leave that out, or join the parts that have the same"
         at_once = max(1, _AT_ONCE_NBYTES // max(1, member.properties.dtype.itemsize))
-        for k in others:
+        for k in further_parts:
             if member.shapes[k] != shape:
                 raise self._differs("shape", member, k, (shape, member.shapes[k]), fix=fix)
             for region in Region.whole(shape).split(at_once):
-                mine, theirs = (self._read(part, member, region) for part in (first, k))
-                if mine.tobytes() != theirs.tobytes():
+                values, other_values = (self._read(part, member, region) for part in (first, k))
+                if values.tobytes() != other_values.tobytes():
                     raise self._differs("value", member, k, ("one", "another"), fix=fix)
 
     # --- 4: coordinates along the axis
 
     def _store_coordinates(self) -> None:
-        """The values along the axis that are stored: those of its coordinate and of its bounds, and single numbers."""
+        """Keep the values along the axis that the new file stores itself: its coordinate, its bounds, and single numbers."""
         for name, axis in self._joined.items():
             member = self._members[name]
             if member.is_coordinate_of(self.axis):
@@ -424,53 +428,53 @@ class JoinedParts:
                 self._check_meaning(member, but=_TIME)
                 for other in bounds_of(name, member.properties):
                     bounds = self._members.get(other)
-                    by = bounds if bounds is not None and any("units" in attrs for attrs in bounds.attrs.values()) else member
-                    if bounds is not None and other in self._joined and _differing(by.attrs) & _TIME:
-                        self._stored[other] = np.concatenate(self._counted(bounds, by), axis=self._joined[other])
+                    reference = bounds if bounds is not None and any("units" in a for a in bounds.attrs.values()) else member
+                    if bounds is not None and other in self._joined and _differing(reference.attrs) & _TIME:
+                        self._stored[other] = np.concatenate(self._counted(bounds, reference), axis=self._joined[other])
                         self._check_meaning(bounds, but=_TIME)
-            elif name not in self._stored and not self._own_shape(member, member.info.shape):
+            elif name not in self._stored and not self._shape_in_part(member, member.info.shape):
                 self._check_meaning(member)  # HDF5 has no virtual numbers without axes
                 self._stored[name] = np.concatenate([self._read(k, member) for k in member.shapes], axis=axis)
 
-    def _counted(self, member: _Member, by: _Member) -> list[Array]:
-        """The values of each part, counted as those of the first one. `by` has the units: bounds have none of their own."""
-        first = next(iter(by.shapes))
+    def _counted(self, member: _Member, reference: _Member) -> list[Array]:
+        """The values of each part, counted as those of the first one by the units of `reference`: bounds may have none."""
+        first = next(iter(reference.shapes))
         blocks = []
         for k in member.shapes:
             block = self._read(k, member)
             blocks.append(block)
-            attrs, wanted = by.attrs[k], by.attrs[first]
-            if all(same_value(attrs.get(key), wanted.get(key)) for key in _TIME):
+            attrs, first_attrs = reference.attrs[k], reference.attrs[first]
+            if all(same_value(attrs.get(key), first_attrs.get(key)) for key in _TIME):
                 continue
             try:
-                if packing := (attrs.keys() | wanted.keys() | member.attrs[k].keys()) & _MEANING - _TIME - _MISSING:
+                if packing := (attrs.keys() | first_attrs.keys() | member.attrs[k].keys()) & _MEANING - _TIME - _MISSING:
                     raise ValueError(f"it has {', '.join(sorted(packing))}, and is packed")
                 marks = [number for key in _MISSING & member.attrs[k].keys() for number in np.ravel(member.attrs[k][key])]
                 fill, dtype = member.properties.fill_value, member.properties.dtype
                 if fill is not None and dtype.kind in "iu" and abs(int(fill)) >= np.iinfo(dtype).max - 1:
                     marks.append(fill)  # netCDF has one of its own for whole numbers that were never written
                 is_time = ~np.isin(block, marks)
-                units = ({key: as_text(of[key]) for key in _TIME & of.keys()} for of in (attrs, wanted))
+                units = ({key: as_text(of[key]) for key in _TIME & of.keys()} for of in (attrs, first_attrs))
                 block[is_time] = in_other_units(block[is_time], *units)
             except ValueError as error:
-                told = (repr(as_text(wanted.get("units"))), repr(as_text(attrs.get("units"))))
+                units_texts = (repr(as_text(first_attrs.get("units"))), repr(as_text(attrs.get("units"))))
                 fix = f"They cannot be counted alike, because {error}"
-                raise self._differs("units", by, k, told, fix=fix) from None
+                raise self._differs("units", reference, k, units_texts, fix=fix) from None
         return blocks
 
     def _read(self, k: int, member: _Member, region: Region | None = None) -> Array:
-        """The values of an array in a part, or those of a region of it; with the new axis, if it gets it."""
+        """The values of an array in a part, or those of a region of it; with the new axis, if it gets one."""
         with open_file(self._paths[k], self._access) as file:
             values = read_values(file, member.name, region)
         return values.reshape(member.shapes[k]) if region is None else values
 
     def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
         """ConfigError unless the coordinate goes on in the direction that it has in each part."""
-        there = [(k, block) for k, block in zip(member.shapes, blocks, strict=True) if len(block)]
-        rises = direction_of([block for _, block in there])
+        not_empty = [(k, block) for k, block in zip(member.shapes, blocks, strict=True) if len(block)]
+        rises = direction_of([block for _, block in not_empty])
         if rises is None:
             return
-        for (k, block), (k_next, after) in itertools.pairwise(there):
+        for (k, block), (k_next, after) in itertools.pairwise(not_empty):
             if first_break(np.concatenate([block[-1:], after[:1]]), rises) is not None:
                 raise ConfigError(
                     f"'{printable(member.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, "
@@ -481,7 +485,7 @@ class JoinedParts:
     # --- 5: what they are together
 
     def describe(self, kind: str | None = None) -> None:
-        """What is in the file that the parts are together: ``"netcdf4"`` or ``"hdf5"``, by default what the parts are."""
+        """Say what is in the file that the parts are together: ``"netcdf4"`` or ``"hdf5"``, by default what the parts are."""
         from shardload.formats.hdf5.joined import PlacedPart
 
         is_netcdf = all(member.info.format.startswith("netCDF4") for member in self._members.values())
@@ -496,7 +500,7 @@ class JoinedParts:
             if member.texts:
                 is_same = all(np.array_equal(text, member.texts[k]) for text in member.texts.values())
                 if not is_same or member.axis_of(self.axis) is not None:
-                    why = f"has {self._axis_told}" if is_same else "differs from part to part"
+                    why = f"has {self._axis_text}" if is_same else "differs from part to part"
                     self._note(f"'{printable(name)}' was left out: it is text, and {why}")
                     continue
                 how = "stored here, the same in all parts"
@@ -508,7 +512,7 @@ class JoinedParts:
                 last_name = member.properties.stored_name
                 stored_name = name if last_name is None else f"{name.rpartition('/')[0]}/{last_name}"
                 self.places[full] = [
-                    PlacedPart(self._paths[k], stored_name, region, self._own_shape(member, region.shape))
+                    PlacedPart(self._paths[k], stored_name, region, self._shape_in_part(member, region.shape))
                     for k, region in regions.items()
                 ]
                 how = f"{'' if axis is not None else 'the same '}in {where}"
@@ -518,7 +522,7 @@ class JoinedParts:
         self._group_attrs = {group: self._attrs_of(group, attrs) for group, attrs in self._groups.items()}
 
     def file(self, path: str, names: Mapping[str, str], mode: str = "w-") -> JoinedFile:
-        """The file at a path. `names` has the name by which it leads to each part."""
+        """The file at a path. `names` says by which name it refers to each part."""
         # Here, because nothing else of the package needs the writer.
         from shardload.formats.hdf5.joined import JoinedFile
 
@@ -538,7 +542,7 @@ class JoinedParts:
                 )
 
     def lengths(self) -> list[tuple[int, ...]]:
-        """Of each array along the axis the lengths that the parts have of it."""
+        """For each array along the axis, its length in each part."""
         return [tuple(shape[axis] for shape in self._members[name].shapes.values()) for name, axis in self._joined.items()]
 
     def _spec(self, member: _Member, shape: tuple[int, ...]) -> ArraySpec:
@@ -546,32 +550,30 @@ class JoinedParts:
         times = {key: of_first[key] for key in _TIME & of_first.keys()} if member.name in self._stored else {}
         attrs = times | self._common(f"'{printable(member.name)}'", member.attrs, times)
         properties = replace(member.properties, attrs=attrs, unlimited=(), unread=())
-        properties, lost = found_by_name(self._kind, member.name, properties, self._members)
+        properties, left_out = found_by_name(self._kind, member.name, properties, self._members)
         as_it_is = Overrides(chunks=None, shards=None, compression=None)
         info = replace(member.info, shape=shape)
         spec, notes = spec_like(info, properties, select_axes(None, shape), self._kind, as_it_is)
-        self._note(*(f"{what} was left out" for what in member.properties.unread), *lost, *notes)
+        self._note(*(f"{what} was left out" for what in member.properties.unread), *left_out, *notes)
         return spec
 
     def _attrs_of(self, group: str, attrs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         what = "the file" if group == "/" else f"group '{group}'"
         everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
-        kept, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(what, everywhere))
-        self._note(*(f"{lost} was left out" for lost in notes))
-        return kept
+        accepted, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(what, everywhere))
+        self._note(*(f"{name} was left out" for name in notes))
+        return accepted
 
     def _common(self, what: str, attrs: Mapping[int, Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
         """The attributes that are the same in all parts that have an array or a group. The others are noted."""
         differing = _differing(attrs)
         if keys := ", ".join(map(repr, sorted(differing - set(kept)))):
-            self._expected[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
+            self._usual_notes[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
         return {key: value for key, value in next(iter(attrs.values())).items() if key not in differing}
 
 
 def _differing(attrs: Mapping[int, Mapping[str, Any]]) -> set[str]:
     """The names of attributes that are not the same in all parts."""
-    first, *others = attrs.values()
-    keys = {key for other in attrs.values() for key in other}
-    return {
-        key for key in keys if not all(key in first and key in other and same_value(first[key], other[key]) for other in others)
-    }
+    first, *rest = attrs.values()
+    keys = {key for part in attrs.values() for key in part}
+    return {key for key in keys if not all(key in first and key in part and same_value(first[key], part[key]) for part in rest)}

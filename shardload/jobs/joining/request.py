@@ -49,7 +49,7 @@ class PartsRequest:
 
     @classmethod
     def check(
-        cls, parts: Any, axis: Any = None, *, dataset: Any = None, stack: Any = None, word: str = "axis", **more: Any
+        cls, parts: Any, axis: Any = None, *, dataset: Any = None, stack: Any = None, word: str = "axis", **options: Any
     ) -> PartsRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
         names = (dataset,) if isinstance(dataset, str) else tuple(dataset or ())
@@ -62,22 +62,17 @@ class PartsRequest:
                 f"{word} is {axis!r} and stack {stack!r}. Pass one: {word}= if the arrays have it, stack= if it is new"
             )
         if isinstance(parts, (str, os.PathLike)):
-            return cls(os.path.expanduser(os.fspath(parts)), axis, names, stack, word=word, **more)
+            return cls(os.path.expanduser(os.fspath(parts)), axis, names, stack, word=word, **options)
         if not isinstance(parts, Iterable):
             raise ConfigError(f"parts is {parts!r}; expected the paths of the files, or a pattern such as 'era5_*.nc'")
         paths = tuple(os.path.expanduser(os.fspath(part)) for part in parts)
         if not paths:
             raise ConfigError("parts is empty: there is nothing to join. Pass the paths of the files, or a pattern")
         _check_order(paths)
-        return cls(paths, axis, names, stack, word=word, **more)
+        return cls(paths, axis, names, stack, word=word, **options)
 
     @property
-    def is_pattern(self) -> bool:
-        """Whether only the file system says which files they are."""
-        return isinstance(self.parts, str)
-
-    @property
-    def told(self) -> str:
+    def title(self) -> str:
         """The files in a word, for messages."""
         return self.parts if isinstance(self.parts, str) else f"{self.parts[0]} ..."
 
@@ -89,13 +84,13 @@ class PartsRequest:
         """The files: those of a pattern in the order of the numbers in their names. ConfigError if it matches none."""
         if not isinstance(self.parts, str):
             return self.parts
-        found = [self.parts] if os.path.exists(self.parts) else glob.glob(self.parts, recursive=True)
-        if not found:
+        paths = [self.parts] if os.path.exists(self.parts) else glob.glob(self.parts, recursive=True)
+        if not paths:
             raise ConfigError(
                 f"no file matches {self.parts!r} (looked for in '{os.getcwd()}'). Pass another pattern, or a list of paths"
             )
-        texts = {path: _NUMBER.split(path) for path in found}
-        return tuple(sorted(found, key=lambda path: (texts[path], [int(n) for n in _NUMBER.findall(path)])))
+        texts = {path: _NUMBER.split(path) for path in paths}
+        return tuple(sorted(paths, key=lambda path: (texts[path], [int(n) for n in _NUMBER.findall(path)])))
 
 
 @dataclass(frozen=True)

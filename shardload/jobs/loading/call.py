@@ -37,21 +37,17 @@ from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
-from shardload.jobs.consistency import check_names, check_unchanged
+from shardload.jobs.consistency import SINCE_SELECT, check_same_version, check_unchanged
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, execute
 from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
-from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors, where_text
+from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors
 from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
-from shardload.planning.selection import (
-    Selection,
-    named_coordinates,
-    needs_coordinates,
-)
+from shardload.planning.selection import Selection, named_coordinates, needs_coordinates
 from shardload.planning.staging import least_together
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
@@ -60,12 +56,12 @@ from shardload.units import format_nbytes
 
 SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
-_OWN_NAMES = {
+_PER_ARRAY = {  # arguments that may differ from array to array
     "path",
     "sharding",
     *(option.name for option in OPTIONS.values() if option.is_per_array),
-}  # may differ from array to array
-_MOST_TOLD = 8  # arrays in a message
+}
+_MOST_NAMED = 8  # arrays in a title
 
 
 class LoadCall:
@@ -77,7 +73,7 @@ class LoadCall:
         The function that was called.
     path, mesh, spec : object
         The arguments as the caller passed them.
-    given : mapping
+    keywords : mapping
         The options of that function, as the caller passed them.
 
     Attributes
@@ -85,30 +81,30 @@ class LoadCall:
     tree : ArrayTree
         The arrays. If the file had to say which arrays there are, `make` replaces it by a tree of them.
     requests : list of Request
-        What is asked of each place of the tree; empty if `error` says what is wrong.
+        The request of each place of the tree; empty if `error` says what is wrong.
     error : ConfigError or None
         What is wrong with the arguments on this rank.
     left_out : list of ArrayInfo
         Arrays that are no part of the tree, although a pattern stands for them: they hold no numbers.
     """
 
-    def __init__(self, kind: str, path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> None:
+    def __init__(self, kind: str, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
         self.kind = kind
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
         self.error: ConfigError | None = None
         self.left_out: list[ArrayInfo] = []
-        self._path, self._mesh, self._spec, self._given = path, mesh, spec, given
+        self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
         self._tuning = default_tuning()
-        self._begun: Call | None = None
+        self._call: Call | None = None
         self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
         self._is_abstract = False
         self._read()
 
     def _join(self) -> ArrayTree:
         """The arrays that the caller names."""
-        self._path, storage = with_store(self._path, self._given.get("storage"))
-        self._given = {**self._given, "storage": storage}
-        return ArrayTree.join(self._path, self._given.get("dataset"))
+        self._path, storage = with_store(self._path, self._keywords.get("storage"))
+        self._keywords = {**self._keywords, "storage": storage}
+        return ArrayTree.join(self._path, self._keywords.get("dataset"))
 
     def _read(self) -> None:
         """Read the arguments. What is wrong with them is kept, because the other ranks wait for this one."""
@@ -116,8 +112,8 @@ class LoadCall:
             tree = self._join()
             meshes = [mesh_of(mesh) for mesh in jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)]
             self._is_abstract = any(isinstance(mesh, AbstractMesh) for mesh in meshes)
-            requests = read_requests(tree, self._mesh, self._spec, self._given)
-            per_node = OPTIONS["ranks_per_node"].check(self._given.get("ranks_per_node"))
+            requests = read_requests(tree, self._mesh, self._spec, self._keywords)
+            per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
             if per_node is not None and not self._is_abstract:
                 raise ConfigError(
                     f"ranks_per_node is {per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
@@ -146,35 +142,38 @@ class LoadCall:
             return
         if self._is_abstract and self.error is None:
             self.error = ConfigError(f"{self.kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
-        asked = self._invocation()
-        timeout = self._options.timeout if self.requests else TIMEOUT
-        how: dict[str, Any] = {"comm": self._given.get("comm"), "timeout": timeout, "process": jax.process_index}
-        with begin_call(asked, self.error, watched_as=self._what(self.tree.places[0])["path"], **how) as begun:
-            self._begun = begun
+        with begin_call(
+            self._invocation(),
+            self.error,
+            comm=self._keywords.get("comm"),
+            timeout=self._options.timeout if self.requests else TIMEOUT,
+            watched_as=self._source_text(self.tree.places[0])["path"],
+            process=jax.process_index,
+        ) as self._call:
             yield self
 
     def _invocation(self) -> Invocation:
         """What the ranks compare. If the arguments are wrong, the error is what they agree on."""
-        path = self._what(self.tree.places[0])["path"]
+        path = self._source_text(self.tree.places[0])["path"]
         title = path if path.startswith(self.kind) else f"{self.kind} of {path}"
         if self.error is not None:
             return Invocation(self.kind, title, {})
-        told = [self._describe(place, request) for place, request in zip(self.tree.places, self.requests, strict=True)]
-        if len(told) == 1:
-            return Invocation(self.kind, title, told[0])
-        where = [where_text(keys) for keys in self.tree.where]
-        names = [text.removeprefix("array ") for text in where]
-        title += f" ({len(told)} arrays: {', '.join(names[:_MOST_TOLD])}{', ...' if len(names) > _MOST_TOLD else ''})"
-        shared = {name: text for name, text in told[0].items() if name not in _OWN_NAMES}
-        own = [{name: text for name, text in texts.items() if name in _OWN_NAMES} for texts in told]
-        return Invocation(self.kind, title, shared, tuple(names), list(zip(where, own, strict=True)))
+        described = [self._describe(k) for k in range(len(self.requests))]
+        if len(described) == 1:
+            return Invocation(self.kind, title, described[0])
+        names = [where.removeprefix("array ") for where in self.tree.where]
+        title += f" ({len(described)} arrays: {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''})"
+        shared = {name: text for name, text in described[0].items() if name not in _PER_ARRAY}
+        per_array = [{name: text for name, text in texts.items() if name in _PER_ARRAY} for texts in described]
+        return Invocation(self.kind, title, shared, tuple(names), list(zip(self.tree.where, per_array, strict=True)))
 
-    def _describe(self, place: Place, request: Request) -> dict[str, str]:
-        """What every rank must pass alike for an array, as text."""
-        return {**self._what(place), **request.text, "dataset": repr(place.dataset)}
+    def _describe(self, k: int) -> dict[str, str]:
+        """What every rank must pass alike for the k-th array, as text."""
+        place = self.tree.places[k]
+        return {**self._source_text(place), **self.requests[k].text, "dataset": repr(place.dataset)}
 
-    def _what(self, place: Place) -> dict[str, str]:
-        """The arguments that no `Request` has, as text; ``"path"`` first."""
+    def _source_text(self, place: Place) -> dict[str, str]:
+        """Where the array comes from, as text: the ``"path"``, and other arguments that no `Request` has."""
         return {"path": describe_path(place.path)}
 
     @cached_property
@@ -186,20 +185,18 @@ class LoadCall:
         ConfigError, PeerError
             If MPI and JAX do not see the same processes.
         """
-        if self._begun is None:
+        if self._call is None:
             return None
-        group, machine = self._begun.group, self._begun.group.machine
-        on_machine = (machine.n_nodes, machine.n_threads, machine.memory_nbytes)
-        return PlannedRanks(
-            group.rank, group.size, rank_of_process(group), *on_machine, has_mpi=group.has_mpi, tuning=self._tuning
-        )
+        group, machine = self._call.group, self._call.group.machine
+        ranks = PlannedRanks(group.rank, group.size, rank_of_process(group), has_mpi=group.has_mpi, tuning=self._tuning)
+        return replace(ranks, n_nodes=machine.n_nodes, n_threads=machine.n_threads, memory_nbytes=machine.memory_nbytes)
 
     def ranks_for(self, request: Request) -> PlannedRanks:
         """The ranks that an array is planned for."""
         if self._ranks is not None:
             return self._ranks
         n = request.sharding.mesh.size // request.devices_per_rank
-        n_nodes = -(-n // min(n, self._given.get("ranks_per_node") or n))
+        n_nodes = -(-n // min(n, self._keywords.get("ranks_per_node") or n))
         return PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=request.devices_per_rank, tuning=self._tuning)
 
     def plan(self, root: int | None = None) -> list[ArrayLoad]:
@@ -208,13 +205,13 @@ class LoadCall:
         `root` is the rank that runs `find`, if the ranks have agreed on it (`settle`); by default rank 0.
         """
         with collections_wait(not self.tree.is_single):
-            if self._begun is None:
+            if self._call is None:
                 return self.make(self.find())
-            return self._begun.plan(self.find, self._make_checked, _describe_loads, root=root)
+            return self._call.plan(self.find, self._make_checked, _describe_loads, root=root)
 
-    def _make_checked(self, told: Any) -> list[ArrayLoad]:
+    def _make_checked(self, metadata: Any) -> list[ArrayLoad]:
         """The plans. ConfigError if they send too much through JAX's coordinator, for want of MPI."""
-        loads, ranks = self.make(told), self._ranks
+        loads, ranks = self.make(metadata), self._ranks
         if ranks is not None and not ranks.has_mpi and ranks.n_nodes > 1:
             nbytes = sum(load.plan.costs[load.plan.readers].moved_nbytes for load in loads)
             check_sent(self.kind, nbytes, "" if self.kind == "scatter" else ", or pass readers='direct'")
@@ -234,20 +231,19 @@ class LoadCall:
     @property
     def call(self) -> Call:
         """This call of all ranks. Not for an abstract mesh, of which there is a plan only."""
-        if self._begun is None:
+        if self._call is None:
             raise ConfigError("there are no ranks that could load anything")
-        return self._begun
+        return self._call
 
     def hand_out(self, loads: list[ArrayLoad]) -> Plan | TreePlan:
         """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""
-        is_path = (str, os.PathLike)  # the working folder may be another one when the plan is executed
-        loads = [replace(load, handle=absolute(load.handle)) if isinstance(load.handle, is_path) else load for load in loads]
+        path_types = (str, os.PathLike)  # the working folder may be another one when the plan is executed
+        loads = [replace(load, handle=absolute(load.handle)) if isinstance(load.handle, path_types) else load for load in loads]
         plans = [_with_names(load) for load in loads]
-        run: Executor | None = None
-        if self._begun is not None:
-            agreed = self._begun.asked
-            comm = self._given.get("comm")
-            run = partial(execute, comm, loads, agreed, self._tuning)
+        executor: Executor | None = None
+        if self._call is not None:
+            agreed, comm = self._call.asked, self._keywords.get("comm")
+            executor = partial(execute, comm, loads, agreed, self._tuning)
             plans = [
                 replace(plan, _executor=partial(execute, comm, [load], agreed.also(array=load.where), self._tuning))
                 for load, plan in zip(loads, plans, strict=True)
@@ -255,7 +251,7 @@ class LoadCall:
         if self.tree.is_single:
             return plans[0]
         where = tuple(keys_text(load.where) for load in loads)
-        return TreePlan(self.tree.build(plans), where, tuple(self.left_out), _executor=run)
+        return TreePlan(self.tree.build(plans), where, tuple(self.left_out), _executor=executor)
 
     # --- what one rank finds
 
@@ -265,61 +261,59 @@ class LoadCall:
         With names of axes and coordinates if a selection may name them.
         """
         options, tuning = self._options, self._tuning
-        if self._begun is not None and self._begun.group.size == 1:  # there is no other rank that would have to open the file
+        if self._call is not None and self._call.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
         caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_chunk_nbytes")}
-        is_read = self.kind == "load" and options.readers == AUTO
-        how = (replace(tuning, **caps) if is_read else None, most_nbytes, not self.tree.is_single)
-        with Finder(options.access, *how, tells=True) as finder:
+        small = replace(tuning, **caps) if self.kind == "load" and options.readers == AUTO else None
+        with Finder(options.access, small, most_nbytes, keeps_states=not self.tree.is_single, tells=True) as finder:
             return pickle.dumps(self._find_all(finder), protocol=5)  # with fewer copies of values
 
     def _labeller(self, finder: Finder) -> Labeller | None:
-        """What reads names of axes, and coordinates, if a selection needs them."""
-        selections = [*(request.options.select for request in self.requests), self._given.get("select")]
-        room = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        is_named = any(isinstance(select, Mapping) for select in selections)
-        is_named = is_named or any(request.by_name is not None for request in self.requests)
-        return Labeller(finder, room, named_coordinates(selections)) if is_named else None
+        """The reader of names of axes and coordinates; None if neither a selection nor a spec needs them."""
+        selections = [*(request.options.select for request in self.requests), self._keywords.get("select")]
+        most_nbytes = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
+        by_name = any(isinstance(select, Mapping) for select in selections)
+        by_name = by_name or any(request.by_name is not None for request in self.requests)
+        return Labeller(finder, most_nbytes, named_coordinates(selections)) if by_name else None
 
     def _find_all(self, finder: Finder) -> Any:
-        """What was found of each place: a `FoundArray`, or of a pattern all of them, by their names, and what is left out."""
-        found = list[Any]()
+        """A `FoundArray` for each place; for a pattern those below its group, by name, and the arrays that are left out."""
+        arrays = list[Any]()
         labeller = self._labeller(finder)
-        for place, keys, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
-            with naming_errors(where_text(keys)):
+        for place, where, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
+            with naming_errors(where):
                 if not place.is_pattern:
                     look = partial(_look, labeller, place.path, request.options.select)
-                    found.append(finder.find(place.path, place.dataset, look))
+                    arrays.append(finder.find(place.path, place.dataset, look))
                     continue
-                below, left_out = finder.find_below(place.path, place.group)
+                arrays_below, left_out = finder.find_below(place.path, place.group)
                 if labeller is not None:
-                    below = [array._replace(info=labeller.label(place.path, array.info)) for array in below]
-                found.append(({array.info.dataset: array for array in below}, left_out))
+                    arrays_below = [array._replace(info=labeller.label(place.path, array.info)) for array in arrays_below]
+                arrays.append(({array.info.dataset: array for array in arrays_below}, left_out))
         for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
             check_unchanged(f"'{path}'", before, now, path, "")
-        return found
+        return arrays
 
     # --- what every rank plans
 
-    def make(self, told: Any) -> list[ArrayLoad]:
+    def make(self, metadata: Any) -> list[ArrayLoad]:
         """Plan all arrays from their metadata."""
-        found = pickle.loads(told)  # of this job's rank 0, never of a file
+        arrays = pickle.loads(metadata)  # of this job's rank 0, never of a file
         if self.tree.has_patterns:
-            found = self._grow(found)
+            arrays = self._grow(arrays)
         if self.tree.is_single:
-            return [self.plan_file(self.requests[0], self.tree.places[0], "", found[0])]
-        self._tuning = self._tuning.for_many(len(found))
+            return [self.plan_file(self.requests[0], self.tree.places[0], "", arrays[0])]
+        self._tuning = self._tuning.for_many(len(arrays))
         if any(request.by_name for request in self.requests):
-            self._check_names([info.dims for info, *_ in found])
+            self._check_names([info.dims for info, *_ in arrays])
         loads: list[ArrayLoad] = []
-        for k, (request, place, keys) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
-            where = where_text(keys)
+        for k, (request, place, where) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
             try:
                 with naming_errors(where):
-                    loads.append(self.plan_file(request, place, where, found[k]))
+                    loads.append(self.plan_file(request, place, where, arrays[k]))
             except ConfigError as error:
-                self._explain(error, k, found[k].info)
+                self._explain(error, k, arrays[k].info)
                 raise
         if len(loads) == 1:
             return loads
@@ -331,11 +325,11 @@ class LoadCall:
             loads = [load if load.plan is plan else replace(load, plan=plan) for load, plan in pairs]
         return share_staging(request, ranks, loads)
 
-    def plan_file(self, request: Request, place: Place, where: str, found: FoundArray) -> ArrayLoad:
+    def plan_file(self, request: Request, place: Place, where: str, array: FoundArray) -> ArrayLoad:
         """Plan the load of an array that `find` has found. Arrays of a kind share a plan."""
-        options, info, is_sent = request.options, found.info, found.values is not None
-        begin = None if found.region is None else found.region.start
-        values = MemorySource(found.values, info, found.read_in, begin) if found.values is not None else None
+        options, info, is_sent = request.options, array.info, array.values is not None
+        begin = None if array.region is None else array.region.start
+        values = MemorySource(array.values, info, array.read_in, begin) if array.values is not None else None
         kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
         if options.decode:
             kind = (*kind, json.dumps(dict(info.packing)))  # with the types
@@ -344,64 +338,57 @@ class LoadCall:
         key = (id(request), is_sent, None if request.by_name is None else info.dims, *kind)
         if key not in self._planned:
             selection = selection_of(options.select, info)
-            mine = self._for_axes(request, info, selection)
+            request_for_axes = self._for_axes(request, info, selection)
             modes = (DIRECT,) if is_sent and self._ranks is not None else MODES  # else no rank needs to send any
-            plan = plan_array(mine, self.ranks_for(request), info, selection, modes)
+            plan = plan_array(request_for_axes, self.ranks_for(request), info, selection, modes)
             if options.staging_nbytes != plan.staging_nbytes:
                 options = replace(options, staging=plan.staging_nbytes)
             self._planned[key] = plan, options
-            return ArrayLoad(plan, options, place.path, values, where)
         plan, options = self._planned[key]
         return ArrayLoad(replace(plan, info=info), options, place.path, values, where)
 
     def _check_names(self, dims: Sequence[Sequence[str | None]]) -> None:
         """ConfigError if a spec by names of axes has one that no array has. `dims` are those of each array."""
-        there = list(dict.fromkeys(name for names in dims for name in names if name))
+        axes = list(dict.fromkeys(name for array_dims in dims for name in array_dims if name))
         for request in self.requests:
             for name in request.by_name or ():
-                if name not in there:
-                    raise ConfigError(
-                        f"the spec {dict(request.by_name or {})} names the axis {name!r}; the arrays have {there}"
-                    )
+                if name not in axes:
+                    raise ConfigError(f"the spec {dict(request.by_name or {})} names the axis {name!r}; the arrays have {axes}")
 
     def _for_axes(self, request: Request, info: ArrayInfo, selection: Selection) -> Request:
-        """The request, with a spec by names of axes for the axes of this array."""
-        if request.by_name is None:
-            return request
-        if not self.tree.is_single:  # of several arrays, some may lie along other axes
-            request = replace(request, by_name={name: cut for name, cut in request.by_name.items() if name in info.dims})
+        """The request for this array: a spec by names of axes becomes one by position."""
+        by_name = request.by_name
+        if by_name is not None and not self.tree.is_single:  # of several arrays, some may lie along other axes
+            request = replace(request, by_name={name: cut for name, cut in by_name.items() if name in info.dims})
         return request.for_axes(info, [info.dims[axis] for axis in selection.kept])
 
     def _grow(self, found: list[Any]) -> list[Any]:
-        """Replace the patterns by the arrays that were found."""
-        patterns = {k: below for k, (place, below) in enumerate(zip(self.tree.places, found, strict=True)) if place.is_pattern}
+        """Replace the patterns by their arrays. `found` has what `_find_all` has found for each place."""
+        patterns = {k: found[k] for k, place in enumerate(self.tree.places) if place.is_pattern}
         self.left_out = [info for _, left_out in patterns.values() for info in left_out]
         by_place = {id(place): array for place, array in zip(self.tree.places, found, strict=True)}
         tree = self.tree.grow({k: arrays for k, (arrays, _) in patterns.items()})
-        requests = read_requests(tree, self._mesh, self._spec, self._given)
+        requests = read_requests(tree, self._mesh, self._spec, self._keywords)
         for k, place in enumerate(tree.places):
             if place.found is not None and not place.found.info.shape:  # no axis that could be cut: the spec is of the others
-                requests[k] = _whole(requests[k])
-        grown = [by_place[id(place)] if place.found is None else place.found for place in tree.places]
+                sharding = requests[k].sharding
+                whole = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+                requests[k] = replace(requests[k], sharding=whole)
         self.tree, self.requests = tree, requests
-        return grown
+        return [by_place[id(place)] if place.found is None else place.found for place in tree.places]
 
     def _explain(self, error: ConfigError, k: int, info: ArrayInfo) -> None:
         """Add to the error about the k-th array, which cannot be planned, what it is called, and what it shares with others."""
-        text, where = str(error), where_text(self.tree.where[k])
+        text, where = str(error), self.tree.where[k]
         if str(info) not in text:
             text = text.replace(f"{where}:", f"{where}, {info}:", 1)
         is_shared = sum(request is self.requests[k] for request in self.requests) > 1
         if is_shared and ("select names the axis" in text or "P(" in text):
-            what = "spec" if "P(" in text else "selection"
-            text += f". Its shape is {info.shape}, and the {what} counts for several arrays: pass a tree of them, one for each"
+            argument = "spec" if "P(" in text else "selection"
+            text += (
+                f". Its shape is {info.shape}, and the {argument} counts for several arrays: pass a tree of them, one for each"
+            )
         error.args = (text,)
-
-
-def _whole(request: Request) -> Request:
-    """A copy by which each device gets the whole array."""
-    sharding = request.sharding
-    return replace(request, sharding=NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind))
 
 
 def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
@@ -415,8 +402,8 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
     staging = max(load.options.staging_nbytes for load in loads)
     layouts = {id(load.layout): load.layout for load in loads}.values()
     needed = least_together([(layout.schedule, layout.source) for layout in layouts])
-    told = f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}"
-    cap = request.options.staging_cap(needed, told, room=ranks.staging_room_nbytes, fix=", or load them one by one")
+    reason = f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}"
+    cap = request.options.staging_cap(needed, reason, room=ranks.staging_room_nbytes, fix=", or load them one by one")
     staging, shared = max(staging, cap), list[ArrayLoad]()
     for load in loads:
         if staging != load.options.staging_nbytes:
@@ -430,7 +417,7 @@ def _describe_loads(loads: Sequence[ArrayLoad]) -> str:
     """All plans as text. Arrays of a kind share theirs; neighbours of the same text are counted."""
     plans = {id(load.layout): load.plan for load in loads}
     texts = {key: describe_job(plan) for key, plan in plans.items()}
-    counted = [(text, len(list(same))) for text, same in groupby(texts[id(load.layout)] for load in loads)]
+    counted = [(text, len(list(neighbours))) for text, neighbours in groupby(texts[id(load.layout)] for load in loads)]
     return "; ".join(f"{n} times {text}" if n > 1 else text for text, n in counted)
 
 
@@ -448,14 +435,14 @@ def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | No
     """The labels of an array, of the same version of the file as those in which its selection was looked up."""
     labels = read_labels(handle, info, access)
     if brief is not None:
-        check_names(str(info), brief.read_in, labels.read_in, info.path, info.dataset)
+        check_same_version(str(info), brief.read_in, labels.read_in, info, SINCE_SELECT)
     return labels
 
 
 def _look(
     labeller: Labeller | None, path: Any, select: Any, info: ArrayInfo, source: Source | None
 ) -> tuple[ArrayInfo, Region | None]:
-    """What `find` wants of an array: its metadata, and the region of a selection; None if it means nothing (`make` says so)."""
+    """The metadata of an array with its labels, and the region of a selection; None if it has none (`make` then says why)."""
     info = info if labeller is None else labeller.label(path, info, source)
     if select is None:
         return info, Region.whole(info.shape)

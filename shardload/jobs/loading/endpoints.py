@@ -29,10 +29,11 @@ from shardload.formats.contract.array import ArrayInfo, OnDemand, settle_bools
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.jobs.consistency import (
+    SINCE_SELECT,
     State,
     as_planned,
-    check_names,
     check_same_file,
+    check_same_version,
     check_unchanged,
     contents_of,
     is_compared,
@@ -108,7 +109,7 @@ class ArrayLoad:
         return naming_errors(self.where, f"'{printable(self.info.dataset)}'") if self.where else _UNNAMED
 
     @property
-    def is_here(self) -> bool:
+    def is_in_memory(self) -> bool:
         """True if every rank has all values in memory, as they are to be loaded: they came with the metadata."""
         return self.handle is not None and self.values is not None and not self.layout.source.casts
 
@@ -125,7 +126,7 @@ class ArrayLoad:
             return contents_of(source, self.handle, source_layout.selection, chunks)
 
     def open_source(self, access: Access | None = None) -> Source:
-        """Open the array by its handle. Raises as `as_planned`."""
+        """Open the array by its handle. SourceError if it is not as it was planned."""
         return self.as_planned(open_source(self.handle, self.info.dataset, access or self.options.access, self.info))
 
     def as_planned(self, source: Source) -> Source:
@@ -163,7 +164,7 @@ class OpenSources:
 
     def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
         self._opened = opened
-        self._n = Counter(key for key in map(self._file_of, loads) if key is not None)
+        self._n_arrays = Counter(key for key in map(self._file_of, loads) if key is not None)
         self._files: dict[Any, OpenFile] = {}
         self.states: dict[str, State] = {}
 
@@ -171,28 +172,22 @@ class OpenSources:
     def _file_of(load: ArrayLoad) -> Any:
         """A key that is equal for arrays of one file; None if the array is not in a file that is opened here.
 
-        What `access` has must be of the call: arrays with other values would open their file twice.
+        Arrays whose `access` differs open their file twice.
         """
         is_path = isinstance(load.handle, (str, os.PathLike))
         return (file_of(os.fspath(load.handle)), load.options.access) if is_path else None
 
     def open(self, load: ArrayLoad) -> Source:
-        """Open the source of an array. Raises SourceError if its shape, dtype or chunks differ from the plan's."""
-        return self.open_again(load) if load.values is None else load.values
-
-    def open_again(self, load: ArrayLoad) -> Source:
-        """Open the source of an array by its handle, also if its values are in memory already."""
-        key, access = self._file_of(load), load.options.access.shared_by(len(self._n))
-        if key is None or self._n[key] == 1:
+        """Open the source of an array by its handle. SourceError if its shape, dtype or chunks differ from the plan's."""
+        key, access = self._file_of(load), load.options.access.shared_by(len(self._n_arrays))
+        if key is None or self._n_arrays[key] == 1:
             source = load.open_source(access)
-            self._opened.push(partial(_close, source))
-            return source
-        file = self._files.get(key)
-        if file is None:
-            file = self._files[key] = open_file(load.handle, access, load.info)
-            self._opened.push(partial(_close, file))
-            self.states[load.info.path] = file.state()
-        source = load.as_planned(file.open(load.info.dataset, load.info))
+        else:
+            if key not in self._files:
+                file = self._files[key] = open_file(load.handle, access, load.info)
+                self._opened.push(partial(_close, file))
+                self.states[load.info.path] = file.state()
+            source = load.as_planned(self._files[key].open(load.info.dataset, load.info))
         self._opened.push(partial(_close, source))
         return source
 
@@ -232,32 +227,33 @@ class LoadSource(FileSource):
     def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
         rank, loads = self._rank, self._loads
-        here = {load.info.path for load in loads if load.layout.schedule.is_owner(rank)}
-        sources = OpenSources([load for load in loads if load.info.path in here], opened)
-        found: list[Source | None] = []
-        compared: list[tuple[ArrayLoad, Source, State]] = []  # in the end, with how they were
+        paths = {load.info.path for load in loads if load.layout.schedule.is_owner(rank)}
+        sources = OpenSources([load for load in loads if load.info.path in paths], opened)
+        opened_sources: list[Source | None] = []
+        compared: list[tuple[ArrayLoad, Source, State]] = []  # with the state now, for the comparison at the end
 
         for k, load in enumerate(loads):
             layout, info, source = load.layout, load.info, None
             with load.naming_errors():
                 if layout.schedule.is_owner(rank):
-                    source = sources.open(load)
+                    source = sources.open(load) if load.values is None else load.values
                     state = self.contents[k] = source.opened_in()
                     if is_compared(info.path, rank, layout.schedule.first_reader):
                         compared.append((load, source, state))
                     # The labels are there if a selection by names was looked up in them.
                     labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
-                    check_names(load.name, None if labels is None else labels.read_in, state, info.path, info.dataset)
+                    read_in = None if labels is None else labels.read_in
+                    check_same_version(load.name, read_in, state, info, SINCE_SELECT)
                 if load.is_open:
                     self.contents[k] = load.contents()
-            found.append(source)
+            opened_sources.append(source)
         self.files = sources.states
         for load in loads:  # one rank may have read a small array in another file than the one that is open here
             if load.values is not None and load.info.path in self.files:
                 with load.naming_errors():
-                    check_same_file(load.name, load.read_in, self.files[load.info.path], load.info.path, load.info.dataset)
+                    check_same_file(load.name, load.read_in, self.files[load.info.path], load.info)
         opened.push(partial(_check_unchanged, compared))
-        return found
+        return opened_sources
 
 
 def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:
@@ -275,14 +271,14 @@ class ShardedArray:
 
     Attributes
     ----------
-    wanted : tuple
+    needed : tuple
         The shapes of this rank's pieces, and their dtype.
     nbytes : int
         Bytes of this rank's pieces.
     pieces : ShardPieces
         The pieces, when there is memory for them.
-    array : jax.Array or None
-        The array.
+    array : jax.Array
+        The array, when it is assembled.
     device_seconds : float
         Seconds for handing the pieces to JAX.
     counters : Counters
@@ -292,12 +288,12 @@ class ShardedArray:
     def __init__(self, load: ArrayLoad, rank: int) -> None:
         self.load, self._rank = load, rank
         shards, dtype = load.layout.schedule.shards, load.layout.source.dtype
-        self.wanted = [shards.shard_shape] * len(shards.shards_of(rank)), dtype
-        self.nbytes = len(self.wanted[0]) * math.prod(shards.shard_shape) * dtype.itemsize
-        self.array: jax.Array | None = None
+        self.needed = [shards.shard_shape] * len(shards.shards_of(rank)), dtype
+        self.nbytes = len(self.needed[0]) * math.prod(shards.shard_shape) * dtype.itemsize
         self.device_seconds, self.counters = 0.0, Counters()
-        self._early: EarlyPieces
         self.pieces: ShardPieces
+        self._early: EarlyPieces
+        self.array: jax.Array
 
     def make_room(self, room: list[Array]) -> None:
         """Take the pieces from `room`, and fill their padding. What moves writes the rest."""
@@ -313,7 +309,7 @@ class ShardedArray:
             self._early.start(shard.region, shard.data)
 
     def fill(self) -> None:
-        """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""
+        """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_in_memory`)."""
         layout, source, counters = self.load.layout, self.load.values, self.counters
         started = time.perf_counter()
         whole = Region.whole(self.load.plan.shape)
@@ -332,9 +328,9 @@ class ShardedArray:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
         self.pieces.finish()
-        held = ((p.region, p.data) for p in self.pieces.shards.values())
+        regions = ((p.region, p.data) for p in self.pieces.shards.values())
         plan, layout = self.load.plan, self.load.layout
-        self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
+        self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, regions, self._early)
         is_decoded = layout.decoding is not None or (False if plan.info.packing else None)
         remember(self.array, layout.extent, is_decoded)
         self.device_seconds = time.perf_counter() - started
@@ -369,7 +365,7 @@ class DeviceTarget:
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """See `TargetEndpoint`. All pieces are allocated at once: the memory of an earlier load is then used again."""
-        rooms = empty_pieces([array.wanted for array in self.arrays])
+        rooms = empty_pieces([array.needed for array in self.arrays])
         for array, room in zip(self.arrays, rooms, strict=True):
             with array.load.naming_errors():
                 array.make_room(room)

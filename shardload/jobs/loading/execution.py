@@ -27,7 +27,7 @@ from shardload.arrays.verification import ShardFindings, Verifier, VerifyReport,
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
-from shardload.errors import ConfigError, PackedWarning
+from shardload.errors import PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, OpenSources, moves_of
@@ -36,7 +36,6 @@ from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
 from shardload.options import INDEX, Options
 from shardload.planning.region import Region
-from shardload.planning.staging import Staging
 from shardload.planning.tuning import Tuning
 from shardload.storage.remote import Counts, counts
 from shardload.system.caller import warn_once
@@ -46,7 +45,7 @@ from shardload.values.decoding import packed_by
 
 _log = logging.getLogger("shardload")
 _N_COSTS = 4  # numbers of an array that the last agreement sums for the report
-_MOST_TOLD = 8  # arrays with missing chunks in one message
+_MOST_NAMED = 8  # arrays with missing chunks in one message
 
 
 def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> Loaded:
@@ -65,10 +64,10 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
     """
     started, timeout = time.perf_counter(), loads[0].options.timeout
     name = _name_of(loads)
-    asked = replace(agreed, kind="execute", title=f"execute() of the plan for {name}")
-    with begin_call(asked, None, comm=comm, timeout=timeout, watched_as=name) as begun:
-        begun.settle()
-        return Loader(begun.group, loads, begun.asked, tuning).run(started)
+    invocation = replace(agreed, kind="execute", title=f"execute() of the plan for {name}")
+    with begin_call(invocation, None, comm=comm, timeout=timeout, watched_as=name) as call:
+        call.settle()
+        return Loader(call.group, loads, call.asked, tuning).run(started)
 
 
 def _name_of(loads: Sequence[ArrayLoad]) -> str:
@@ -97,17 +96,15 @@ class Loader:
         self._name = _name_of(loads)
 
     def run(self, started: float) -> Loaded:
-        """Load the arrays: these in order, and a report of all. That counts seconds from `started`, a value of
-        `time.perf_counter`.
-        """
+        """Load the arrays: in order, with a report of all, which counts seconds from `started` (`time.perf_counter`)."""
         group, loads, options = self._group, self._loads, self._options
         group.watch.begin(self._name, options.timeout)
-        schedules = [load.layout.schedule for load in loads]
-        shares = [made.max_block_size * made.itemsize for made in schedules if not made.is_direct]  # of blocks that are sent
+        schedules, staging = [load.layout.schedule for load in loads], staging_of([load.plan for load in loads])
+        sent_nbytes = [schedule.max_block_size * schedule.itemsize for schedule in schedules if not schedule.is_direct]
         nbytes = None
-        if not self._is_here and max(shares, default=-1) >= self._tuning.worth_sharing_nbytes:
-            nbytes = shared_nbytes(self._staging) if any(made.is_owner(group.rank) for made in schedules) else 0
-        requests_before, checked = counts(), list[ShardFindings]()
+        if not self._is_in_memory and max(sent_nbytes, default=-1) >= self._tuning.worth_sharing_nbytes:
+            nbytes = shared_nbytes(staging) if any(schedule.is_owner(group.rank) for schedule in schedules) else 0
+        requests_before, checked = counts(), [ShardFindings() for _ in loads]
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
             source = LoadSource(loads, group.rank, self._tuning)
@@ -115,27 +112,25 @@ class Loader:
                 with session.errors:
                     advance = progress_of(options.progress, lambda: self._name, target.nbytes, group.rank)
                     session.on_progress = opened.enter_context(advance)
-                if self._is_here:
+                if self._is_in_memory:
                     group.watch.enter("assemble")
                     with session.errors:
                         target.fill(session)
                 else:
                     moves = moves_of(loads)
-                    session.run([Round(moves, self._staging, bool(shares))], source, target)
+                    session.run([Round(moves, staging, bool(sent_nbytes))], source, target)
                     for move in moves if not session.errors else ():
                         target.arrays[move.array].counters = move.producer.counters
             if not session.errors:
                 group.watch.enter("verify")
                 with session.errors:
-                    pieces = ({one.region: one.data for one in made.pieces.shards.values()} for made in target.arrays)
-                    checked = self._check([made.array for made in target.arrays], pieces)
+                    pieces = ({p.region: p.data for p in sharded.pieces.shards.values()} for sharded in target.arrays)
+                    checked = self._check([sharded.array for sharded in target.arrays], pieces)
             group.watch.enter("agree")
-            checked = checked or [ShardFindings() for _ in loads]
             totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, requests_before))
             arrays, report = self._finish(totals, session, target, checked, started)
         group.watch.close()
-        if _log.isEnabledFor(logging.INFO):
-            _log.info("loaded %s: %s", self._name, report)
+        _log.info("loaded %s: %s", self._name, report)
         return arrays, report
 
     def verify(self, arrays: Sequence[jax.Array], seed: int) -> list[VerifyReport]:
@@ -150,11 +145,11 @@ class Loader:
                 with load.naming_errors():
                     states[k] = load.contents() if load.is_open else None
         sums = group.agree(errors.take(), [number for state in states for number in to_sums(state)])
-        for load, of_array in zip(loads, _split_evenly(sums, len(loads)), strict=True):
-            check_same(load.name, of_array, load.info.path, load.info.dataset, is_open=True)
+        for load, sums_of_array in zip(loads, _split_evenly(sums, len(loads)), strict=True):
+            check_same(load.name, sums_of_array, load.info.path, load.info.dataset, is_open=True)
         with errors:
             findings = self._check(arrays, [{}] * len(loads), seed)
-        counts = group.agree(errors.take(), [number for of_array in findings for number in of_array.counts])
+        counts = group.agree(errors.take(), [number for sums_of_array in findings for number in sums_of_array.counts])
         proven = self._agree(findings, _split_evenly(counts, len(findings)))
         group.watch.close()
         return proven
@@ -162,20 +157,15 @@ class Loader:
     # --- facts about the arrays together
 
     @cached_property
-    def _is_here(self) -> bool:
+    def _is_in_memory(self) -> bool:
         """True if every rank has all values already."""
-        return all(load.is_here for load in self._loads)
+        return all(load.is_in_memory for load in self._loads)
 
     @cached_property
     def _paths_of_several(self) -> list[str]:
         """The files that hold several of the arrays and are opened here, in the same order on every rank."""
-        n = Counter[str]() if self._is_here else Counter(load.info.path for load in self._loads)
+        n = Counter[str]() if self._is_in_memory else Counter(load.info.path for load in self._loads)
         return [path for path, count in n.items() if count > 1]
-
-    @cached_property
-    def _staging(self) -> Staging:
-        """How all arrays together use the memory under the cap."""
-        return staging_of([load.plan for load in self._loads])
 
     # --- what this rank does
 
@@ -189,25 +179,25 @@ class Loader:
         with ExitStack() as opened:
             sources = OpenSources(self._loads, opened)
             for load, array, pieces_of_load in zip(self._loads, arrays, pieces, strict=True):
-                layout, again = load.layout, partial(sources.open_again, load)
-                how = (load.name, layout.schedule, layout.source, layout.decoding, load.options, seed, again)
+                layout, open_again = load.layout, partial(sources.open, load)
+                verifier = Verifier(load.name, layout.schedule, layout.source, layout.decoding, load.options, seed, open_again)
                 with load.naming_errors():
-                    checked.append(Verifier(*how).check(array, self._group.rank, pieces_of_load))
+                    checked.append(verifier.check(array, self._group.rank, pieces_of_load))
         return checked
 
     def _counts(
         self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings], requests_before: Counts
     ) -> list[int]:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
-        of_stores = counts().since(requests_before)
-        summed = [session.counters.n_checksums, of_stores.requests, of_stores.nbytes, of_stores.retries]
+        store_counts = counts().since(requests_before)
+        numbers = [session.counters.n_checksums, store_counts.requests, store_counts.nbytes, store_counts.retries]
         for contents, sharded, proven in zip(source.contents, target.arrays, checked, strict=True):
-            cost = sharded.counters
-            summed += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, cost.n_checksums]
-            summed += [*to_sums(contents), *proven.counts]
+            counters = sharded.counters
+            numbers += [counters.chunks_missing, counters.chunks_decoded, counters.nbytes_read, counters.n_checksums]
+            numbers += [*to_sums(contents), *proven.counts]
         for path in self._paths_of_several:
-            summed += to_sums(source.files.get(path))
-        return summed
+            numbers += to_sums(source.files.get(path))
+        return numbers
 
     # --- what all ranks do together
 
@@ -215,9 +205,7 @@ class Loader:
         self, totals: list[int], session: Session, target: DeviceTarget, checked: list[ShardFindings], started: float
     ) -> Loaded:
         """Check that all read the same file, warn, and make the result. `totals`: the sums of `_counts` over the ranks."""
-        arrays = [sharded.array for sharded in target.arrays if sharded.array is not None]
-        if len(arrays) < len(self._loads):
-            raise ConfigError("nothing was loaded")
+        arrays = [sharded.array for sharded in target.arrays]
         n_files = len(self._paths_of_several)
         n_parts, n_requests, nbytes_fetched, n_retries, *sums = totals[: len(totals) - n_files * N_SUMS]
         of_arrays = _split_evenly(sums, len(arrays))
@@ -226,17 +214,17 @@ class Loader:
             if any(state):  # some rank had the file open
                 check_same(load.name, state, load.info.path, load.info.dataset, is_open=load.is_open)
             read_in = load.read_in if len(arrays) == 1 else None
-            known = loaded_as(array)
-            if known is not None:
-                known.version = version_in(state) if read_in is None else version_of_state(read_in)
+            provenance = loaded_as(array)
+            if provenance is not None:
+                provenance.version = version_in(state) if read_in is None else version_of_state(read_in)
         if n_files:  # also if each array was read by one rank, but not all by the same
             for path, state in zip(self._paths_of_several, _split_evenly(totals[-n_files * N_SUMS :], n_files), strict=True):
                 check_same(f"'{path}'", state, path, "")
         proven = self._agree(checked, [sums[_N_COSTS + N_SUMS :] for sums in of_arrays])
         costs = [sums[:_N_COSTS] for sums in of_arrays]
         counters = Counters()
-        for part in (session.counters, *(sharded.counters for sharded in target.arrays)):
-            counters.add(part)
+        for measured in (session.counters, *(sharded.counters for sharded in target.arrays)):
+            counters.add(measured)
         self._settle_missing([n_missing for n_missing, *_ in costs], [sharded.counters for sharded in target.arrays])
         packed = ((load.name, load.info, load.options) for load in self._loads if load.info.packing)
         warn_of_packed(packed, self._group.rank)
@@ -269,20 +257,24 @@ class Loader:
 
     def _settle_missing(self, n_missing: list[int], counters: list[Counters]) -> None:
         """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""
-        how = self._options.missing
-        incomplete = [(load, of_load, n) for load, of_load, n in zip(self._loads, counters, n_missing, strict=True) if n]
-        if how == "fill" or not incomplete:
+        missing = self._options.missing
+        incomplete = [
+            (load, counters_of_load, n) for load, counters_of_load, n in zip(self._loads, counters, n_missing, strict=True) if n
+        ]
+        if missing == "fill" or not incomplete:
             return
         first = self._group.least_ints(
-            np.array([fold_first(of_load.missing) for _, of_load, _ in incomplete], dtype=np.int64).reshape(-1)
+            np.array([fold_first(counters_of_load.missing) for _, counters_of_load, _ in incomplete], dtype=np.int64).reshape(
+                -1
+            )
         )
         texts = []
         for (load, _, n), least in zip(incomplete, first.reshape(len(incomplete), -1).tolist(), strict=True):
             source = load.layout.source
             text = describe_missing(n, unfold_first(least), load.info, source.selection, source.chunks)
             texts.append(f"{load.where}: {text}" if load.where else text)
-        more = f"; and in {len(texts) - _MOST_TOLD} more arrays" if len(texts) > _MOST_TOLD else ""
-        settle_missing("; ".join(texts[:_MOST_TOLD]) + more, how, self._group.rank, incomplete[0][0].info)
+        more = f"; and in {len(texts) - _MOST_NAMED} more arrays" if len(texts) > _MOST_NAMED else ""
+        settle_missing("; ".join(texts[:_MOST_NAMED]) + more, missing, self._group.rank, incomplete[0][0].info)
 
 
 def _split_evenly(numbers: list[int], n: int) -> list[list[int]]:
@@ -292,10 +284,10 @@ def _split_evenly(numbers: list[int], n: int) -> list[list[int]]:
 
 
 def warn_of_packed(arrays: Iterable[tuple[str, ArrayInfo, Options]], rank: int) -> None:
-    """Warn once if stored numbers are given that are not the values, and the caller did not say that this is meant."""
+    """Warn once if packed numbers were loaded as they are stored, and the caller did not pass decode=False."""
     undecoded = [(name, info) for name, info, options in arrays if options.decode is None and info.packing]
     packed = [(name, packed_by(np.dtype(info.dtype), info.packing)) for name, info in undecoded]
-    texts = [f"{name} ({', '.join(how)})" for name, how in packed if how]
+    texts = [f"{name} ({', '.join(rules)})" for name, rules in packed if rules]
     if texts:
         text = (
             f"these numbers are packed, and were loaded as they are stored: {some(texts)}. Pass decode=True to apply that "

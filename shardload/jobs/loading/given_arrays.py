@@ -24,21 +24,11 @@ from shardload.formats.contract.array import some
 from shardload.formats.lookup import FoundArray, open_file
 from shardload.formats.memory import MemorySource
 from shardload.jobs.described import read_values
-from shardload.jobs.loading.call import LoadCall, share_staging
+from shardload.jobs.loading.call import LoadCall, describe_path, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
 from shardload.jobs.loading.request import Request, has_trees, read_requests
-from shardload.jobs.trees import (
-    ArrayTree,
-    Place,
-    Where,
-    in_array,
-    named_leaves,
-    naming_errors,
-    node_of,
-    text_of,
-    where_text,
-)
+from shardload.jobs.trees import ArrayTree, Place, Where, in_array, named_leaves, naming_errors, node_of, text_of, where_text
 from shardload.options import FILE, FULL, OPTIONS, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import ROOT
@@ -48,7 +38,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ScatterCall(LoadCall):
-    """One call that gives every process its shards of arrays which one rank has, on this rank.
+    """One call of `scatter` on this rank: every process gets its shards of arrays which one rank has.
 
     That rank sends the outline of its tree with the metadata. Dicts, lists and tuples are nodes. A list or tuple outside of a
     dict is one array, as NumPy makes it, unless `spec` is a tree.
@@ -57,23 +47,23 @@ class ScatterCall(LoadCall):
     ----------
     array : array_like, tree or callable
         On the root: the arrays, or a function that returns them.
-    mesh, spec, given
+    mesh, spec, keywords
         As the caller passed them.
     """
 
-    def __init__(self, array: Any, mesh: Any, spec: Any, given: dict[str, Any]) -> None:
-        self._array, self._root = array, given["root"]
-        self._has_tree = has_trees(mesh, spec, given)
+    def __init__(self, array: Any, mesh: Any, spec: Any, keywords: dict[str, Any]) -> None:
+        self._array, self._root = array, keywords["root"]
+        self._has_tree = has_trees(mesh, spec, keywords)
         self._sources: list[MemorySource] | None = None
-        super().__init__("scatter", "", mesh, spec, given | {"readers": ROOT})
+        super().__init__("scatter", "", mesh, spec, keywords | {"readers": ROOT})
 
     def _join(self) -> ArrayTree:
-        verify = self._given["verify"]
+        verify = self._keywords["verify"]
         if verify in (FILE, FULL):
             raise ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
         return ArrayTree(Place("", None, is_pattern=self._has_tree))
 
-    def _what(self, _: Place) -> dict[str, str]:
+    def _source_text(self, _: Place) -> dict[str, str]:
         return {"path": f"scatter from rank {self._root!r}"}
 
     def scatter(self) -> Any:
@@ -85,22 +75,22 @@ class ScatterCall(LoadCall):
         return self.load(int(root))
 
     def find(self) -> bytes:
-        """Make the arrays, and describe them as text. Runs on the root."""
+        """Make the arrays, and describe them for the other ranks. Runs on the root."""
         array = self._array() if callable(self._array) else self._array
         leaves, structure = _flatten(array, self._has_tree)
         if not leaves:
             raise ConfigError(f"array is {array!r}, a tree without an array: there is nothing to scatter")
-        self._sources, told = [], []
+        self._sources, described = [], []
         for where, value in leaves:
             with naming_errors(where_text(where)):
                 source = MemorySource(self._as_array(value))
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
-            told.append([source.info, view is not None and sendable(view), str(source.dtype)])
-        return pickle.dumps((structure, told))
+            described.append([source.info, view is not None and sendable(view), str(source.dtype)])
+        return pickle.dumps((structure, described))
 
     def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
-        """What the root has, as NumPy makes an array of it."""
+        """What the root has, as an array of NumPy."""
         if value is None:
             raise ConfigError(
                 f"array is None on rank {self._root}, the root. Pass the array there, or root= the rank that has it"
@@ -118,24 +108,24 @@ class ScatterCall(LoadCall):
                 "array by itself; to scatter several, pass a dict of arrays, or a list of specs"
             ) from None
 
-    def make(self, text: Any) -> list[ArrayLoad]:
+    def make(self, message: Any) -> list[ArrayLoad]:
         """Plan the scatter of all arrays. Runs on every rank."""
-        structure, told = pickle.loads(bytes(text))  # of this job's root, never of a file
-        self.tree = ArrayTree(jax.tree_util.tree_unflatten(structure, [Place("", None) for _ in told]))
+        structure, described = pickle.loads(bytes(message))  # of this job's root, never of a file
+        self.tree = ArrayTree(jax.tree_util.tree_unflatten(structure, [Place("", None) for _ in described]))
         if not self.tree.is_single:
-            self.requests = read_requests(self.tree, self._mesh, self._spec, self._given)
+            self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
         if any(request.by_name is not None for request in self.requests):
             raise ConfigError(f"the spec is {self._spec!r}, by names of axes, and an array in memory has none: pass P(...)")
         loads = []
-        for k, (request, (info, can_be_viewed, dtype)) in enumerate(zip(self.requests, told, strict=True)):
-            where = where_text(self.tree.where[k])
+        for k, (request, (info, can_be_viewed, dtype)) in enumerate(zip(self.requests, described, strict=True)):
+            where = self.tree.where[k]
             with naming_errors(where):
-                wanted = request.options.dtype
+                wanted_dtype = request.options.dtype
                 # Not `in (None, ...)`: NumPy takes None for float64 where it compares types.
-                as_it_is = can_be_viewed and (wanted is None or wanted == np.dtype(dtype))
+                from_views = can_be_viewed and (wanted_dtype is None or wanted_dtype == np.dtype(dtype))
                 source = None if self._sources is None else self._sources[k]
                 ranks = self.ranks_for(request)
-                plan = plan_scatter(request, ranks, info, int(self._root), as_it_is)
+                plan = plan_scatter(request, ranks, info, int(self._root), from_views)
                 loads.append(ArrayLoad(plan, request.options, None, source, where))
         request = self.requests[0]
         return share_staging(request, self.ranks_for(request), loads) if len(loads) > 1 else loads
@@ -175,18 +165,18 @@ def _has_array(value: Any) -> bool:
 
 
 class VerifyCall(LoadCall):
-    """One call that compares arrays with their files, on this rank. The arguments are as the caller passed them."""
+    """One call of `verify` on this rank. The arguments are as the caller passed them."""
 
-    def __init__(self, x: Any, path: Any, given: dict[str, Any]) -> None:
+    def __init__(self, x: Any, path: Any, keywords: dict[str, Any]) -> None:
         self._x, self._text = x, "nothing"
-        super().__init__("verify", path, None, None, given | {"verify": given["how"]})
+        super().__init__("verify", path, None, None, keywords | {"verify": keywords["how"]})
 
     def _join(self) -> ArrayTree:
         leaves = jax.tree_util.tree_flatten_with_path(self._x)[0] or [((), self._x)]
         for where, array in leaves:
             _check_values(f"x{text_of(where)}", array)
-        OPTIONS["how"].check(self._given["how"])  # `Options` would call it by the other name
-        seed = self._given["seed"]
+        OPTIONS["how"].check(self._keywords["how"])  # `Options` would call it by the other name
+        seed = self._keywords["seed"]
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
             raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
         tree = super()._join()
@@ -195,13 +185,13 @@ class VerifyCall(LoadCall):
         self._text, self._mesh = "; ".join(texts), jax.tree_util.tree_map(_sharding_of, self._x)
         return tree
 
-    def _what(self, place: Place) -> dict[str, str]:
-        return {**super()._what(place), "x": self._text, "seed": str(self._given["seed"])}
+    def _source_text(self, place: Place) -> dict[str, str]:
+        return {**super()._source_text(place), "x": self._text, "seed": str(self._keywords["seed"])}
 
     def verify(self) -> Any:
         """Plan, and compare: what was proven of each array, in the structure of the tree. Collective."""
         loads = self.plan()
-        return self.tree.build(self.loader(loads).verify(self._arrays(), int(self._given["seed"])))
+        return self.tree.build(self.loader(loads).verify(self._arrays(), int(self._keywords["seed"])))
 
     def _arrays(self) -> list[Any]:
         """The caller's arrays, in the order of the tree."""
@@ -216,9 +206,9 @@ class VerifyCall(LoadCall):
             )
         return arrays
 
-    def make(self, told: Any) -> list[ArrayLoad]:
+    def make(self, metadata: Any) -> list[ArrayLoad]:
         """Plan the loads that would give these arrays."""
-        loads = super().make(told)
+        loads = super().make(metadata)
         for x, load in zip(self._arrays(), loads, strict=True):
             if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
                 error = ConfigError(
@@ -248,90 +238,86 @@ def _sharding_of(x: Any) -> Any:
 
 
 class StateCall(LoadCall):
-    """One call that loads the arrays of a state, as those in `leaves` are, by their names in the file."""
+    """One call of `load(..., like=)` on this rank: `leaves` are the sharded leaves of `like`, by their names in the file."""
 
-    def __init__(self, path: Any, leaves: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    def __init__(self, path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
         self._leaves = {f"/{name}": leaf for name, leaf in leaves.items()}
-        super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**given, "dataset": [*leaves]})
+        super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**keywords, "dataset": [*leaves]})
 
-    def plan_file(self, request: Request, place: Place, where: str, found: FoundArray) -> ArrayLoad:
+    def plan_file(self, request: Request, place: Place, where: str, array: FoundArray) -> ArrayLoad:
         """See `LoadCall`. If the file's array has another shape, that is the error, not what follows from it."""
-        options, info = request.options, found.info
+        options, info = request.options, array.info
         leaf = self._leaves[info.dataset]
         is_whole = options.select is None and options.pad is None and not options.halo
         if is_whole and info.shape != np.shape(leaf):
             raise _unlike(info.dataset, str(place.path), leaf, info.shape, info.dtype)
-        return super().plan_file(request, place, where, found)
+        return super().plan_file(request, place, where, array)
 
 
 def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> ConfigError:
-    """The error about an array of the file that is not as the leaf in whose place it comes."""
+    """The error about an array of the file whose shape or type is not that of its leaf in `like`."""
     return ConfigError(
         f"'{name}' in '{path}' is {dtype} {shape}, and in `like` {getattr(leaf, 'dtype', None)} {np.shape(leaf)}. Pass a "
         "state of the shapes and types that were saved"
     )
 
 
-def load_state(path: Any, like: Any, given: Mapping[str, Any]) -> Any:
-    """The tree `like`, with values from a file. `given` are the options of `load`. Collective: yes."""
-    named = dict(named_leaves(like))
-    if not isinstance(path, (str, os.PathLike)) or not named:
+def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
+    """The tree `like`, with values from a file. `keywords` are the options of `load`. Collective: yes."""
+    leaves = dict(named_leaves(like))
+    if not isinstance(path, (str, os.PathLike)) or not leaves:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")
-    sharded = {name: leaf for name, leaf in named.items() if isinstance(_sharding(leaf), NamedSharding)}
-    others = [name for name in named if name not in sharded]
-    if others and (given["select"] is not None or given["decode"]):
-        option = "decode" if given["select"] is None else "select"
+    sharded = {name: leaf for name, leaf in leaves.items() if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
+    unsharded = [name for name in leaves if name not in sharded]
+    if unsharded and (keywords["select"] is not None or keywords["decode"]):
+        option = "decode" if keywords["select"] is None else "select"
         raise ConfigError(
-            f"{option} is {given[option]!r}, but '/{others[0]}' has no NamedSharding in `like`, and what has none is read "
-            "as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
+            f"{option} is {keywords[option]!r}, but '/{unsharded[0]}' has no NamedSharding in `like`, and what has none is "
+            "read as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
         )
     values: dict[str, Any] = {}
     if sharded:
-        with StateCall(path, sharded, given).begin() as call:
+        with StateCall(path, sharded, keywords).begin() as call:
             values = dict(zip(sharded, call.load(), strict=True))
-    if others:
-        values |= {name: _as(named[name], value) for name, value in _read_all(path, others, given).items()}
-    for name, leaf in named.items():
+    if unsharded:
+        values |= {name: _as(leaves[name], value) for name, value in _read_all(path, unsharded, keywords).items()}
+    for name, leaf in leaves.items():
         shape, dtype = np.shape(values[name]), getattr(values[name], "dtype", None)
         if shape != np.shape(leaf) or dtype != getattr(leaf, "dtype", dtype):
             raise _unlike(f"/{name}", str(path), leaf, shape, dtype)
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in named])
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
 
 
-def _sharding(leaf: Any) -> Any:
-    return getattr(leaf, "sharding", None)
-
-
-def _read_all(path: Any, names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Array]:
-    """Whole arrays, which rank 0 reads, on every rank. Collective."""
+def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Array]:
+    """The values of whole arrays, which rank 0 reads and tells all. Collective."""
     options = Options.check(
-        **{name: given[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout")}
+        **{name: keywords[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout")}
     )
-
-    def find() -> bytes:
-        return pickle.dumps(_read(path, names, options.access))
-
-    asked = Invocation("load", f"load of {path!r}", {"path": repr(path), "dataset": repr(names)})
-    with begin_call(asked, None, comm=given["comm"], timeout=options.timeout, process=jax.process_index) as call:
-        return call.plan(find, lambda told: pickle.loads(bytes(told)), lambda _: "")  # of this job's rank 0, never of a file
+    path_text = describe_path(path)
+    invocation = Invocation("load", f"load of {path_text}", {"path": path_text, "dataset": repr(names)})
+    with begin_call(invocation, None, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
+        # What is unpickled is of this job's rank 0, never of a file.
+        return call.plan(
+            lambda: pickle.dumps(_read(path, names, options.access)), lambda message: pickle.loads(bytes(message)), lambda _: ""
+        )
 
 
 def _read(path: Any, names: Sequence[str], access: Access) -> dict[str, Array]:
     with open_file(path, access) as file:
-        there = {info.dataset for info in file.list_arrays()}
-        if lacks := [f"/{name}" for name in names if f"/{name}" not in there]:
-            told, has = (some(list(map(repr, sorted(them)))) for them in (lacks, there))
-            raise ConfigError(f"'{path}' has no {told}, which `like` has; it has {has}")
+        stored = {info.dataset for info in file.list_arrays()}
+        if missing := [f"/{name}" for name in names if f"/{name}" not in stored]:
+            missing_text, stored_text = (some(list(map(repr, sorted(names)))) for names in (missing, stored))
+            raise ConfigError(f"'{path}' has no {missing_text}, which `like` has; it has {stored_text}")
         return {name: read_values(file, f"/{name}") for name in names}
 
 
 def _as(leaf: Any, value: Array) -> Any:
     """A value of the kind of a leaf: a number of Python, an array of NumPy, or one on the devices of the leaf."""
-    if np.shape(value) != np.shape(leaf):  # which is an error; not of what would be made of it
+    if np.shape(value) != np.shape(leaf):  # `load_state` raises the error about it
         return value
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)(value.item())
     if isinstance(leaf, (np.ndarray, np.generic)):
         value = value.astype(bool) if leaf.dtype == bool and value.dtype == np.int8 else value  # netCDF has no booleans
         return value if isinstance(leaf, np.ndarray) else value[()]
-    return jax.device_put(value, _sharding(leaf))
+    return jax.device_put(value, getattr(leaf, "sharding", None))

@@ -74,9 +74,9 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     (('x', 'dim_1'), array([2., 3., 4.]))
     """
     xarray = import_xarray("to_xarray")
-    found = _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
+    wrapped = _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
     _warn_of_long_attributes(plan)
-    return found
+    return wrapped
 
 
 def import_xarray(call: str) -> Any:
@@ -90,16 +90,16 @@ def import_xarray(call: str) -> Any:
 
 def _warn_of_long_attributes(plan: Any) -> None:
     """Say which attributes the objects of xarray do not have, because a plan does not: they are too long, or cannot be read."""
-    plans = plan.leaves if isinstance(plan, TreePlan) else jax.tree.leaves(plan, is_leaf=lambda one: isinstance(one, Plan))
-    lost: dict[str, None] = {}
-    for info in (one.info for one in plans):
+    plans = plan.leaves if isinstance(plan, TreePlan) else jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Plan))
+    left_out: dict[str, None] = {}
+    for info in (each_plan.info for each_plan in plans):
         owners = {info.dataset: info.attrs} | ({} if isinstance(plan, Plan) else {"the group": info.group_attrs})
-        owners |= {one.dataset: one.attrs for one in info.coords.values()}
-        lost |= dict.fromkeys(
+        owners |= {coord.dataset: coord.attrs for coord in info.coords.values()}
+        left_out |= dict.fromkeys(
             f"{key!r} of {owner}" for owner, attrs in owners.items() for key in attrs if isinstance(attrs[key], Note)
         )
-    if lost:
-        names = some(list(lost))
+    if left_out:
+        names = some(list(left_out))
         hint = "Set them by hand, or save with like= or copy the file"
         text = f"left out attributes that are too long, or cannot be read: {names}. {hint}"
         warn_once(text, UserWarning, jax.process_index())
@@ -112,12 +112,12 @@ def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
     children, plans = node_of(tree), dict(node_of(plan) or ())
     keys = [key for key, _ in children or ()]
     if not keys or set(keys) != set(plans):
-        here = f" at {text_of(where)}" if where else ""
+        place = f" at {text_of(where)}" if where else ""
         kinds = f"{type(tree).__name__} and {type(plan).__name__}"
         if keys and plans:
             kinds = f"arrays {', '.join(map(str, keys))} and plans {', '.join(map(str, plans))}"
         raise ConfigError(
-            f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found "
+            f"expected arrays and the plan that loaded them{place}, both alone or both in a tree with the same keys; found "
             f"{kinds}. Pass what load returned, and what shardload.plan returns for the same arguments; with one array of a "
             "tree, its plan: plan.plans['name']"
         )
@@ -143,11 +143,11 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
     coords: dict[str, Any] = {}
     for key, array in wrapped.items():
         for dim, n in zip(array.dims, array.shape, strict=True):
-            before, other = lengths.setdefault(dim, (n, key))
-            if before != n:
+            first_length, first_key = lengths.setdefault(dim, (n, key))
+            if first_length != n:
                 raise ConfigError(
-                    f"{dim!r} has {before} elements in [{other!r}] and {n} in [{key!r}], so these arrays cannot share a "
-                    f"Dataset. {_ONE_BY_ONE}"
+                    f"{dim!r} has {first_length} elements in [{first_key!r}] and {n} in [{key!r}], so these arrays cannot "
+                    f"share a Dataset. {_ONE_BY_ONE}"
                 )
         for name, coordinate in array.coords.items():
             if name in coords and not coords[name].identical(coordinate.variable):
@@ -155,15 +155,17 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
                     f"the arrays have different coordinates {name!r}, so they cannot share a Dataset. {_ONE_BY_ONE}"
                 )
             coords[name] = coordinate.variable
-    known = {name: one.dataset for info in infos.values() for name, one in info.coords.items()}
+    coordinate_names = {name: coord.dataset for info in infos.values() for name, coord in info.coords.items()}
     for key in wrapped:
-        if key in coords and known[key] != infos[key].dataset:
+        if key in coords and coordinate_names[key] != infos[key].dataset:
             raise ConfigError(f"[{key!r}] has the name of a coordinate of the arrays, and is another one: give it another key")
     values = {key: array.variable for key, array in wrapped.items() if key not in coords}
     # A variable with the name of its axis would become an index, for which xarray copies all values to each process.
     plain = {key: values.pop(key) for key in list(values) if key in lengths}
-    of_group = [key for key in values if known.get(key) == infos[key].dataset or _is_coordinate_of_group(infos[key])]
-    dataset = xarray.Dataset(values, coords, _of_all([info.group_attrs for info in infos.values()])).set_coords(of_group)
+    coords_of_group = [
+        key for key in values if coordinate_names.get(key) == infos[key].dataset or _is_coordinate_of_group(infos[key])
+    ]
+    dataset = xarray.Dataset(values, coords, _of_all([info.group_attrs for info in infos.values()])).set_coords(coords_of_group)
     return dataset.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else dataset
 
 
@@ -173,16 +175,16 @@ def _is_coordinate_of_group(info: ArrayInfo) -> bool:
 
 
 def _of_all(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The attributes that are the same in all groups, but the names of coordinates.
+    """The attributes that are the same in all groups, without the names of coordinates.
 
     >>> _of_all([{"title": "a run", "step": 1}, {"title": "a run", "step": 2}]), _of_all([])
     ({'title': 'a run'}, {})
     """
-    first, *others = groups or [{}]
+    first, *rest = groups or [{}]
     return {
         key: deepcopy(value)
         for key, value in first.items()
-        if all(key in other and repr(other[key]) == repr(value) for other in others)  # NaN, too, is the same
+        if all(key in other and repr(other[key]) == repr(value) for other in rest)  # NaN, too, is the same
         and not isinstance(value, Note)
         and key != _NAMES_OF_COORDINATES
     }
@@ -195,14 +197,14 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
             "that loaded it"
         )
     _check_version(plan, array)
-    info, kept = plan.info, axes_of(plan)
-    n = dict(zip(kept, array.shape, strict=True))
+    info, dims = plan.info, axes_of(plan)
+    lengths = dict(zip(dims, array.shape, strict=True))
     # With a halo, rows are in the array more than once, and a row does not lie where its coordinate does.
     haloed = haloed_axes(plan) if array.shape == plan.shape_global else set()
-    coords = coordinates_of(xarray, plan, n, haloed)
-    attrs, encoding = _split(info.attrs) if plan.is_decoded else (_own(info.attrs), {})
+    coords = coordinates_of(xarray, plan, lengths, haloed)
+    attrs, encoding = _split(info.attrs) if plan.is_decoded else (_copied(info.attrs), {})
     attrs.pop(_NAMES_OF_COORDINATES, None)
-    wrapped = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
+    wrapped = xarray.DataArray(array, dims=dims, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
     wrapped.encoding.update(encoding)
     return wrapped
 
@@ -214,13 +216,13 @@ def _check_version(plan: Plan, array: Any = None) -> None:
     version, they are read again.
     """
     labels, info = plan.info.labels, plan.info
-    wanted = None if array is None else version_of(array)
-    wanted = plan._version if wanted is None else wanted
-    if wanted is None or not isinstance(labels, Labels | OnDemand):
+    version = None if array is None else version_of(array)
+    version = plan._version if version is None else version
+    if version is None or not isinstance(labels, Labels | OnDemand):
         return
-    if _is_other(labels, wanted) and isinstance(labels, OnDemand):
+    if _is_other(labels, version) and isinstance(labels, OnDemand):
         labels.read_again()
-    if _is_other(labels, wanted):
+    if _is_other(labels, version):
         raise SourceError(
             f"{info} has changed since it was loaded, so its names and coordinates may be those of other values. Load it "
             "again; or look at plan.info.coords right after the load, when nothing writes to the file",
@@ -251,7 +253,9 @@ def axes_of(plan: Plan) -> list[str]:
 def haloed_axes(plan: Plan) -> set[str]:
     """The names of the axes along which a plan loads halos."""
     return {
-        dim for dim, padded, held in zip(axes_of(plan), plan.shape_padded, plan.shape_global, strict=True) if padded != held
+        dim
+        for dim, padded, with_halo in zip(axes_of(plan), plan.shape_padded, plan.shape_global, strict=True)
+        if padded != with_halo
     }
 
 
@@ -264,17 +268,19 @@ def coordinates_of(xarray: Any, plan: Plan, n: Mapping[str, int], haloed: Set[st
     _check_version(plan)
     dims, selection = _dims(plan), plan._layout.source.selection
     coordinates = {}
-    for name, one in plan.info.coords.items():
-        if one.values is None:
+    for name, coord in plan.info.coords.items():
+        if coord.values is None:
             continue
-        axes = _own_axes(name, one.dims, one.values.shape, plan)
-        cut = None if axes is None else _cut(one.values, axes, dims, selection, n)
+        axes = _axes_of_coordinate(name, coord.dims, coord.values.shape, plan)
+        cut = None if axes is None else _cut(coord.values, axes, dims, selection, n)
         if axes is not None and cut is not None and haloed.isdisjoint(axes):
-            coordinates[name] = xarray.Variable(*cut, *_split(one.attrs))
+            coordinates[name] = xarray.Variable(*cut, *_split(coord.attrs))
     return coordinates
 
 
-def _own_axes(coordinate: str, names: Sequence[str | None], lengths: Sequence[int], plan: Plan) -> tuple[str, ...] | None:
+def _axes_of_coordinate(
+    coordinate: str, names: Sequence[str | None], lengths: Sequence[int], plan: Plan
+) -> tuple[str, ...] | None:
     """The names of a coordinate's axes among those of its array; None if they are not there, or more than one way fits.
 
     Axes without names are found by their lengths, as the array has them one after the other.
@@ -304,10 +310,10 @@ def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     applied = (key for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE)
     encoding = {key: attrs[key] for key in applied if key != "dtype" or attrs[key] == "bool"}
     plain = {key: value for key, value in attrs.items() if key not in (*encoding, _NAMES_OF_COORDINATES)}
-    return _own(plain), _own(encoding)
+    return _copied(plain), _copied(encoding)
 
 
-def _own(attrs: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes that the caller may change: the plan's stay as they are. None of them is a note in the place of a value."""
     return {key: deepcopy(value) for key, value in attrs.items() if not isinstance(value, Note)}
 
@@ -323,9 +329,9 @@ def _cut(
         index.append(slice(region.start[axis], region.stop[axis]) if name in n else region.start[axis])
     cut = np.array(values[tuple(index)])  # a copy: the caller may write to it
     names = [name for name in axes if name in n]
-    more = [(0, n[name] - size) for name, size in zip(names, cut.shape, strict=True)]
-    if any(tail for _, tail in more):
+    padding = [(0, n[name] - size) for name, size in zip(names, cut.shape, strict=True)]
+    if any(tail for _, tail in padding):
         if cut.dtype.kind != "f":
             return None
-        cut = np.pad(cut, more, constant_values=np.nan)
+        cut = np.pad(cut, padding, constant_values=np.nan)
     return names, cut

@@ -118,7 +118,7 @@ class LoadReport(PrintedReport):
 
     def __str__(self) -> str:
         """For a person: one line, and for a tree one line more for each array."""
-        lines = [self._total(), *(f"  {one}" for one in self.arrays)]
+        lines = [self._total(), *(f"  {array}" for array in self.arrays)]
         return "\n".join(lines)
 
     def _total(self) -> str:
@@ -127,12 +127,12 @@ class LoadReport(PrintedReport):
         ]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         decoded = f"{counted(self.chunks_decoded, 'chunk')} decoded{missing}"
-        asked = (
+        fetched = (
             f"; {counted(self.n_requests, 'request')}, {format_nbytes(self.nbytes_fetched)} fetched" if self.n_requests else ""
         )
-        asked += f", {self.n_retries:,} again" if self.n_retries else ""
+        fetched += f", {self.n_retries:,} again" if self.n_retries else ""
         return (
-            f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read{asked} in the job; "
+            f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read{fetched} in the job; "
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
             f"{self.proven}"
         )
@@ -159,8 +159,9 @@ def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
     """
     if len(proven) == 1:
         return replace(proven[0], n_parts=n_parts)
-    names = [part.name for part in fields(VerifyReport) if part.name not in ("how", "digest", "n_parts")]
-    return VerifyReport(proven[0].how, n_parts=n_parts, **{name: sum(getattr(one, name) for one in proven) for name in names})
+    names = [field.name for field in fields(VerifyReport) if field.name not in ("how", "digest", "n_parts")]
+    sums = {name: sum(getattr(report, name) for report in proven) for name in names}
+    return VerifyReport(proven[0].how, n_parts=n_parts, **sums)
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,8 +360,8 @@ class Plan(PrintedReport):
     def __repr__(self) -> str:
         """One line."""
         readers = f"{self.readers}, {self.n_readers} of {self.n_ranks} ranks read"
-        what = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
-        return f"<Plan of {printable(str(self.info))}: {what} on mesh {mesh_text(self.sharding)}; {readers}>"
+        array = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
+        return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding)}; {readers}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the plan with its present report, in a list of its own."""
@@ -461,8 +462,8 @@ class TreePlan(PrintedReport):
         first = self.leaves[0]
         files = sorted({plan.info.path for plan in self.leaves})
         more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
-        what, ranks = counted(len(self.where), "array"), counted(first.n_ranks, "rank")
-        return f"load {what} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding)}, {ranks}"
+        arrays, ranks = counted(len(self.where), "array"), counted(first.n_ranks, "rank")
+        return f"load {arrays} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding)}, {ranks}"
 
     def _table(self) -> tuple[list[Column], list[list[str]]]:
         columns = [Column("array"), Column("shape", lead=""), Column("dtype", lead=""), Column("size", is_number=True)]
@@ -594,11 +595,11 @@ def _decoded(plan: Plan, cost: Cost) -> str:
 
 def _table(plan: Plan, width: int) -> list[str]:
     """A table with a column for each way of reading, and a row for each quantity."""
-    of_ways = plan.costs
-    if plan.n_ranks == 1 and plan.readers in of_ways:  # each way is the same
-        of_ways = {plan.readers: of_ways[plan.readers]}
-    ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True, lead=mode) for mode in of_ways]
-    costs = of_ways.values()
+    costs_by_mode = plan.costs
+    if plan.n_ranks == 1 and plan.readers in costs_by_mode:  # each way is the same
+        costs_by_mode = {plan.readers: costs_by_mode[plan.readers]}
+    ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True, lead=mode) for mode in costs_by_mode]
+    costs = costs_by_mode.values()
     rows = [
         ["readers", *(f"{c.n_readers:,}" for c in costs)],
         ["decoded", *(_decoded(plan, c) for c in costs)],

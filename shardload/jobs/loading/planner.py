@@ -42,7 +42,7 @@ from shardload.values.decoding import VALID, Decoding, decoding_of
 # threads that decode.
 _BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first; processors can address the second
-_SHARE = 4  # of the memory that a process may use: staging="auto" takes one part
+_SHARE = 4  # staging="auto" is at most this part of the memory that a process may use
 _MOST_FETCHED_TWICE = 1.05
 _UNEVEN = 1.1  # of many arrays, the reader with the most bytes may have so many times the mean
 _IN_TURN_NBYTES = 64 << 20  # larger arrays have enough blocks for all readers
@@ -153,13 +153,13 @@ def plan_array(
     )
 
 
-def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
-    """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
+def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: int, from_views: bool) -> Plan:
+    """Plan the scatter of an array in the memory of `root`; `from_views` if it can be sent from views."""
     file_dtype = np.dtype(info.dtype)
     dtype = _target_dtype(request.options.dtype, info, file_dtype)
     shards = lay_out_shards(request, ranks, info.shape, dtype, f"the array on rank {root}")
     phase, most_nbytes = (0,) * len(info.shape), max_block_nbytes(ranks, request.options.staging_nbytes)
-    if as_it_is:  # blocks are views: one per shard, however large
+    if from_views:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
         # A block goes through a staging buffer, which is as long as a message may be: no run may be longer.
@@ -247,21 +247,21 @@ def source_layout_of(options: Options, info: ArrayInfo, selection: Selection) ->
     ConfigError
         If they are to be decoded, and its attributes, or the stored values, are no numbers; or if a cast would lose a part.
     """
-    found, decoding = np.dtype(info.dtype), None
+    stored_dtype, decoding = np.dtype(info.dtype), None
     if options.decode:
-        decoding = decoding_of(found, info.packing, str(info), with_valid=options.decode == VALID)
-    dtype = _target_dtype(options.dtype, info, found if decoding is None else decoding.dtype)
-    return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, decoding is not None), decoding
+        decoding = decoding_of(stored_dtype, info.packing, str(info), with_valid=options.decode == VALID)
+    dtype = _target_dtype(options.dtype, info, stored_dtype if decoding is None else decoding.dtype)
+    return SourceLayout.cut(selection, info.chunks, stored_dtype, dtype, info.codec, decoding is not None), decoding
 
 
-def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, found: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that was asked for, or `found`, that of the values in the file."""
-    if dtype is not None and found.kind == "c" and dtype.kind not in "cb":
+def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, source_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that was asked for, or else `source_dtype`, that of the values. ConfigError if a cast would lose a part."""
+    if dtype is not None and source_dtype.kind == "c" and dtype.kind not in "cb":
         raise ConfigError(
-            f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass no dtype, or a complex one, and take the "
-            "real part of the result"
+            f"{info} is {source_dtype}; as {dtype} its imaginary part would be lost. Pass no dtype, or a complex one, and take "
+            "the real part of the result"
         )
-    return found if dtype is None else dtype
+    return source_dtype if dtype is None else dtype
 
 
 def lay_out_shards(request: Request, ranks: PlannedRanks, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
@@ -271,14 +271,16 @@ def lay_out_shards(request: Request, ranks: PlannedRanks, shape: tuple[int, ...]
     shape_global = padded_shape(shape, axes, sharding, pad=pad is not None, name=name)
     cuts = cuts_of(sharding, axes)
     halo = read_halo(request.options.halo, request.options.edge, shape, axes, cuts, name)
-    held = [n // c + 2 * h for n, c, h in zip(shape_global, cuts, halo.widths, strict=True)]
-    shape_held = tuple(n * c for n, c in zip(held, cuts, strict=True))
+    shard_with_halo = [n // c + 2 * h for n, c, h in zip(shape_global, cuts, halo.widths, strict=True)]
+    shape_with_halo = tuple(n * c for n, c in zip(shard_with_halo, cuts, strict=True))
     # NumPy also counts the other axes if one is empty.
-    nbytes, shard_nbytes = (math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_held, held))
+    nbytes, shard_nbytes = (
+        math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_with_halo, shard_with_halo)
+    )
     if nbytes > _MOST_NBYTES or shard_nbytes > _MOST_SHARD_NBYTES:
         raise SourceError(
-            f"{name} would have shape {shape_held} as {dtype}, {tuple(held)} on each device: more than any machine can "
-            "address. If that is no damage, pass select= with the part that is wanted"
+            f"{name} would have shape {shape_with_halo} as {dtype}, {tuple(shard_with_halo)} on each device: more than any "
+            "machine can address. If that is no damage, pass select= with the part that is wanted"
         )
     if pad is not None:
         pad_value(pad, dtype)
@@ -301,15 +303,15 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
         parts = 2 if dtype.kind == "c" else 1
         if dtype.itemsize // parts > 4:
             if dtype.kind in "iu":
-                loss, other = "wrap large values to 32 bits", "pass a dtype= of 32 bits or less that holds every value"
+                loss, alternative = "wrap large values to 32 bits", "pass a dtype= of 32 bits or less that holds every value"
             else:
                 small = "complex64" if dtype.kind == "c" else "float32"
                 loss = f"lose half the digits, as {small}"
-                other = f"pass dtype='{small}' if 7 digits, and nothing beyond {np.finfo(np.float32).max:.2g}, are enough"
+                alternative = f"pass dtype='{small}' if 7 digits, and nothing beyond {np.finfo(np.float32).max:.2g}, are enough"
             raise ConfigError(
                 f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss}. Switch "
                 "them on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the "
-                f"environment. Or {other}: a value that does not fit is an error"
+                f"environment. Or {alternative}: a value that does not fit is an error"
             )
 
 
@@ -322,12 +324,12 @@ def staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: 
         If that is too small to read, decode and send one chunk at a time.
     """
     needed = least_staging(source)
-    told = (
+    reason = (
         f"one chunk of {info} is {format_nbytes(source.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the chunk "
         "as stored, as decompressed, as decoded, as read and as sent)"
     )
     ample = ample_staging(source, ranks.n_threads)
-    return request.options.staging_cap(needed, told, room=ranks.staging_room_nbytes, ample=ample)
+    return request.options.staging_cap(needed, reason, room=ranks.staging_room_nbytes, ample=ample)
 
 
 def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks, info: ArrayInfo) -> tuple[str, str]:
@@ -345,11 +347,13 @@ def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: Planne
 
 
 def _is_in_order(layout: LoadLayout, cost: Cost, info: ArrayInfo) -> bool:
-    """True if ranks that read what they hold read nothing twice, and each a piece of the file. Zarr has many objects: chunks,
-    or shards, of which a rank then reads some.
+    """True if ranks that read what they hold read nothing twice, and each a contiguous part of the file. (Of Zarr each reads
+    some objects, wherever its part lies.)
     """
-    cut = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:] and not info.format.startswith("Zarr")
-    return cost.decoded_nbytes == 0 or (not cut and cost.amplification <= _MOST_FETCHED_TWICE)
+    is_scattered = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:] and not info.format.startswith(
+        "Zarr"
+    )
+    return cost.decoded_nbytes == 0 or (not is_scattered and cost.amplification <= _MOST_FETCHED_TWICE)
 
 
 def _cost_without_mpi(ranks: PlannedRanks) -> str:

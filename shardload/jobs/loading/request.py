@@ -16,16 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.trees import (
-    ArrayTree,
-    in_array,
-    is_one,
-    is_one_spec,
-    is_tree_of_selections,
-    refuse_traced,
-    text_of,
-    where_text,
-)
+from shardload.jobs.trees import ArrayTree, in_array, is_one, is_one_spec, is_tree_of_selections, refuse_traced, text_of
 from shardload.options import OPTIONS, PER_LOADED_ARRAY, Options
 from shardload.planning.selection import axes_told
 
@@ -57,7 +48,7 @@ class Request:
     by_name: Mapping[Any, Any] | None = None
 
     def for_axes(self, info: ArrayInfo, axes: Sequence[str | None]) -> Request:
-        """A copy whose spec is that of an array of which these axes are left, if it is by names.
+        """A copy for an array of which these axes are left by a selection: a spec by names becomes one by position.
 
         Raises
         ------
@@ -72,63 +63,61 @@ class Request:
                 if name in info.dims:
                     why = "it is selected away: pass a slice of it"
                 raise ConfigError(f"the spec {dict(self.by_name)} names the axis {name!r}, but {why}")
-        last = max((at for at, dim in enumerate(axes) if self.by_name.get(dim)), default=-1)
+        last = max((k for k, dim in enumerate(axes) if self.by_name.get(dim)), default=-1)
         spec = PartitionSpec(*(self.by_name.get(dim) for dim in axes[: last + 1]))
         return replace(self, sharding=NamedSharding(self.sharding.mesh, spec), by_name=None)
 
 
-def read_requests(tree: ArrayTree, mesh: Any, spec: Any, given: Mapping[str, Any]) -> list[Request]:
+def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> list[Request]:
     """Check the arguments, and return what is asked of each place of a tree.
 
     Parameters
     ----------
     tree : ArrayTree
         The arrays. Of a pattern, the arguments may be trees still: all values are checked, and the first are returned.
-    mesh, spec, given : object, object, mapping
-        As the caller passed them: `given` are the options.
+    mesh, spec, keywords : object, object, mapping
+        As the caller passed them: `keywords` are the options.
 
     Raises
     ------
     ConfigError
         If an argument is wrong, or a tree of them does not match the tree of arrays.
     """
-    processes = given.get("processes")
-    options = {name: value for name, value in given.items() if OPTIONS[name].is_kept and name != "dataset"}
-    own = [option for option in PER_LOADED_ARRAY if option.name in options]
-    values = {
-        o.name: tree.spread(
-            o.name, options[o.name], o.is_one or is_one, is_tree_of_selections if o.may_be_dict else None, o.default
-        )
-        for o in own
-    }
+    processes = keywords.get("processes")
+    options = {name: value for name, value in keywords.items() if OPTIONS[name].is_kept and name != "dataset"}
+    values: dict[str, list[Any]] = {}
+    for option in PER_LOADED_ARRAY:
+        if (name := option.name) in options:
+            is_tree = is_tree_of_selections if option.may_be_dict else None
+            values[name] = tree.spread(name, options[name], option.is_one or is_one, is_tree, option.default)
     values |= {"mesh": tree.spread("mesh", mesh), "spec": tree.spread("spec", spec, is_one_spec)}
     shared = {name: value for name, value in options.items() if name not in values}
-    made: dict[tuple[int, ...], Request] = {}  # `values` keeps alive whatever has its id in a key
+    requests_by_key: dict[tuple[int, ...], Request] = {}  # `values` keeps alive whatever has its id in a key
     requests = []
     for k, place in enumerate(tree.places):
-        of_place = {name: of_places[k] for name, of_places in values.items()}
-        key = (place.is_pattern, *map(id, of_place.values()))
+        values_of_place = {name: per_place[k] for name, per_place in values.items()}
+        key = (place.is_pattern, *map(id, values_of_place.values()))
         try:
             if place.dataset is not None:
                 _DATASET.check(place.dataset)
-            if key not in made:
+            if key not in requests_by_key:
                 read = _read_pattern if place.is_pattern else _read
-                made[key] = read(shared | of_place, processes)
+                requests_by_key[key] = read(shared | values_of_place, processes)
         except ConfigError as error:
-            raise in_array(where_text(tree.where[k]) if has_trees(mesh, spec, options) else "", error) from None
-        requests.append(made[key])
+            raise in_array(tree.where[k] if has_trees(mesh, spec, options) else "", error) from None
+        requests.append(requests_by_key[key])
     return requests
 
 
-def has_trees(mesh: Any, spec: Any, given: Mapping[str, Any]) -> bool:
-    """True if an argument is a tree of values, and none that counts for all arrays."""
-    of_arrays = (option for option in PER_LOADED_ARRAY if option.name in given)
-    return not (is_one(mesh) and is_one_spec(spec)) or any(not (o.is_one or is_one)(given[o.name]) for o in of_arrays)
+def has_trees(mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> bool:
+    """True if any argument is a tree of values, and not one value for all arrays."""
+    of_arrays = (option for option in PER_LOADED_ARRAY if option.name in keywords)
+    return not (is_one(mesh) and is_one_spec(spec)) or any(not (o.is_one or is_one)(keywords[o.name]) for o in of_arrays)
 
 
-def _read(given: dict[str, Any], processes: Any) -> Request:
+def _read(keywords: dict[str, Any], processes: Any) -> Request:
     """The request of an array for which these arguments were passed."""
-    options = dict(given)
+    options = dict(keywords)
     mesh, spec = options.pop("mesh"), options.pop("spec")
     n = devices_per_process(mesh_of(mesh), processes)
     by_name = dict(sorted(spec.items())) if isinstance(spec, Mapping) else None
@@ -143,20 +132,20 @@ def _read(given: dict[str, Any], processes: Any) -> Request:
     return Request(sharding, checked, {"sharding": text, **checked.describe()}, n, by_name)
 
 
-def _read_pattern(given: dict[str, Any], processes: Any) -> Request:
-    """The same for all arrays below a group. Of trees the first values are checked; the others when the arrays are known."""
+def _read_pattern(keywords: dict[str, Any], processes: Any) -> Request:
+    """The request of all arrays below a group. Of trees the first values are checked; the others when the arrays are known."""
     kinds = {option.name: option.is_one or is_one for option in PER_LOADED_ARRAY} | {"mesh": is_one, "spec": is_one_spec}
-    trees = {name: value for name, value in given.items() if name in kinds}
+    trees = {name: value for name, value in keywords.items() if name in kinds}
     leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=kinds[name]) or [None] for name, value in trees.items()}
-    first = _read(given | {name: values[0] for name, values in leaves.items()}, processes)
-    text = {"sharding": f"{_tree_text(given['mesh'], _mesh_text)}, {_tree_text(given['spec'], repr)}"}
+    first = _read(keywords | {name: values[0] for name, values in leaves.items()}, processes)
+    text = {"sharding": f"{_tree_text(keywords['mesh'], _mesh_text)}, {_tree_text(keywords['spec'], repr)}"}
     of_arrays = [option.name for option in PER_LOADED_ARRAY if option.text and option.name in trees]
     text |= {name: _tree_text(trees[name], repr) for name in of_arrays}
     return replace(first, text={**first.text, **text})
 
 
 def mesh_of(mesh: Any) -> Any:
-    """The mesh of what the caller passed as one."""
+    """The mesh: what the caller passed, or that of the sharding that was passed in its place."""
     return mesh.mesh if isinstance(mesh, NamedSharding) else mesh
 
 

@@ -71,50 +71,51 @@ class AppendReport(SaveReport):
     def __str__(self) -> str:
         """For a person: one line."""
         lengths = sorted({(*self.grown[name], kept) for name, kept in self.kept.items()})
-        how = ", ".join(
+        lengths_text = ", ".join(
             f"{old:,} to {new:,}" + (f" (rows from {kept:,} on replaced)" if kept < old else "") for old, new, kept in lengths
         )
-        return f"appended along {self.dim!r}, {how}: {super().__str__().replace('saved ', '', 1)}"
+        return f"appended along {self.dim!r}, {lengths_text}: {super().__str__().replace('saved ', '', 1)}"
 
 
-def _make(asked: SaveRequest, known: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
+def _make(request: SaveRequest, existing: Any, group: Group) -> tuple[SaveRequest, SavePlan]:
     """See `save.planned`."""
-    asked = replace(asked, arrays=[_in_numbers(array, asked.path, known["arrays"]) for array in asked.arrays])
-    axes, dimensions = _check(asked, known["arrays"])
-    asked = replace(asked, orders={name: (*order, known["arrays"][name]["attrs"]) for name, order in known["orders"].items()})
-    sink = _sink(asked, known, axes, dimensions, group)
-    arrays = [replace(array, dtype=sink.arrays[array.name].spec.dtype) for array in asked.arrays]
-    asked = replace(asked, arrays=arrays)
-    grows = cast(Mapping[str, Growing], sink.arrays)
-    first = {name: tuple(array.old * (k == array.axis) for k in range(len(array.spec.shape))) for name, array in grows.items()}
-    return asked, plan_into(sink, asked, shards_of(asked, group), group, [False] * len(arrays), first)
+    request = replace(request, arrays=[_in_numbers(array, request.path, existing["arrays"]) for array in request.arrays])
+    axes, dimensions = _check(request, existing["arrays"])
+    sink = _sink(request, existing, axes, dimensions, group)
+    growing = cast(Mapping[str, Growing], sink.arrays)
+    arrays = [replace(array, dtype=growing[array.name].spec.dtype) for array in request.arrays]
+    request = replace(request, arrays=arrays, orders=existing["orders"])
+    first = {
+        name: tuple(array.old * (k == array.axis) for k in range(len(array.spec.shape))) for name, array in growing.items()
+    }
+    return request, plan_into(sink, request, shards_of(request, group), group, [False] * len(arrays), first)
 
 
-def _sink(asked: SaveRequest, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> Sink:
-    """What is added to the file."""
-    n_new = {array.name: array.shape[axes[array.name]] for array in asked.arrays}
+def _sink(request: SaveRequest, existing: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> Sink:
+    """The sink of what is added to the file."""
+    n_new = {array.name: array.shape[axes[array.name]] for array in request.arrays}
     # Here, because whoever loads needs neither the libraries nor their compressors.
-    if "state" not in known:
+    if "state" not in existing:
         from shardload.formats.zarr.growth import GrowthSink as Zarr
 
-        return Zarr(asked.path, known, axes, n_new)
+        return Zarr(request.path, existing, axes, n_new)
     from shardload.formats.hdf5.growth import Hdf5Growth
 
-    return Hdf5Growth(asked.path, known, axes, n_new, dimensions, alignment_of(group))
+    return Hdf5Growth(request.path, existing, axes, n_new, dimensions, alignment_of(group))
 
 
-def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendReport:
+def append(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> AppendReport:
     """See `shardload.append`. Collective."""
     started = time.perf_counter()
-    with planned("append", path, tree, given, comm, _read, _make) as (group, asked, plan, digest):
-        _check_orders(asked, group)
-        return cast(AppendReport, _Appending(group, asked, plan, digest).run(started))
+    with planned("append", path, tree, keywords, comm, _read, _make) as (group, request, plan, digest):
+        _check_orders(request, group)
+        return cast(AppendReport, _Appending(group, request, plan, digest).run(started))
 
 
 # --- does it fit?
 
 
-def _read(asked: SaveRequest) -> Any:
+def _read(request: SaveRequest) -> Any:
     """How the file's arrays are stored. On rank 0.
 
     Raises
@@ -122,7 +123,7 @@ def _read(asked: SaveRequest) -> Any:
     ConfigError, SourceError
         If there is no such file, or nothing can be appended to it.
     """
-    path = asked.path
+    path = request.path
     if "://" in path:
         raise ConfigError(
             f"'{without_secrets(path)}' is a URL; append writes to files and folders only. Append there, and upload it"
@@ -136,60 +137,63 @@ def _read(asked: SaveRequest) -> Any:
             raise SourceError(f"'{path}' does not exist, so nothing can be appended to it.{fix}", path=path) from None
         except OSError:  # a folder into which this user may not look
             check_readable(path)
-    names = [array.name for array in asked.arrays]
+    names = [array.name for array in request.arrays]
     if os.path.isfile(path):
         from shardload.formats.hdf5.growth import read_file
 
-        return _with_orders(asked, read_file(path, names))
+        return _with_orders(request, read_file(path, names))
     if not any(os.path.lexists(os.path.join(path, name)) for name in ROOTS):
         raise SourceError(f"'{path}' is no Zarr store: it has none of {', '.join(ROOTS)}", path=path)
     from shardload.formats.zarr.growth import read_store
 
-    return _with_orders(asked, read_store(path, names))
+    return _with_orders(request, read_store(path, names))
 
 
-def _with_orders(asked: SaveRequest, known: dict[str, Any]) -> dict[str, Any]:
-    """How arrays are stored, and the ``"orders"`` of the coordinates of the axis: whether each rises, and its last value.
+def _with_orders(request: SaveRequest, existing: dict[str, Any]) -> dict[str, Any]:
+    """How arrays are stored; with the ``"orders"`` of the coordinates of the axis, as `SaveRequest` has them.
 
-    If rows are replaced, all arrays with that axis have the length of what stays for their shape.
+    If rows are replaced, the shape of all arrays with that axis has the length of what stays.
     """
-    arrays, orders, path, dim, at = known["arrays"], {}, asked.path, asked.dim, asked.at
-    for name in asked.names:
-        stored = arrays.get(name)
-        if stored is None or stored["dims"] is None or list(stored["dims"]) != [dim] or name.rpartition("/")[2] != dim:
+    arrays, orders, path, dim, at = existing["arrays"], {}, request.path, request.dim, request.at
+    for name in request.names:
+        facts = arrays.get(name)
+        if facts is None or facts["dims"] is None or list(facts["dims"]) != [dim] or name.rpartition("/")[2] != dim:
             continue
-        n = stored["shape"][0]
+        n = facts["shape"][0]
         first = 0 if at is not None else max(0, n - _ROWS_OF_ORDER)
         with open_file(os.path.realpath(path)) as file:
             values = read_values(file, name, Region((first,), (n,)))
         if at is not None:
-            values = values[: _n_before(at, f"'{name}' in '{path}'", str(dim), values, stored)]
-            for other in arrays.values():
-                if stored["scopes"][0] is not None and stored["scopes"][0] in other["scopes"]:
-                    axis = other["scopes"].index(stored["scopes"][0])
-                    other["stored_shape"] = tuple(other["shape"])
-                    other["shape"] = (*other["shape"][:axis], len(values), *other["shape"][axis + 1 :])
+            values = values[: _n_before(at, f"'{name}' in '{path}'", str(dim), values, facts)]
+            scope = facts["scopes"][0]
+            for array in arrays.values():
+                if scope is not None and scope in array["scopes"]:
+                    axis = array["scopes"].index(scope)
+                    array["stored_shape"] = tuple(array["shape"])
+                    array["shape"] = (*array["shape"][:axis], len(values), *array["shape"][axis + 1 :])
         if len(values) and (rises := direction_of([values])) is not None:
-            orders[name] = (rises if len(values) > 1 else None, values[-1])
+            orders[name] = (rises if len(values) > 1 else None, values[-1], facts["attrs"])
     if at is not None and not isinstance(dim, str):
         raise ConfigError(f"at is {at!r}, a value of a coordinate, but dim is a number, {dim}. Pass the name of the axis")
-    if at is not None and (without := [name for name in asked.names if "stored_shape" not in arrays.get(name, "stored_shape")]):
+    if at is not None and (
+        without := [name for name in request.names if "stored_shape" not in arrays.get(name, "stored_shape")]
+    ):
         raise ConfigError(
             f"at is {at!r}, but '{without[0]}' in '{path}' has no coordinate {dim!r} among the arrays that are passed, so that "
             "nothing says which row that is. Pass it too; or make the arrays shorter by h5py or zarr, and leave out at="
         )
-    return known | {"orders": orders}
+    return existing | {"orders": orders}
 
 
-def _n_before(at: Any, where: str, dim: str, values: Array, stored: Mapping[str, Any]) -> int:
+def _n_before(at: Any, where: str, dim: str, values: Array, facts: Mapping[str, Any]) -> int:
     """How many values of a coordinate come before `at`. ConfigError if that has no answer."""
     rises, low = direction_of([values]), at
-    if stored["packed"] or (rises is None and len(values)):
-        why = "holds packed numbers" if stored["packed"] else "does not go in one direction"
+    if facts["packed"] or (rises is None and len(values)):
+        why = "holds packed numbers" if facts["packed"] else "does not go in one direction"
         raise ConfigError(f"at is {at!r}, but {where} {why}, so that nothing says which row that is. Mend it by h5py or zarr")
     try:
         if has_dates(Between(at, at)):
-            low = cast(Between, in_numbers(Between(at, at), dim, stored["attrs"], values.dtype)).low
+            low = cast(Between, in_numbers(Between(at, at), dim, facts["attrs"], values.dtype)).low
     except ValueError as error:
         raise ConfigError(f"at is {at!r}, which says no place in {where}: {error}") from None
     # A thousandth of a step: 3 * 0.1 is 0.3, and so is 0.3 of float32.
@@ -198,17 +202,17 @@ def _n_before(at: Any, where: str, dim: str, values: Array, stored: Mapping[str,
     return int(np.count_nonzero(values < low - slack if rises else values > low + slack))
 
 
-def _check_orders(asked: SaveRequest, group: Group) -> None:
+def _check_orders(request: SaveRequest, group: Group) -> None:
     """ConfigError on all ranks unless each coordinate of the axis goes on as it did. Collective."""
     error: ConfigError | None = None
-    for array in asked.arrays:
-        if array.name in asked.orders:
+    for array in request.arrays:
+        if array.name in request.orders:
             values = np.asarray(array.x) if array.is_everywhere else _gathered(array, group)
             try:
-                _check_order(array, asked, values[: array.shape[0]], *asked.orders[array.name])
-            except ConfigError as wrong:
-                error = error or wrong
-    if asked.orders:
+                _check_order(array, request, values[: array.shape[0]], *request.orders[array.name])
+            except ConfigError as order_error:
+                error = error or order_error
+    if request.orders:
         group.agree(error)
 
 
@@ -216,51 +220,51 @@ def _gathered(array: SavedArray, group: Group) -> Array:
     """The values of a sharded coordinate, of which each process has some. Collective."""
     bits = np.full(array.x.shape, _NOWHERE)
     for shard in array.x.addressable_shards:
-        held = np.asarray(shard.data)
-        bits[shard.index] = held.astype("f8" if held.dtype.kind == "f" else "i8").view("i8")
+        values = np.asarray(shard.data)
+        bits[shard.index] = values.astype("f8" if values.dtype.kind == "f" else "i8").view("i8")
     return group.least_ints(bits).view("f8" if array.dtype.kind == "f" else "i8")
 
 
 def _check_order(
-    array: SavedArray, asked: SaveRequest, new: Array, rises: bool | None, last: Any, attrs: Mapping[str, Any]
+    array: SavedArray, request: SaveRequest, new: Array, rises: bool | None, last: Any, attrs: Mapping[str, Any]
 ) -> None:
     values = np.concatenate([[last], new]).astype(np.asarray(last).dtype)
     rises = bool(len(values) < 2 or values[1] > values[0]) if rises is None else rises
-    at = first_break(values, rises)
-    if at is None:
+    k = first_break(values, rises)
+    if k is None:
         return
-    before, after = as_dates(values[at - 1 : at + 1], attrs) or values[at - 1 : at + 1]
-    told = f"ends with {before}, and what is to be appended begins with {after}"
+    before, after = as_dates(values[k - 1 : k + 1], attrs) or values[k - 1 : k + 1]
+    problem = f"ends with {before}, and what is to be appended begins with {after}"
     shown_at = after if isinstance(after, np.generic) else repr(after)
     fix = f"To replace the rows from there on, as after a restart from an older checkpoint: append(..., at={shown_at})"
-    if at > 1:
-        told, fix = f"has an order, and what is to be appended has {before}, then {after}", "Sort it"
+    if k > 1:
+        problem, fix = f"has an order, and what is to be appended has {before}, then {after}", "Sort it"
     raise ConfigError(
-        f"'{array.name}' in '{asked.path}' {told}: searches by its values would find wrong rows. {fix}. If its rows have no "
-        f"order, pass the number of the axis, such as dim=0, in place of its name"
+        f"'{array.name}' in '{request.path}' {problem}: searches by its values would find wrong rows. {fix}. If its rows have "
+        f"no order, pass the number of the axis, such as dim=0, in place of its name"
     )
 
 
 def _in_numbers(array: SavedArray, path: str, stored: Mapping[str, Any]) -> SavedArray:
-    """An array; dates and booleans as the numbers that the file has for them. ConfigError if it has none."""
+    """The array, with dates and booleans as the numbers that the file has for them. ConfigError if it has none."""
     if array.name not in stored:
         return array
-    old = stored[array.name]
-    dtype = native_dtype(np.dtype(old["dtype"]))
-    if array.dtype.kind == "b" and dtype == np.int8 and old["attrs"].get("dtype") == "bool":  # netCDF has none
+    facts = stored[array.name]
+    dtype = native_dtype(np.dtype(facts["dtype"]))
+    if array.dtype.kind == "b" and dtype == np.int8 and facts["attrs"].get("dtype") == "bool":  # netCDF has none
         return replace(array, x=array.x.astype("int8"), dtype=dtype)
     if not is_dates(array.x):
         return array
-    packed = old["packed"]
+    packed = facts["packed"]
     if dtype.kind not in "iuf" or packed:
-        what = f"packed numbers, with {', '.join(packed)}" if packed else dtype
+        content = f"packed numbers, with {', '.join(packed)}" if packed else dtype
         fix = ". Append the packed numbers" if packed else ""
-        raise ConfigError(f"'{array.name}' in '{path}' holds {what}, what is to be appended are dates or spans of time{fix}")
-    attrs = old["attrs"]
+        raise ConfigError(f"'{array.name}' in '{path}' holds {content}, what is to be appended are dates or spans of time{fix}")
+    attrs = facts["attrs"]
     if "units" not in attrs:  # bounds have those of their coordinate, which names them
         folder, _, last_name = array.name.rpartition("/")
-        beside = [stored[name] for dim in old["dims"] or () if (name := f"{folder}/{dim}") in stored]
-        attrs = next((coordinate["attrs"] for coordinate in beside if last_name in coordinate.get("bounds", ())), attrs)
+        coordinates = [stored[name] for dim in facts["dims"] or () if (name := f"{folder}/{dim}") in stored]
+        attrs = next((coordinate["attrs"] for coordinate in coordinates if last_name in coordinate.get("bounds", ())), attrs)
     try:
         return replace(array, x=numbers_of_dates(array.x, attrs, dtype), dtype=dtype)
     except ValueError as error:
@@ -269,24 +273,24 @@ def _in_numbers(array: SavedArray, path: str, stored: Mapping[str, Any]) -> Save
         ) from None
 
 
-def _check(asked: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def _check(request: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """The axis of each array, and the new lengths of dimensions without values. ConfigError if an array does not fit."""
     axes: dict[str, int] = {}
-    for array in asked.arrays:
-        where = f"'{array.name}' in '{asked.path}'"
+    for array in request.arrays:
+        where = f"'{array.name}' in '{request.path}'"
         if array.name not in stored:
-            there = some(list(map(repr, stored))) or "none"
-            raise ConfigError(f"there is no array {where}; it has {there}. Append to an array that exists")
-        known = stored[array.name]
-        shape, new = tuple(known["shape"]), array.shape
-        axis = axes[array.name] = _axis(where, asked.dim, known["dims"], shape)
-        _check_axes(where, array.dims, known["dims"])
-        for key, told in array.attrs.items():
-            of_file = known["attrs"].get(key)
-            if of_file is not None and of_file != told:
+            names = some(list(map(repr, stored))) or "none"
+            raise ConfigError(f"there is no array {where}; it has {names}. Append to an array that exists")
+        facts = stored[array.name]
+        shape, new = tuple(facts["shape"]), array.shape
+        axis = axes[array.name] = _axis(where, request.dim, facts["dims"], shape)
+        _check_axes(where, array.dims, facts["dims"])
+        for key, value in array.attrs.items():
+            value_in_file = facts["attrs"].get(key)
+            if value_in_file is not None and value_in_file != value:
                 raise ConfigError(
-                    f"{where} has the {key} {of_file!r}, what is to be appended has {told!r}. Convert it; or, if both mean the "
-                    f"same, give it those of the file: x.attrs[{key!r}] = {of_file!r}"
+                    f"{where} has the {key} {value_in_file!r}, what is to be appended has {value!r}. Convert it; or, if both "
+                    f"mean the same, give it those of the file: x.attrs[{key!r}] = {value_in_file!r}"
                 )
         expected = (*shape[:axis], new[axis] if len(new) > axis else 0, *shape[axis + 1 :])
         if new != expected or 0 in new:
@@ -296,24 +300,24 @@ def _check(asked: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, int
                 f"{where} has the shape {shape} and can grow along axis {axis} only; what is to be appended has {new}. Its "
                 f"other axes must be the same, and none without elements{fix}"
             )
-        most = known.get("maxshape", [None] * len(shape))[axis]
+        most = facts.get("maxshape", [None] * len(shape))[axis]
         if most is not None and shape[axis] + new[axis] > most:
             raise ConfigError(
                 f"axis {axis} of {where} has {shape[axis]} elements and may have {most} (its maxshape), so that {new[axis]} "
                 f"cannot be appended. {HOW_TO_GROW}"
             )
-        dtype, new_dtype = native_dtype(np.dtype(known["dtype"])), native_dtype(array.dtype)
+        dtype, new_dtype = native_dtype(np.dtype(facts["dtype"])), native_dtype(array.dtype)
         # Of floating point they may be values: if nothing says where they come from.
         may_be_values = array.is_decoded or (array.is_decoded is None and new_dtype != dtype and new_dtype.kind in "fc")
-        if known["packed"] and may_be_values:
+        if facts["packed"] and may_be_values:
             raise ConfigError(
-                f"{where} holds packed numbers, {dtype} with {', '.join(known['packed'])}, and what is to be appended is "
+                f"{where} holds packed numbers, {dtype} with {', '.join(facts['packed'])}, and what is to be appended is "
                 f"{'values that were decoded' if array.is_decoded else new_dtype}. Pack them first: subtract add_offset, "
                 "divide by scale_factor, round if these are integers, and cast; what is missing becomes _FillValue"
             )
         if new_dtype != dtype:
             raise ConfigError(f"{where} holds {dtype}, what is to be appended is {new_dtype}. Cast it: x.astype('{dtype}')")
-    return axes, _check_lengths(asked, stored, axes)
+    return axes, _check_lengths(request, stored, axes)
 
 
 def _axis(where: str, dim: str | int, dims: Any, shape: tuple[int, ...]) -> int:
@@ -323,10 +327,12 @@ def _axis(where: str, dim: str | int, dims: Any, shape: tuple[int, ...]) -> int:
             raise ConfigError(f"dim is {dim}, but {where} has {len(shape)} axes")
         return dim % len(shape)
     if names.count(dim) != 1:
-        told = (
+        reason = (
             f"its axes are {tuple(dims)!r}" if names else "its axes have no names. Pass the number of the axis, such as dim=0"
         )
-        raise ConfigError(f"dim is {dim!r}, but {where} has {'no' if dim not in names else 'more than one'} such axis: {told}")
+        raise ConfigError(
+            f"dim is {dim!r}, but {where} has {'no' if dim not in names else 'more than one'} such axis: {reason}"
+        )
     return list(dims).index(dim)
 
 
@@ -338,35 +344,36 @@ def _check_axes(where: str, dims: tuple[str | None, ...] | None, stored: Any) ->
     raise ConfigError(f"{where} has the axes {tuple(stored)}, what is to be appended has {dims}. {fix}")
 
 
-def _check_lengths(asked: SaveRequest, stored: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
+def _check_lengths(request: SaveRequest, stored: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
     """The new lengths of dimensions without values. ConfigError if arrays with the same axis would get different lengths."""
     lengths: dict[str, tuple[int, int, str]] = {}
     dimensions: dict[str, int] = {}
-    for array in asked.arrays:
-        axis, known = axes[array.name], stored[array.name]
-        scope = known["scopes"][axis]
+    for array in request.arrays:
+        axis, own_facts = axes[array.name], stored[array.name]
+        scope = own_facts["scopes"][axis]
         if scope is None:
             continue
-        dim = known["dims"][axis]
-        old, new = int(known["shape"][axis]), int(array.shape[axis])
-        before, more, other = lengths.setdefault(scope, (old, new, array.name))
+        dim = own_facts["dims"][axis]
+        old, new = int(own_facts["shape"][axis]), int(array.shape[axis])
+        before, more, first_name = lengths.setdefault(scope, (old, new, array.name))
         if (before, more) != (old, new):
             fix = "they must stay equally long"
             if before != old:
                 fix = "an append that was killed at its very end leaves them so. Resize the longer one first, by h5py or zarr"
             raise ConfigError(
-                f"along {dim!r} in '{asked.path}' '{array.name}' would grow from {old} to {old + new}, '{other}' from {before} "
-                f"to {before + more}: {fix}"
+                f"along {dim!r} in '{request.path}' '{array.name}' would grow from {old} to {old + new}, '{first_name}' from "
+                f"{before} to {before + more}: {fix}"
             )
-        beside = {name: facts for name, facts in stored.items() if scope in facts["scopes"] and name not in axes}
+        others = {name: facts for name, facts in stored.items() if scope in facts["scopes"] and name not in axes}
         # netCDF4 leaves a dimension without values at 0 if it is unlimited, others keep it as long as its arrays.
-        valueless = {name for name, facts in beside.items() if facts.get("is_dimension")}
-        dimensions |= {name: old + new for name in valueless if tuple(beside[name]["shape"]) == (old,)}
-        if left := [name for name in beside if name not in valueless]:
+        valueless = {name for name, facts in others.items() if facts.get("is_dimension")}
+        dimensions |= {name: old + new for name in valueless if tuple(others[name]["shape"]) == (old,)}
+        if not_passed := [name for name in others if name not in valueless]:
             raise ConfigError(
-                f"{some(list(map(repr, left)))} in '{asked.path}', with the axis {dim!r} too, would not grow with "
-                f"'{array.name}'. Pass {some([repr(name.lstrip('/')) for name in left])} too. If it holds text, which append "
-                "does not write: `shardload copy OLD NEW --dataset NAME`, with each array to keep, makes a file without it"
+                f"{some(list(map(repr, not_passed)))} in '{request.path}', with the axis {dim!r} too, would not grow with "
+                f"'{array.name}'. Pass {some([repr(name.lstrip('/')) for name in not_passed])} too. If it holds text, which "
+                "append does not write: `shardload copy OLD NEW --dataset NAME`, with each array to keep, makes a file without "
+                "it"
             )
     return dimensions
 
@@ -377,49 +384,51 @@ def _check_lengths(asked: SaveRequest, stored: Mapping[str, Any], axes: Mapping[
 class _Appending(Saving):
     """One rank's part of one append. Every method is collective."""
 
-    def __init__(self, group: Group, asked: SaveRequest, plan: SavePlan, digest: str) -> None:
-        super().__init__(group, asked, plan, digest)
-        self._grows = cast(Mapping[str, Growing], plan._sink.arrays)
+    def __init__(self, group: Group, request: SaveRequest, plan: SavePlan, digest: str) -> None:
+        super().__init__(group, request, plan, digest)
+        self._growing = cast(Mapping[str, Growing], plan._sink.arrays)
         self._sources: dict[str, Source] = {}
         self._opened = ExitStack()
-        self._again: list[tuple[str, Region]] = []  # stored chunks that share a file with new ones
+        self._rewritten: list[tuple[str, Region]] = []  # stored chunks that share a file with new ones
 
     def _report(self, written: WriteCounts, counters: Counters, started: float) -> AppendReport:
         report = super()._report(written, counters, started)
-        grown = {name: (array.stored_shape[array.axis], array.new_shape[array.axis]) for name, array in self._grows.items()}
-        kept = {name: array.old for name, array in self._grows.items()}
-        return AppendReport(**vars(report), dim=self._asked.dim, grown=grown, kept=kept)
+        grown = {name: (array.stored_shape[array.axis], array.new_shape[array.axis]) for name, array in self._growing.items()}
+        kept = {name: array.old for name, array in self._growing.items()}
+        return AppendReport(**vars(report), dim=self._request.dim, grown=grown, kept=kept)
 
     def _run(self, session: Session, source: DeviceSource, target: FileTarget) -> None:
-        """The rounds of a save, then those of what else is in their files, of which ranks have different numbers."""
+        """The rounds of a save, then those of old chunks in the same files, of which each rank has its own number."""
         with self._opened:
             super()._run(session, source, target)
-            sizes = [region.size * self._grows[name].spec.dtype.itemsize for name, region in self._again]
+            sizes = [region.size * self._growing[name].spec.dtype.itemsize for name, region in self._rewritten]
             each_alone = ((k, range(1), nbytes) for k, nbytes in enumerate(sizes))
             rounds = list(plan_rounds(each_alone, self._plan._memory.round_nbytes))
             n_most = -int(self._group.least_ints(np.array([-len(rounds)]))[0])
             rounds += [[] for _ in range(n_most - len(rounds))]
-            session.run((Round((), self._staging, False, partial(self._read_again, items)) for items in rounds), source, target)
+            session.run(
+                (Round((), self._staging, False, partial(self._chunks_again, items)) for items in rounds), source, target
+            )
 
-    def _read_again(self, items: Sequence[Item]) -> Iterator[Chunk]:
+    def _chunks_again(self, items: Sequence[Item]) -> Iterator[Chunk]:
         for item in items:
-            name, region = self._again[item.array]
-            yield Chunk(name, region, self._stored(name, self._grows[name].in_file(region)))
+            name, region = self._rewritten[item.array]
+            yield Chunk(name, region, self._stored(name, self._growing[name].in_file(region)))
 
     def _chunks(self, items: Sequence[Item], moves: Sequence[ArrayMove]) -> Iterator[Chunk]:
         """See `Saving`: as chunks of the file."""
         return map(self._completed, super()._chunks(items, moves))
 
     def _completed(self, chunk: Chunk) -> Chunk:
-        """A chunk of what is new as a chunk of the file, with the rows that this has of it."""
-        array, new_values = self._grows[chunk.name], chunk.values
+        """A chunk of the new values as a chunk of the file, with the old rows that it has there."""
+        array, new_values = self._growing[chunk.name], chunk.values
         axis, ahead = array.axis, array.old - array.base
         region = _along(chunk.region, axis, chunk.region.start[axis] + ahead, chunk.region.stop[axis] + ahead)
         if chunk.region.start[axis] or not ahead:
             return Chunk(chunk.name, region, new_values)
         begin = ahead // array.unit * array.unit
         index = tuple(a // c for a, c in zip(region.start, array.spec.chunks or (), strict=True))
-        self._again += [(chunk.name, array.region(other)) for other in array.beside(index)]
+        self._rewritten += [(chunk.name, array.region(old_index)) for old_index in array.beside(index)]
         if begin == ahead:
             return Chunk(chunk.name, region, new_values)
         old = self._stored(chunk.name, _along(region, axis, array.base + begin, array.old))
@@ -428,7 +437,7 @@ class _Appending(Saving):
 
     def _stored(self, name: str, region: Region) -> Array:
         """Values that the file has, as the format's library reads them."""
-        path, array = self._plan.path, self._grows[name]
+        path, array = self._plan.path, self._growing[name]
         try:
             if name not in self._sources:
                 opened = open_alone(open_file(os.path.realpath(path)), name)  # unchecked: what a load refuses may still grow

@@ -59,7 +59,7 @@ class SavedArray:
         Whether the caller said how it is compressed.
     is_decoded : bool or None
         Whether the load of a packed array decoded it; None if nothing says so.
-    is_told : bool
+    is_extent_known : bool
         Whether a load, a plan or the caller says which of its elements are padding.
     """
 
@@ -77,7 +77,7 @@ class SavedArray:
     like: str | None = None
     is_packing_told: bool = False
     is_decoded: bool | None = None
-    is_told: bool = True
+    is_extent_known: bool = True
 
     @property
     def is_everywhere(self) -> bool:
@@ -91,8 +91,8 @@ class SavedArray:
 
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, as text."""
-        told = {name: repr(getattr(self, name)) for name in _DESCRIBED}
-        return told | {
+        texts = {name: repr(getattr(self, name)) for name in _DESCRIBED}
+        return texts | {
             "shape": f"{self.x.shape} of which {self.shape}",
             "dtype": dtype_text(self.dtype),
             "sharding": "on each process" if self.is_everywhere else describe_sharding(self.x.sharding),
@@ -123,7 +123,7 @@ class SaveRequest:
         Of an append: from which value of its coordinate on rows are replaced; None: none are.
     orders : mapping
         Of an append: of each coordinate of that axis whether it rises (None: it has one value), the last value that stays, and
-        attributes.
+        its attributes.
     left_out : str
         What the arrays in `like` have and the new file will not have, in words for a warning.
     """
@@ -140,31 +140,31 @@ class SaveRequest:
     orders: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveRequest:
-        """The checked arguments. `given` are the keywords of the call; ConfigError says which is wrong."""
-        given = {option.name: option.default for option in OPTIONS.values()} | dict(given)
-        options = Options.check(**{option.name: given[option.name] for option in PER_SAVE})
+    def of(cls, path: Any, tree: Any, keywords: Mapping[str, Any], call: str = "save") -> SaveRequest:
+        """The checked arguments. `keywords` are those of the call; ConfigError says which is wrong."""
+        keywords = {option.name: option.default for option in OPTIONS.values()} | dict(keywords)
+        options = Options.check(**{option.name: keywords[option.name] for option in PER_SAVE})
         is_append = call == "append"
-        mode, dim = "w" if is_append else OPTIONS["mode"].check(given["mode"]), OPTIONS["dim"].check(given["dim"])
+        mode, dim = "w" if is_append else OPTIONS["mode"].check(keywords["mode"]), OPTIONS["dim"].check(keywords["dim"])
         target = _target(path)
         target = (target.rstrip("/") or "/") if is_append else target
-        kind = "zarr" if is_append else format_for(target, given["format"])
-        if given["shape"] is not None and given["plan"] is not None:
+        kind = "zarr" if is_append else format_for(target, keywords["format"])
+        if keywords["shape"] is not None and keywords["plan"] is not None:
             raise ConfigError("both shape and plan are given; pass one of them")
         if not isinstance(tree, Mapping) and not is_labelled(tree) and node_of(tree) is not None:  # a NamedTuple, a list, ...
             tree = {key_text(key): child for key, child in node_of(tree) or ()}
         labels: dict[str, Labels] = {}
         attrs_of_file: Mapping[str, Any] = {}
         if is_labelled(tree):
-            tree, given, labels, attrs_of_file = of_xarray(tree, given, kind, dim if is_append else None)
-        arrays, groups = _read_arrays(tree, given, is_append)
+            tree, keywords, labels, attrs_of_file = of_xarray(tree, keywords, kind, dim if is_append else None)
+        arrays, groups = _read_arrays(tree, keywords, is_append)
         for k, array in enumerate(arrays):
             if array.name in labels:
                 dims, attrs = labels[array.name]
                 arrays[k] = replace(array, dims=dims if array.dims is None else array.dims, attrs=attrs | dict(array.attrs))
         if labels:
             groups["/"] = dict(attrs_of_file) | dict(groups.get("/", {}))
-        at = OPTIONS["at"].check(given["at"])
+        at = OPTIONS["at"].check(keywords["at"])
         return cls(target, kind, mode, arrays, groups, options, dim if is_append else "", at=at)
 
     @property
@@ -198,26 +198,26 @@ class SaveRequest:
         return Invocation(call, title, values, names, [(f"'{array.name}'", array.describe()) for array in arrays])
 
     def padding_warning(self) -> str:
-        """The text of a warning, if an array may have padding or halos of which nobody has told; else none.
+        """The text of a warning if an array may have padding or halos that no argument mentions; else an empty text.
 
-        It goes by all arrays that this rank has loaded so far: one rank asks, for all.
+        It goes by all arrays that this rank has loaded so far. Rank 0 asks for all ranks.
         """
-        likes = {
+        padded = {
             array.name.lstrip("/"): (array.x, like)
             for array in self.arrays
-            if not array.is_told and not array.is_everywhere and isinstance(array.x, jax.Array)
+            if not array.is_extent_known and not array.is_everywhere and isinstance(array.x, jax.Array)
             if (like := padded_like(array.x)) is not None
         }
-        if not likes:
+        if not padded:
             return ""
-        name, (x, like) = next(iter(likes.items()))
+        name, (x, like) = next(iter(padded.items()))
         lengths = zip(x.shape, like.shape, like.shape_global)  # noqa: B905 (it may have other axes behind these)
-        shape = (*(n if n != held else own for own, n, held in lengths), *x.shape[len(like.shape) :])
+        shape = (*(n if n != n_loaded else n_saved for n_saved, n, n_loaded in lengths), *x.shape[len(like.shape) :])
         fix = f"shape={{{name!r}: {shape}}}"
         if has_halo := any(like.halo):
             fix = "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
         return (
-            f"saved with the whole shape: {some([f'{name!r} {x.shape}' for name, (x, _) in likes.items()])}. A loaded array "
+            f"saved with the whole shape: {some([f'{name!r} {x.shape}' for name, (x, _) in padded.items()])}. A loaded array "
             f"was as long, but only with its {'halos' if has_halo else 'padding'}: without, its shape is {like.shape}. If what "
             f"is saved was computed from it, pass {fix}; if not, shape={{{name!r}: {x.shape}}}"
         )
@@ -234,14 +234,16 @@ def _target(path: Any) -> str:
     return target
 
 
-def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[list[SavedArray], dict[str, Mapping[str, Any]]]:
-    """Each array with what is asked of it, and the attributes of groups."""
-    leaves = _arrays_of(tree, given["dataset"])
+def _read_arrays(
+    tree: Any, keywords: Mapping[str, Any], is_append: bool
+) -> tuple[list[SavedArray], dict[str, Mapping[str, Any]]]:
+    """Each array with its options, and the attributes of groups."""
+    leaves = _arrays_of(tree, keywords["dataset"])
     for name, x in leaves.items():
         if not (is_append and is_dates(x)):  # appended dates become numbers by the units of the file
             leaves[name] = _checked(name, x)
     names = ArrayTree.of_names("", leaves)
-    attrs, groups = given["attrs"], dict[str, Mapping[str, Any]]()
+    attrs, groups = keywords["attrs"], dict[str, Mapping[str, Any]]()
     if isinstance(attrs, Mapping) and isinstance(tree, Mapping):
         for key in [key for key in attrs if str(key).endswith("/")]:
             group = f"/{key.strip('/')}"
@@ -249,33 +251,33 @@ def _read_arrays(tree: Any, given: Mapping[str, Any], is_append: bool) -> tuple[
                 raise ConfigError(f"attrs names the group '{group}' twice. Give it once")
             groups[group] = _read_option(OPTIONS["attrs"], group, attrs[key])
         attrs = {key: value for key, value in attrs.items() if not str(key).endswith("/")}
-    plan = given["plan"].plans if isinstance(given["plan"], TreePlan) else given["plan"]
-    values = dict(given) | {"attrs": attrs, "plan": plan}
-    asked: dict[str, dict[str, Any]] = {name: {} for name in leaves}
+    plan = keywords["plan"].plans if isinstance(keywords["plan"], TreePlan) else keywords["plan"]
+    values = dict(keywords) | {"attrs": attrs, "plan": plan}
+    options_by_array: dict[str, dict[str, Any]] = {name: {} for name in leaves}
     for option in PER_SAVED_ARRAY:
         is_for_all = option.name == "attrs" and not isinstance(tree, Mapping)
         is_one = _is_always if is_for_all or option.is_one is None else option.is_one
         try:
-            each = names.spread(option.name, values[option.name], is_one, _TREES.get(option.name), option.default)
+            values_of_arrays = names.spread(option.name, values[option.name], is_one, _TREES.get(option.name), option.default)
         except ConfigError as error:
             if option.name != "attrs":
                 raise
             plain = {key: value for key, value in attrs.items() if not isinstance(value, Mapping)}
             fix = f"Attributes of the file: attrs={{'/': {plain}}}" if plain else ""
             raise ConfigError(f"{error}. {fix or _GROUPS}") from None
-        for place, value in zip(names.places, each, strict=True):
-            asked[place.dataset][option.name] = _read_option(option, place.dataset, value)
+        for place, value in zip(names.places, values_of_arrays, strict=True):
+            options_by_array[place.dataset][option.name] = _read_option(option, place.dataset, value)
             if option.name == "compression":
-                asked[place.dataset]["is_packing_told"] = value is not None
+                options_by_array[place.dataset]["is_packing_told"] = value is not None
     # If nothing says that it is decoded, an array is as it is stored: that counts where another array may be packed.
-    knows_other = given["like"] is not None or is_append
+    is_compared = keywords["like"] is not None or is_append
     arrays = []
     for name, x in leaves.items():
-        mine = asked[name]
+        options = options_by_array[name]
         dtype = np.dtype(x.dtype).newbyteorder("=")
-        shape, is_decoded, is_told = _extent(name, x, mine.pop("shape"), mine.pop("plan"))
-        is_decoded = is_decoded if knows_other else None
-        arrays.append(SavedArray(name, x, shape, dtype, is_decoded=is_decoded, is_told=is_told, **mine))
+        shape, is_decoded, is_extent_known = _extent(name, x, options.pop("shape"), options.pop("plan"))
+        is_decoded = is_decoded if is_compared else None
+        arrays.append(SavedArray(name, x, shape, dtype, is_decoded=is_decoded, is_extent_known=is_extent_known, **options))
     return arrays, groups
 
 
@@ -332,7 +334,7 @@ def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]
 
 
 def _checked(name: str, x: Any) -> Any:
-    """An array that can be saved: of NumPy, without what a subclass adds."""
+    """The array, if it can be saved; what is NumPy's without what a subclass adds. ConfigError if it cannot."""
     if isinstance(x, jax.core.Tracer):
         raise ConfigError(f"'{name}' is traced: it has no values yet. Call save outside of jax.jit")
     if isinstance(x, (bool, int, float, complex, np.generic)):
@@ -374,8 +376,8 @@ def _checked(name: str, x: Any) -> Any:
 
 def _extent(name: str, x: Any, shape: Any, plan: Any) -> tuple[tuple[int, ...], bool | None, bool]:
     """The shape without padding, whether a load decoded the array, and whether anything says what of it is padding."""
-    known, given = loaded_as(x), shape
-    is_decoded = None if known is None else known.is_decoded
+    provenance, shape_or_extent = loaded_as(x), shape
+    is_decoded = None if provenance is None else provenance.is_decoded
     if plan is not None:
         if not isinstance(plan, (Plan, Extent)):
             raise ConfigError(
@@ -383,10 +385,10 @@ def _extent(name: str, x: Any, shape: Any, plan: Any) -> tuple[tuple[int, ...], 
             )
         # An array that was computed from stored numbers may have any values: only decoding tells.
         is_decoded = True if is_decoded is None and isinstance(plan, Plan) and plan.is_decoded else is_decoded
-        given = plan.extent if isinstance(plan, Plan) else plan
-    if given is None and known is None:
+        shape_or_extent = plan.extent if isinstance(plan, Plan) else plan
+    if shape_or_extent is None and provenance is None:
         return tuple(x.shape), is_decoded, False
-    extent = extent_of(x, given, f"'{name}'")
+    extent = extent_of(x, shape_or_extent, f"'{name}'")
     refuse_halo(name, extent)
     return extent.shape, is_decoded, True
 

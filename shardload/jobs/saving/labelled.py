@@ -194,13 +194,13 @@ def _plans(plan: Any) -> dict[str, Plan]:
 
 
 def _plan_of(full_name: str, plans: Mapping[str, Plan]) -> Plan | None:
-    """The plan of an array: that of the only one, or that which has its name, with its group or without."""
+    """The plan of an array: the only plan, or the one with its name, with its group or without; None if there is none."""
     names = ("", full_name, full_name.rpartition("/")[2])
     return next((plans[name] for name in names if name in plans), None)
 
 
 def _note(lengths: Lengths, dim: str, n: int, n_unpadded: int) -> None:
-    """An axis of `n` elements has so many without padding. ConfigError if it is known with others."""
+    """Note how many of the `n` elements of an axis are no padding. ConfigError if another number is noted already."""
     before = lengths.setdefault(dim, {}).setdefault(n, n_unpadded)
     if before != n_unpadded:
         raise ConfigError(
@@ -211,11 +211,11 @@ def _note(lengths: Lengths, dim: str, n: int, n_unpadded: int) -> None:
 
 def _unpadded(lengths: Lengths, name: str, dim: str, n: int) -> int:
     """Elements of an axis without padding. ConfigError if nothing says which are padding."""
-    known = lengths.get(dim, {})
-    if n in known:
-        return known[n]
-    padded = {n_padded: n_unpadded for n_padded, n_unpadded in known.items() if n_padded != n_unpadded}
-    if not padded or n in known.values():
+    lengths_of_dim = lengths.get(dim, {})
+    if n in lengths_of_dim:
+        return lengths_of_dim[n]
+    padded = {n_padded: n_unpadded for n_padded, n_unpadded in lengths_of_dim.items() if n_padded != n_unpadded}
+    if not padded or n in lengths_of_dim.values():
         return n
     n_padded, n_unpadded = next(iter(padded.items()))
     raise ConfigError(
@@ -227,13 +227,13 @@ def _unpadded(lengths: Lengths, name: str, dim: str, n: int) -> int:
 def _lengths(content: _Content, shape: Any, plans: Mapping[str, Plan]) -> Lengths:
     lengths: Lengths = {}
     names = ArrayTree.of_names("", [f"/{content.full_name(name)}" for name in content.variables])
-    each_shape = names.spread("shape", shape, lambda value: not isinstance(value, Mapping), default=None)
-    shapes = {place.dataset.rpartition("/")[2]: one for place, one in zip(names.places, each_shape, strict=True)}
+    shapes_in_order = names.spread("shape", shape, lambda value: not isinstance(value, Mapping), default=None)
+    shapes = {place.dataset.rpartition("/")[2]: each for place, each in zip(names.places, shapes_in_order, strict=True)}
     if not isinstance(shape, Mapping):  # coordinates have other axes
         shapes |= dict.fromkeys(content.coords)
     for plan in plans.values():
-        each = zip(axes_of(plan), plan.shape_global, plan.shape_padded, plan.shape, strict=True)
-        for dim, n_with_halo, n_padded, n_unpadded in each:
+        lengths_by_dim = zip(axes_of(plan), plan.shape_global, plan.shape_padded, plan.shape, strict=True)
+        for dim, n_with_halo, n_padded, n_unpadded in lengths_by_dim:
             if n_with_halo != n_padded and any(x.sizes.get(dim) == n_with_halo for x in content.variables.values()):
                 refuse_halo(next(name for name, x in content.variables.items() if dim in x.dims), plan.extent)
             _note(lengths, dim, n_padded, n_unpadded)
@@ -256,13 +256,15 @@ def _add_left_out(content: _Content, plans: Mapping[str, Plan]) -> None:
     for plan in plans.values():
         if plan.shape == plan.shape_padded:
             continue
-        kept = axes_of(plan)
-        padded = dict(zip(kept, plan.shape_padded, strict=True))
+        dims = axes_of(plan)
+        padded = dict(zip(dims, plan.shape_padded, strict=True))
         haloed = haloed_axes(plan)
-        known = coordinates_of(xarray, plan, padded, haloed)
-        for name, coord in coordinates_of(xarray, plan, dict(zip(kept, plan.shape, strict=True)), haloed).items():
-            is_here = any(all(x.sizes.get(dim) == padded[dim] for dim in coord.dims) for x in content.variables.values())
-            if name not in known and name not in content.variables and is_here:
+        coords_with_padding = coordinates_of(xarray, plan, padded, haloed)
+        for name, coord in coordinates_of(xarray, plan, dict(zip(dims, plan.shape, strict=True)), haloed).items():
+            is_axis_present = any(
+                all(x.sizes.get(dim) == padded[dim] for dim in coord.dims) for x in content.variables.values()
+            )
+            if name not in coords_with_padding and name not in content.variables and is_axis_present:
                 content.variables[name] = coord
                 content.coords.add(name)
 
@@ -324,7 +326,7 @@ def _encode(
 def _dataset_of(
     content: _Content, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], plans: Mapping[str, Plan]
 ) -> Any:
-    """A Dataset without padding and packing. Sharded values have stand-ins, of which it sees the shape."""
+    """A Dataset without padding and packing, with stand-ins of the same shape for sharded values."""
     xarray, variables = sys.modules["xarray"], {}
     for name, variable in content.variables.items():
         plan = None if name in content.coords else _plan_of(content.full_name(name), plans)
@@ -340,7 +342,7 @@ def _dataset_of(
 
 
 def _plain_variable(variable: Any, x: Any, was_packed: bool) -> Any:
-    """A variable with other values, and without what only counted for packed ones. Of encodings it keeps the units of dates."""
+    """A variable with other values, without attributes that only count for packed ones. It keeps the encoding of dates."""
     attrs = {
         key: value
         for key, value in variable.attrs.items()
@@ -367,9 +369,9 @@ def _as_stored(name: str, variable: Any, x: Any, content: _Content, kind: str) -
         return x, attrs
     x = variable.values
     if x.dtype.kind in "OSUTV":
-        what = "coordinate" if name in content.coords else "variable"
+        role = "coordinate" if name in content.coords else "variable"
         raise ConfigError(
-            f"the {what} '{name}' holds text or objects, and save writes numbers. Leave it out: ds.drop_vars('{name}')"
+            f"the {role} '{name}' holds text or objects, and save writes numbers. Leave it out: ds.drop_vars('{name}')"
         )
     if variable.dims == (name,) and x.dtype.kind == "f" and not np.isnan(x).any():
         attrs.pop("_FillValue", None)  # CF wants none of the coordinates of an axis

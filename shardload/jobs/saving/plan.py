@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,7 @@ from shardload.units import PrintedReport, counted, format_nbytes
 
 _PAGE_NBYTES = 4096
 _CHUNK_OF_COORDINATE = 512  # elements, of an array with one axis, which can grow
-_SHARE = 4  # of the memory that a process may use: what staging="auto" is at most
+_SHARE = 4  # staging="auto" is at most this part of the memory that a process may use
 _MODES = {"w-": "must not exist", "w": "is replaced if it exists", "a": "exists, and what has it grows"}
 
 
@@ -103,15 +102,15 @@ class SavePlan(PrintedReport):
         lines = [("file", f"{self.format}; the name {_MODES[self.mode]}; {format_nbytes(self.nbytes)} of values")]
         for array, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
             sizes = " x ".join(map(str, array.chunks or ()))
-            how = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if array.chunks else "in one piece"
-            how += " (by chunks='auto')" if chosen else ""
+            chunks_text = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if array.chunks else "in one piece"
+            chunks_text += " (by chunks='auto')" if chosen else ""
             packed = "" if array.codec in ("none", "") else f", {array.codec}"
             slowly = "" if self.has_mpi else f" (between nodes through JAX's coordinator for want of MPI, at {RATE})"
             way = "each rank writes what it holds: nothing travels"
             if travels:
                 way = f"parts travel to the ranks that write{slowly}"
             shape = " x ".join(map(str, array.shape)) or "one value"
-            lines.append((array.dataset.lstrip("/") or "/", f"{shape} {array.dtype}, {how}{packed}; {way}"))
+            lines.append((array.dataset.lstrip("/") or "/", f"{shape} {array.dtype}, {chunks_text}{packed}; {way}"))
         ranks = counted(self.n_ranks, "rank")
         nodes = f" on {self.n_nodes} nodes" if self.n_nodes > 1 else ""
         lines.append(("ranks", f"{ranks}{nodes}, {counted(self.n_threads, 'thread')} each; {counted(self.n_rounds, 'round')}"))
@@ -160,21 +159,27 @@ def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) ->
         processes.
     """
     request = apply_like(request, likes) if likes else request
-    of_array = shards_of(request, group)
-    specs, chosen = {}, []
-    known = {dim for array in request.arrays for dim in array.dims or () if dim}
-    for array, shards in zip(request.arrays, of_array, strict=True):
-        unlimited, cap = _unlimited(array, known), request.options.staging_nbytes
-        specs[array.name], is_chosen = _spec(array, shards, request.format, cap, unlimited)
-        chosen.append(is_chosen)
+    shards_of_arrays = shards_of(request, group)
+    specs = {}
+    dims = {dim for array in request.arrays for dim in array.dims or () if dim}
+    for array, shards in zip(request.arrays, shards_of_arrays, strict=True):
+        unlimited, cap = _unlimited(array, dims), request.options.staging_nbytes
+        specs[array.name] = _spec(array, shards, request.format, cap, unlimited)
     if request.format.startswith("zarr"):  # netCDF's sink says so itself; in plain HDF5 two axes of one name are two
-        for what, fix in unopened_by_xarray(specs):
-            raise ConfigError(f"{what}. {fix}")
-    alignment = alignment_of(group)
-    attrs, storage = request.group_attrs, request.options.storage
-    how: dict[str, Any] = {"format": request.format, "mode": request.mode, "alignment": alignment, "storage": storage}
-    sink = make_sink(request.path, specs, attrs=attrs.get("/", {}), group_attrs=attrs, **how)
-    return request, plan_into(sink, request, of_array, group, chosen)
+        for problem, fix in unopened_by_xarray(specs):
+            raise ConfigError(f"{problem}. {fix}")
+    sink = make_sink(
+        request.path,
+        specs,
+        attrs=request.group_attrs.get("/", {}),
+        group_attrs=request.group_attrs,
+        format=request.format,
+        mode=request.mode,
+        alignment=alignment_of(group),
+        storage=request.options.storage,
+    )
+    chosen = [array.chunks == AUTO and specs[array.name].chunks is not None for array in request.arrays]
+    return request, plan_into(sink, request, shards_of_arrays, group, chosen)
 
 
 def alignment_of(group: Group) -> int:
@@ -191,16 +196,16 @@ def shards_of(request: SaveRequest, group: Group) -> list[Shards]:
 def plan_into(
     sink: Sink,
     request: SaveRequest,
-    of_array: Sequence[Shards],
+    shards_of_arrays: Sequence[Shards],
     group: Group,
     chosen: Sequence[bool],
     first: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> SavePlan:
-    """Plan how arrays go into a sink. ``first`` is where those begin, by name, that are appended to arrays of the file."""
+    """Plan how arrays go into a sink. `first` says where appended arrays begin in those of the file, by name."""
     machine = group.machine
     per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
     layouts = []
-    for array, shards in zip(request.arrays, of_array, strict=True):
+    for array, shards in zip(request.arrays, shards_of_arrays, strict=True):
         spec, cap = sink.arrays[array.name].spec, request.options.staging_nbytes
         is_packed = spec.compression is not None or spec.checksum
         shape = array.shape if array.name in first else spec.shape
@@ -232,18 +237,18 @@ def plan_into(
     )
 
 
-def _unlimited(array: SavedArray, known: Collection[str]) -> tuple[int, ...]:
-    """The axes of an array that can grow, by number; none, of a name that another array has.
+def _unlimited(array: SavedArray, dims: Collection[str]) -> tuple[int, ...]:
+    """The axes of an array that can grow, by number. A name that only other arrays have is none of its axes.
 
-    ConfigError if no array has an axis of that name (`known`), or this one none of that number.
+    ConfigError if no array has an axis of that name (`dims`), or this one none of that number.
     """
     axes = set()
     for axis in array.unlimited:
         if isinstance(axis, str):
-            if axis not in known:
-                called = f"the axes are called {', '.join(sorted(map(repr, known)))}"
+            if axis not in dims:
+                axes_text = f"the axes are called {', '.join(sorted(map(repr, dims)))}"
                 raise ConfigError(
-                    f"unlimited of '{array.name}' is {axis!r}; {called if known else 'no axis has a name: pass dims= too'}"
+                    f"unlimited of '{array.name}' is {axis!r}; {axes_text if dims else 'no axis has a name: pass dims= too'}"
                 )
             axes |= {k for k, dim in enumerate(array.dims or ()) if dim == axis}
         elif -len(array.shape) <= axis < len(array.shape):
@@ -253,41 +258,38 @@ def _unlimited(array: SavedArray, known: Collection[str]) -> tuple[int, ...]:
     return tuple(sorted(axes))
 
 
-def _spec(array: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimited: tuple[int, ...]) -> tuple[ArraySpec, bool]:
-    """How an array is stored, and whether its chunks were chosen here."""
-    chunks, is_chosen = array.chunks, False
+def _spec(array: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimited: tuple[int, ...]) -> ArraySpec:
+    """How an array is stored."""
+    chunks = array.chunks
     if chunks == AUTO:
         chunks = None
         needs_chunks = array.compression is not None or kind.startswith("zarr") or unlimited
         if array.shape and 0 not in array.shape and needs_chunks and array.shards is None:  # (with shards: the sink says so)
-            chunks, is_chosen = plan_chunks(array.shape, array.dtype.itemsize, shards, cap_nbytes), True
+            chunks = plan_chunks(array.shape, array.dtype.itemsize, shards, cap_nbytes)
             if unlimited and len(array.shape) == 1:  # a time axis: not a chunk for each element that comes
                 chunks = (max(chunks[0], _CHUNK_OF_COORDINATE),)
     if kind.startswith("zarr") and chunks is None:  # every axis can grow there, and one chunk is the whole array
         unlimited = ()
     attrs, fill = marked(kind, array.name, array.attrs, array.dtype)
-    return (
-        ArraySpec(
-            array.shape,
-            array.dtype,
-            chunks,
-            shards=array.shards,
-            compression=array.compression,
-            dims=array.dims,
-            attrs=attrs,
-            checksum=array.checksum and chunks is not None,
-            fill_value=fill,
-            unlimited=unlimited,
-        ),
-        is_chosen,
+    return ArraySpec(
+        array.shape,
+        array.dtype,
+        chunks,
+        shards=array.shards,
+        compression=array.compression,
+        dims=array.dims,
+        attrs=attrs,
+        checksum=array.checksum and chunks is not None,
+        fill_value=fill,
+        unlimited=unlimited,
     )
 
 
 def _staging(request: SaveRequest, layouts: Sequence[WriteLayout], room: int) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto"."""
     needed, k = least_save_memory(layouts), max(range(len(layouts)), key=lambda k: layouts[k].unit_nbytes)
-    told = (
+    reason = (
         f"what a rank writes at once of '{request.arrays[k].name}' is {format_nbytes(layouts[k].unit_nbytes)} (a chunk, or a "
         f"file of chunks), and saving it takes {format_nbytes(needed)}"
     )
-    return request.options.staging_cap(needed, told, room=room, fix=", or smaller chunks")
+    return request.options.staging_cap(needed, reason, room=room, fix=", or smaller chunks")

@@ -111,84 +111,84 @@ class SaveReport(PrintedReport):
 
 @contextmanager
 def planned(
-    call: str,
+    kind: str,
     path: Any,
     tree: Any,
-    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     comm: Any,
     find: Callable[[SaveRequest], Any] = read_like,
     make: Callable[[SaveRequest, Any, Group], tuple[SaveRequest, SavePlan]] = plan_file,
 ) -> Iterator[tuple[Group, SaveRequest, SavePlan, str]]:
-    """Check the arguments, plan, and agree on both. Inside, all ranks are in one call.
+    """Check the arguments of a ``"save"``, ``"plan_save"`` or ``"append"``, plan, and agree on both. Inside, the call goes on.
 
     `find` reads on rank 0 what existing files say; `make` plans on every rank, and completes the request.
     """
-    title = f"{'append to' if call == 'append' else 'save as'} {path!r}"
+    title = f"{'append to' if kind == 'append' else 'save as'} {path!r}"
 
     def read() -> SaveRequest:
-        if call != "plan_save":
+        if kind != "plan_save":
             wait_for_unfinished()
-        if given.get("background") is True:
+        if keywords.get("background") is True:
             check_threads(comm, "background", "background=False")
-        return SaveRequest.of(path, tree, given, call)
+        return SaveRequest.of(path, tree, keywords, kind)
 
     try:
-        with begin_request(call, title, read, comm=comm, process=jax.process_index) as (begun, request):
-            group = begun.group
+        with begin_request(kind, title, read, comm=comm, process=jax.process_index) as (call, request):
+            group = call.group
 
             def look() -> bytes:
                 return pickle.dumps((request.names, request.padding_warning(), find(request)))
 
-            def plan(told: bytes) -> tuple[str, SaveRequest, SavePlan]:
-                names, padded, found = pickle.loads(told)  # of this job's rank 0, never of a file
-                return (padded, *make(request.in_order_of(names), found, group))
+            def plan(message: bytes) -> tuple[str, SaveRequest, SavePlan]:
+                names, padding_warning, existing = pickle.loads(message)  # of this job's rank 0, never of a file
+                return (padding_warning, *make(request.in_order_of(names), existing, group))
 
-            padded, settled, made = begun.plan(look, plan, lambda made: made[2].describe())
-            for text, kind in ((padded, PaddingWarning), (settled.left_out, LeftOutWarning)):
+            padding_warning, completed, save_plan = call.plan(look, plan, lambda result: result[2].describe())
+            for text, category in ((padding_warning, PaddingWarning), (completed.left_out, LeftOutWarning)):
                 if text:
-                    _warn(text, kind, group)
-            yield group, settled, made, f"{begun.asked.digest:016x}"
+                    _warn(text, category, group)
+            yield group, completed, save_plan, f"{call.asked.digest:016x}"
     except BaseException as error:
         let_go(error)  # from Python 3.13 on, calls of `contextlib` that have ended keep it, and it keeps the arrays
         raise
 
 
-def _warn(text: str, kind: type[ShardloadWarning], group: Group) -> None:
+def _warn(text: str, category: type[ShardloadWarning], group: Group) -> None:
     """Warn once in the job, before anything is written. If warnings are errors on any rank, all raise this one. Collective."""
     is_error = False
     try:
-        warn_once(text, kind, group.rank)
-    except kind:
+        warn_once(text, category, group.rank)
+    except category:
         is_error = True
     if any(group.sum_ints([is_error])):
-        raise kind(text)
+        raise category(text)
 
 
-def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:
+def plan_save(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> SavePlan:
     """See `shardload.plan_save`. Collective."""
-    with planned("plan_save", path, tree, given, comm) as (_, _, plan, _):
+    with planned("plan_save", path, tree, keywords, comm) as (_, _, plan, _):
         return plan
 
 
-def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveReport | BackgroundSave:
+def save(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> SaveReport | BackgroundSave:
     """See `shardload.save`. Collective."""
     started = time.perf_counter()
-    with planned("save", path, tree, given, comm) as (group, request, plan, digest):
-        without = [one.name for one in request.arrays if isinstance(one.x, jax.ShapeDtypeStruct)]
-        if without:
-            raise ConfigError(f"'{without[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
+    with planned("save", path, tree, keywords, comm) as (group, request, plan, digest):
+        abstract = [array.name for array in request.arrays if isinstance(array.x, jax.ShapeDtypeStruct)]
+        if abstract:
+            raise ConfigError(f"'{abstract[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
         if not request.options.background:
             return Saving(group, request, plan, digest).run(started)
-        own, timeout = group.duplicate(request.timeout), request.timeout
+        background_group, timeout = group.duplicate(request.timeout), request.timeout
 
         def write(on_copied: Callable[[], None]) -> SaveReport:
             try:
-                with watched(own, f"save as {path!r} in the background", timeout):
-                    return Saving(own, request, plan, digest, on_copied).run(started)
+                with watched(background_group, f"save as {path!r} in the background", timeout):
+                    return Saving(background_group, request, plan, digest, on_copied).run(started)
             finally:
-                own.free()
+                background_group.free()
 
-        return BackgroundSave(plan.path, own.rank, write)
+        return BackgroundSave(plan.path, background_group.rank, write)
 
 
 class BackgroundSave:
@@ -277,22 +277,17 @@ class Saving:
     """One rank's part of one save. Every method is collective."""
 
     def __init__(
-        self,
-        group: Group,
-        asked: SaveRequest,
-        plan: SavePlan,
-        digest: str,
-        on_copied: Callable[[], None] | None = None,
+        self, group: Group, request: SaveRequest, plan: SavePlan, digest: str, on_copied: Callable[[], None] | None = None
     ) -> None:
-        self._group, self._asked, self._plan, self._digest, self._on_copied = group, asked, plan, digest, on_copied
-        self._layouts, self._options = plan._layouts, asked.options
+        self._group, self._request, self._plan, self._digest, self._on_copied = group, request, plan, digest, on_copied
+        self._layouts, self._options = plan._layouts, request.options
         self._shards: list[LocalShards] = []
         schedules = {k: layout.schedule for k, layout in enumerate(self._layouts)}
         self._flows = {k: PiecesToBlocks(schedule) for k, schedule in schedules.items() if schedule is not None}
         self._units = {k: self._layouts[k].units_of(group.rank) for k, schedule in schedules.items() if schedule is None}
-        part = part_nbytes(self._layouts)
-        n_packs = count_packs(plan._memory.moving_nbytes, part)
-        self._staging = Staging(n_threads=1, n_slots=0, n_pack=n_packs, slot_nbytes=part)
+        slot_nbytes = part_nbytes(self._layouts)
+        n_packs = count_packs(plan._memory.moving_nbytes, slot_nbytes)
+        self._staging = Staging(n_threads=1, n_slots=0, n_pack=n_packs, slot_nbytes=slot_nbytes)
 
     def run(self, started: float) -> SaveReport:
         """Save the arrays, and return the report."""
@@ -305,13 +300,13 @@ class Saving:
             advance: Any = None
             with session.errors:
                 self._shards = [
-                    LocalShards(one.x, layout.shards, group.rank)
-                    for one, layout in zip(self._asked.arrays, self._layouts, strict=True)
+                    LocalShards(array.x, layout.shards, group.rank)
+                    for array, layout in zip(self._request.arrays, self._layouts, strict=True)
                 ]
                 if self._on_copied is not None:
                     for shards in self._shards:
                         shards.copy_to_host()
-                    self._asked.arrays[:] = [one.without_values() for one in self._asked.arrays]
+                    self._request.arrays[:] = [array.without_values() for array in self._request.arrays]
                     self._on_copied()
                 nbytes = sum(layout.nbytes_of(group.rank) for layout in self._layouts)
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
@@ -355,15 +350,15 @@ class Saving:
     def _compare_replicas(self, session: Session) -> None:
         """Compare what is on several devices. VerifyError if it differs."""
         compared = [
-            (k, one, layout.shards)
-            for k, (one, layout) in enumerate(zip(self._asked.arrays, self._layouts, strict=True))
-            if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere)
+            (k, array, layout.shards)
+            for k, (array, layout) in enumerate(zip(self._request.arrays, self._layouts, strict=True))
+            if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or array.is_everywhere)
         ]
         replicas: list[tuple[str, Any, list[tuple[int, int]]]] = []
         if compared:
             with session.errors:
-                for k, one, shards in compared:
-                    replicas.append((f"'{one.name}'", shards, self._shards[k].checksums(Region.whole(one.shape))))
+                for k, array, shards in compared:
+                    replicas.append((f"'{array.name}'", shards, self._shards[k].checksums(Region.whole(array.shape))))
             session.agree()
             check_replicas(self._group, replicas, _NOTHING_SAVED)
 
@@ -382,7 +377,7 @@ class Saving:
         moves = []
         for item in items:
             if item.array in self._flows:
-                name, dtype = self._asked.arrays[item.array].name, self._shards[item.array].dtype
+                name, dtype = self._request.arrays[item.array].name, self._shards[item.array].dtype
                 moves.append(ArrayMove(item.array, self._flows[item.array].in_round(item.units), dtype, f"'{name}'"))
         return Round(moves, self._staging, bool(moves), partial(self._chunks, items, moves))
 
@@ -393,12 +388,12 @@ class Saving:
                 yield from self._chunks_in(move.array, piece.region, piece.view)
         for item in items:
             if item.array in self._units:
-                layout, held = self._layouts[item.array], self._shards[item.array]
+                layout, local_shards = self._layouts[item.array], self._shards[item.array]
                 for unit, shard in itertools.islice(self._units[item.array], len(item.units)):
-                    yield from self._chunks_in(item.array, layout.units.region(unit), partial(held.view, shard))
+                    yield from self._chunks_in(item.array, layout.units.region(unit), partial(local_shards.view, shard))
 
     def _chunks_in(self, array: int, region: Region, view: Callable[[Region], Array]) -> Iterator[Chunk]:
-        name, chunks = self._asked.arrays[array].name, self._layouts[array].chunks
+        name, chunks = self._request.arrays[array].name, self._layouts[array].chunks
         for number in chunks.meeting(region):
             chunk = chunks.region(number)
             yield Chunk(name, chunk, view(chunk))

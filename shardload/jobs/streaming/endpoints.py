@@ -24,7 +24,7 @@ from shardload.engine.session import Round
 from shardload.errors import SourceError, StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
-from shardload.jobs.consistency import State, as_planned, check_same_as_planned, check_unchanged, is_compared
+from shardload.jobs.consistency import SINCE_STREAM, State, as_planned, check_same_version, check_unchanged, is_compared
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow, CutFlow
@@ -44,20 +44,20 @@ class StreamMove(FileMove):
     """What moves of one array in a round; `later` is what moves of it in the next ones."""
 
     def __init__(
-        self, array: int, of: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: Sequence[int]
+        self, array: int, stream_array: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: Sequence[int]
     ) -> None:
-        super().__init__(array, BatchFlow(flows), of.info, of.source, of.decoding)
-        self.of, self.flows, self.epoch, self.places = of, flows, epoch, places
-        self.later, self.is_told = list[StreamMove](), False
+        super().__init__(array, BatchFlow(flows), stream_array.info, stream_array.source, stream_array.decoding)
+        self.stream_array, self.flows, self.epoch, self.places = stream_array, flows, epoch, places
+        self.later, self.is_expected = list[StreamMove](), False
 
 
 def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
     """What moves in a round."""
     moves: list[StreamMove] = []
-    for array, of in enumerate(plan.arrays):
+    for array, stream_array in enumerate(plan.arrays):
         places = [k for number, k in round_.readings if number == array]
         if places:
-            moves.append(StreamMove(array, of, epoch.flows(array, places), epoch, places))
+            moves.append(StreamMove(array, stream_array, epoch.flows(array, places), epoch, places))
     return moves
 
 
@@ -78,20 +78,20 @@ class StreamSource(FileSource):
         self._sources: dict[int, tuple[Source, State]] = {}
         self._plan = plan
         self.n_decoded = self.nbytes_read = 0
-        self._told: set[int] = set()
+        self._incomplete: set[int] = set()  # arrays of which a warning has said that chunks are missing
 
     def open(self, moves: Sequence[StreamMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
         opened.push(lambda kind, *_: self._count(moves) if kind is None else None)
-        reads = (any(each.flow.blocks_of(self._rank) for each in (move, *move.later)) for move in moves)
+        reads = (any(each_move.flow.blocks_of(self._rank) for each_move in (move, *move.later)) for move in moves)
         return [self._source(move.array) if is_read else None for move, is_read in zip(moves, reads, strict=True)]
 
     def coming(self, move: StreamMove) -> Iterable[Block]:
         """See `FileSource`: of later rounds, too, which are fetched while this one is decoded."""
-        for each in (move, *move.later):
-            if not each.is_told:
-                each.is_told = True
-                yield from each.flow.outgoing(self._rank)
+        for each_move in (move, *move.later):
+            if not each_move.is_expected:
+                each_move.is_expected = True
+                yield from each_move.flow.outgoing(self._rank)
 
     def _count(self, moves: Sequence[StreamMove]) -> None:
         for move in moves:
@@ -102,13 +102,13 @@ class StreamSource(FileSource):
 
     def _source(self, number: int) -> Source:
         if number not in self._sources:
-            of = self._plan.arrays[number]
-            info = of.info
-            opened = open_source(of.handle, info.dataset, of.options.access, info)
-            source = as_planned(opened, info, "the stream was planned for", is_decoded=of.decoding is not None)
+            array = self._plan.arrays[number]
+            info = array.info
+            opened = open_source(array.handle, info.dataset, array.options.access, info)
+            source = as_planned(opened, info, "the stream was planned for", is_decoded=array.decoding is not None)
             state = source.opened_in()
             try:
-                check_same_as_planned(str(info), of.state, state, info.path, info.dataset)
+                check_same_version(str(info), array.state, state, info, SINCE_STREAM)
             except SourceError:
                 source.close()
                 raise
@@ -117,15 +117,15 @@ class StreamSource(FileSource):
 
     def check(self, moves: Sequence[Any]) -> None:
         """Raise SourceError if a file has changed since it was opened, or if chunks that a round has read are missing, and
-        `missing` forbids it. Those of a round that is only begun are no matter yet.
+        `missing` forbids it. Those of a round that is only begun do not count yet.
         """
         for move in moves:
-            counters, of = Counters() if move.producer is None else move.producer.counters, move.of
-            if counters.missing and (move.array not in self._told or of.options.missing == "error"):
-                self._told.add(move.array)
-                found = counters.chunks_missing, counters.missing
-                text = describe_missing(*found, of.info, of.source.selection, of.source.chunks)
-                settle_missing(text, of.options.missing, 0, of.info)
+            counters, array = Counters() if move.producer is None else move.producer.counters, move.stream_array
+            if counters.missing and (move.array not in self._incomplete or array.options.missing == "error"):
+                self._incomplete.add(move.array)
+                missing = counters.chunks_missing, counters.missing
+                text = describe_missing(*missing, array.info, array.source.selection, array.source.chunks)
+                settle_missing(text, array.options.missing, 0, array.info)
         for number, (source, before) in self._sources.items():
             info = self._plan.arrays[number].info
             if is_compared(info.path, self._rank):
@@ -203,27 +203,26 @@ class BatchTarget:
         leaf = self._plan.in_place.get((move.array, cut))
         if leaf is None:
             return np.empty(shape, dtype=move.dtype)
-        n, last = shape[move.of.schedule.axis], int(move.flows[cut].runs.last[run])
+        n, last = shape[move.stream_array.schedule.axis], int(move.flows[cut].runs.last[run])
         batch, slot = divmod(last + 1 - n, self._plan.batch)
         shard, key = self._shards[leaf][shard_number], (move.epoch, batch, leaf, shard_number)
         if key not in self._pieces:
             self._pieces[key] = self._new_piece(leaf, shard, move.epoch, batch)
-        of_samples = self._pieces[key][slot - shard.first : slot - shard.first + n, 0]
-        return np.moveaxis(of_samples[(slice(None), *shard.inside)], 0, move.of.schedule.axis)
+        samples = self._pieces[key][slot - shard.first : slot - shard.first + n, 0]
+        return np.moveaxis(samples[(slice(None), *shard.inside)], 0, move.stream_array.schedule.axis)
 
     def take(self, round_: Round) -> None:
         """See `TargetEndpoint`. The ranks have agreed that all has come."""
-        for move in round_.moves:
-            self._keep(move)
+        moves: Sequence[Any] = round_.moves
+        for move in moves:
+            for cut, flow in enumerate(move.flows):
+                if (move.array, cut) not in self._plan.in_place:
+                    self._keep(move, cut, flow)
+            move.targets = {}
 
-    def _keep(self, move: Any) -> None:
-        for cut, flow in enumerate(move.flows):
-            if (move.array, cut) not in self._plan.in_place:
-                self._keep_cut(move, cut, flow)
-        move.targets = {}
-
-    def _keep_cut(self, move: Any, cut: int, flow: CutFlow) -> None:
-        axis, runs = move.of.schedule.axis, flow.runs
+    def _keep(self, move: Any, cut: int, flow: CutFlow) -> None:
+        """Keep the steps of a cut until batches need them."""
+        axis, runs = move.stream_array.schedule.axis, flow.runs
         places, ends = runs.column.tolist(), (runs.last // self._plan.batch).tolist()
         for shard, run in flow.runs_held_by(self._rank):
             key, start = (move.epoch, move.array, move.places[places[run]], cut, shard), runs.steps[run][0]
@@ -236,37 +235,37 @@ class BatchTarget:
 
         There is one for each leaf; leaves of a stack have the same.
         """
-        plan, made = self._plan, dict[int, jax.Array]()
+        plan, arrays = self._plan, dict[int, jax.Array]()
         for stack in plan.stacks:
             pieces = self._pieces_of_stack(stack, epoch, number)
-            made |= dict.fromkeys(
+            arrays |= dict.fromkeys(
                 stack.leaves, _assemble_early(stack.shape, stack.sharding, plan.leaves[stack.leaves[0]].dtype, pieces)
             )
         for k, leaf in enumerate(plan.leaves):
-            if k not in made:
-                made[k] = _assemble_early(leaf.shape, leaf.sharding, leaf.dtype, self._pieces_of(k, epoch, number))
+            if k not in arrays:
+                arrays[k] = _assemble_early(leaf.shape, leaf.sharding, leaf.dtype, self._pieces_of(k, epoch, number))
         for key, start in self._ends.pop((epoch, number), ()):
             steps = self._steps[key]
             steps.drop(start)
             if not steps.starts:
                 del self._steps[key]
-        return [made[k] for k in range(len(plan.leaves))]
+        return [arrays[k] for k in range(len(plan.leaves))]
 
     def _pieces_of_stack(self, stack: Stack, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
-        """What this rank's devices have of a stack."""
+        """The pieces of a stack that this rank's devices hold."""
         join: Any = np.stack if stack.is_new else np.concatenate
-        for same in zip(*(self._pieces_of(k, epoch, number) for k in stack.leaves), strict=True):  # one shard of each leaf
-            bounds = list(zip(same[0][0].start, same[0][0].stop, strict=True))
+        for pieces in zip(*(self._pieces_of(k, epoch, number) for k in stack.leaves), strict=True):  # one shard of each leaf
+            bounds = list(zip(pieces[0][0].start, pieces[0][0].stop, strict=True))
             bounds[stack.axis : stack.axis + (not stack.is_new)] = [(0, stack.shape[stack.axis])]
             start, stop = zip(*bounds, strict=True)
             region = Region(start, stop)
-            out = _aligned(region.shape, same[0][1].dtype)
-            yield region, join([data for _, data in same], axis=stack.axis, out=out)
+            out = _aligned(region.shape, pieces[0][1].dtype)
+            yield region, join([data for _, data in pieces], axis=stack.axis, out=out)
 
     def _pieces_of(self, leaf_number: int, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
-        """What this rank's devices have of a leaf."""
+        """The pieces of a leaf that this rank's devices hold."""
         plan, leaf = self._plan, self._plan.leaves[leaf_number]
-        of = plan.arrays[leaf.array]
+        array = plan.arrays[leaf.array]
         samples = slice(number * plan.batch, (number + 1) * plan.batch)
         anchors, reading_of = epoch.anchors[samples], epoch.readings[leaf.array].of_use[samples]
         for shard in self._shards[leaf_number].values():
@@ -277,7 +276,7 @@ class BatchTarget:
             if shard.held is not None and n:
                 real = out[(slice(n), slice(None), *shard.inside)]
                 for k, place in enumerate(leaf.places if in_place is None else ()):
-                    steps, readings = anchors[slots] + of.offsets[place], reading_of[slots, place]
+                    steps, readings = anchors[slots] + array.offsets[place], reading_of[slots, place]
                     for i, j in _neighbours(steps, readings):
                         key = epoch, leaf.array, int(readings[i]), leaf.cut, shard.number
                         self._steps[key].copy(int(steps[i]), real[i:j, k])
@@ -296,11 +295,11 @@ class BatchTarget:
 
 
 def _assemble_early(
-    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any], made: Iterator[tuple[Region, Array]]
+    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any], made_pieces: Iterator[tuple[Region, Array]]
 ) -> jax.Array:
-    """The array of pieces, each of which is on its way to its device while the next one is made."""
+    """The array of some pieces. Each is on its way to its device while the next one is made."""
     early, pieces = EarlyPieces(shape, sharding), []
-    for region, data in made:
+    for region, data in made_pieces:
         early.start(region, data)
         pieces.append((region, data))
     return assemble(shape, sharding, dtype, pieces, early)
@@ -339,17 +338,17 @@ class _LeafShard:
         return self.held is None or self.held.shape != self.shape[2:]
 
     def slots(self, n_samples: int) -> slice:
-        """Its slots of a batch that has so many samples."""
+        """The slots of the shard that a batch of `n_samples` fills."""
         return slice(min(self.first, n_samples), min(self.first + self.shape[0], n_samples))
 
     @property
     def inside(self) -> tuple[slice, ...]:
-        """Where the elements of the array are in its other axes."""
+        """Where the elements of the array are along the other axes: padding lies behind them."""
         return () if self.held is None else tuple(slice(n) for n in self.held.shape)
 
 
 def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> dict[int, _LeafShard]:
-    schedule, made = plan.arrays[leaf.array].cuts[leaf.cut], dict[int, _LeafShard]()
+    schedule, shards_of_rank = plan.arrays[leaf.array].cuts[leaf.cut], dict[int, _LeafShard]()
     for number in schedule.shards.shards_of(rank):
         of_samples, held = schedule.shards.region(number), schedule.held(number)
         start, stop = list(of_samples.start), list(of_samples.stop)
@@ -360,12 +359,12 @@ def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> dict[int, _LeafShard]
         region = Region(tuple(start[first:]), tuple(stop[first:]))
         shape = (of_samples.shape[0], len(leaf.places), *of_samples.shape[1:])
         scale = None if held is None or leaf.scale is None else (_part(leaf.scale[0], held), _part(leaf.scale[1], held))
-        made[number] = _LeafShard(number, region, of_samples.start[0], shape, held, scale)
-    return made
+        shards_of_rank[number] = _LeafShard(number, region, of_samples.start[0], shape, held, scale)
+    return shards_of_rank
 
 
 def _part(values: Array, held: Region) -> Array:
-    """The part of a mean that belongs to a region; axes of one element are for all."""
+    """The part of a mean or deviation that belongs to a region; axes of one element count for all."""
     bounds = zip(held.start, held.stop, values.shape, strict=True)
     part: Array = values[tuple(slice(a, b) if n > 1 else slice(None) for a, b, n in bounds)]
     return part

@@ -243,26 +243,18 @@ class StreamPlan(PrintedReport):
         Each step then has one place, in a batch that comes soon: steps of long chunks that are shuffled wait for batches that
         are far apart, which would all be in memory.
         """
-        of_cut: dict[tuple[int, int], list[int]] = {}
+        leaves_of_cut: dict[tuple[int, int], list[int]] = {}
         for number, leaf in enumerate(self.leaves):
-            of_cut.setdefault((leaf.array, leaf.cut), []).append(number)
-        found: dict[tuple[int, int], int] = {}
-        for (array, cut), (number, *others) in of_cut.items():
-            of = self.arrays[array]
-            comes_soon = self.sample_order.seed is None or of.chunk_steps == 1
-            if comes_soon and not others and len(of.offsets) == 1 and self.leaves[number].dtype == of.source.dtype:
-                found[array, cut] = number
-        return found
+            array = self.arrays[leaf.array]
+            comes_soon = self.sample_order.seed is None or array.chunk_steps == 1
+            if comes_soon and len(array.offsets) == 1:
+                leaves_of_cut.setdefault((leaf.array, leaf.cut), []).append(number)
+        return {cut: leaves[0] for cut, leaves in leaves_of_cut.items() if len(leaves) == 1}
 
     @cached_property
     def horizon(self) -> int:
         """Batches that a step waits in memory at most between two samples."""
         return self.sample_order.horizon(self.batch, max(array.chunk_steps for array in self.arrays))
-
-    @cached_property
-    def round_nbytes(self) -> int:
-        """Bytes of all ranks that are read in a round, if there are as many."""
-        return _ROUND_NBYTES * self.n_ranks
 
     @cached_property
     def staging(self) -> Staging:
@@ -275,8 +267,7 @@ class StreamPlan(PrintedReport):
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What an order follows from, for a state that is used again: nothing of ranks or meshes."""
-        order = self.sample_order
-        infos = [array.info for array in self.arrays]
+        order, infos = self.sample_order, [array.info for array in self.arrays]
         offsets: dict[str, set[int]] = {}  # not those of a `StreamArray`: which leaves share one follows from their specs
         for array in self.arrays:
             offsets.setdefault(array.info.dataset, set()).update(array.offsets)
@@ -291,8 +282,8 @@ class StreamPlan(PrintedReport):
             "seed": order.seed,
             "pool": None if order.seed is None else pool,
             "samples": f"{self.n_samples}, CRC {zlib.crc32(order.anchors.tobytes()):08x}",
-            "arrays": sorted({f"{of.dataset} {of.dtype} {of.shape} in chunks {of.chunks}" for of in infos}),
-            "values": sorted({f"{of.info.dataset} checksum {of.sum_of_values or 0:08x}" for of in self.arrays}),
+            "arrays": sorted({f"{info.dataset} {info.dtype} {info.shape} in chunks {info.chunks}" for info in infos}),
+            "values": sorted({f"{a.info.dataset} checksum {a.sum_of_values or 0:08x}" for a in self.arrays}),
             "selections": sorted({str(array.source.selection.region) for array in self.arrays}),
         }
 
@@ -366,10 +357,6 @@ class RoundReadings:
     batch: int
     readings: Sequence[tuple[int, int]]
 
-    def one_by_one(self, batches: Sequence[int]) -> list[RoundReadings]:
-        """The same as rounds of one reading."""
-        return [RoundReadings(batch, (reading,)) for batch, reading in zip(batches, self.readings, strict=True)]
-
 
 class EpochRounds:
     """The batches of one epoch from some sample on, and the rounds that read what they need.
@@ -410,54 +397,54 @@ class EpochRounds:
     @cached_property
     def rounds(self) -> list[RoundReadings]:
         """All rounds, in the order in which they are done."""
-        plan, found = self._plan, self.readings
-        numbers = [np.arange(len(readings)) for readings in found]
-        array = np.repeat(np.arange(len(found)), list(map(len, found)))
-        batch, number = np.concatenate([readings.batches for readings in found]), np.concatenate(numbers)
-        order = np.lexsort((number, array, batch))
-        array, batch, number = array[order], batch[order], number[order]
-        sizes = np.array([(of.chunk_steps * of.step_nbytes, of.schedule.rest.n_cells) for of in plan.arrays])
-        nbytes, n_blocks = np.cumsum(sizes[array], axis=0).T
-        least = max((of.schedule.owners.n for of in plan.arrays), default=1)
+        plan = self._plan
+        batches = np.concatenate([readings.batches for readings in self.readings])
+        arrays = np.repeat(np.arange(len(self.readings)), list(map(len, self.readings)))
+        places = np.concatenate([np.arange(len(readings)) for readings in self.readings])
+        order = np.lexsort((places, arrays, batches))
+        batches, arrays, places = batches[order], arrays[order], places[order]
+        sizes = np.array([(array.chunk_steps * array.step_nbytes, array.schedule.rest.n_cells) for array in plan.arrays])
+        nbytes, n_blocks = np.cumsum(sizes[arrays], axis=0).T
+        n_readers = max(array.schedule.owners.n for array in plan.arrays)
         rounds: list[RoundReadings] = []
         begin = 0
-        while begin < len(array):
+        while begin < len(arrays):
             done_nbytes, done_blocks = (nbytes[begin - 1], n_blocks[begin - 1]) if begin else (0, 0)
-            worth_sharing = 1 + int(np.searchsorted(n_blocks, done_blocks + least))
+            worth_sharing = 1 + int(np.searchsorted(n_blocks, done_blocks + n_readers))
             full = 1 + min(
-                int(np.searchsorted(nbytes, done_nbytes + plan.round_nbytes)),
+                int(np.searchsorted(nbytes, done_nbytes + _ROUND_NBYTES * plan.n_ranks)),
                 int(np.searchsorted(n_blocks, done_blocks + _ROUND_BLOCKS * plan.n_ranks)),
             )
             end = max(worth_sharing, full)
             if not begin and not self.first_batch:  # the program waits for it
-                end = min(end, int(np.searchsorted(batch, batch[0], side="right")))
-            elif end < len(array):  # whole batches if that is worth it: then ranks read what they need, and equally many
-                whole = int(np.searchsorted(batch, batch[end]))
+                end = min(end, int(np.searchsorted(batches, batches[0], side="right")))
+            elif end < len(arrays):  # whole batches if that is worth it: then ranks read what they need, and equally many
+                whole = int(np.searchsorted(batches, batches[end]))
                 end = whole if whole >= worth_sharing else end
-            pairs = zip(array[begin:end].tolist(), number[begin:end].tolist(), strict=True)
-            rounds.append(RoundReadings(int(batch[begin]), tuple(pairs)))
+            pairs = zip(arrays[begin:end].tolist(), places[begin:end].tolist(), strict=True)
+            rounds.append(RoundReadings(int(batches[begin]), tuple(pairs)))
             begin = end
         return rounds
 
-    def batches_of(self, round_: RoundReadings) -> list[int]:
-        """The batch for which each reading of a round is made."""
-        return [int(self.readings[array].batches[k]) for array, k in round_.readings]
+    def one_by_one(self, round_: RoundReadings) -> list[RoundReadings]:
+        """The readings of a round, each as a round of its own."""
+        return [RoundReadings(int(self.readings[array].batches[k]), ((array, k),)) for array, k in round_.readings]
 
     def flows(self, array: int, places: Sequence[int]) -> list[CutFlow]:
-        """What moves of an array in a round, of which `places` are the readings, for each of its cuts."""
+        """For each cut of an array, what moves in a round whose readings of the array are `places`."""
         columns = self.readings[array].chunks[places[0] : places[-1] + 1].tolist()
-        made: list[CutFlow] = []
+        flows: list[CutFlow] = []
         for schedule, runs in zip(self._plan.arrays[array].cuts, self._runs(array, places[0], places[-1] + 1), strict=True):
-            owners = made[0].owners if made else share_blocks(schedule, runs, len(columns))
-            made.append(CutFlow(schedule, columns, runs, owners))
-        return made
+            owners = flows[0].owners if flows else share_blocks(schedule, runs, len(columns))
+            flows.append(CutFlow(schedule, columns, runs, owners))
+        return flows
 
     def _runs(self, array: int, first: int, stop: int) -> Iterator[Runs]:
-        """The runs of steps that some readings of an array bring, for each of its cuts."""
-        of, plan = self._plan.arrays[array], self._plan
+        """For each cut of an array, the runs of steps that some of its readings bring."""
+        stream_array, plan = self._plan.arrays[array], self._plan
         column, step, sample = self.readings[array].uses(first, stop)
-        for cut, schedule in enumerate(of.cuts):
-            step_nbytes = of.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
+        for cut, schedule in enumerate(stream_array.cuts):
+            step_nbytes = stream_array.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
             most = 1 << 30 if plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
             part = schedule.part_of_samples(sample % plan.batch)
             yield Runs.of(column, part, step, sample, most, plan.batch if (array, cut) in plan.in_place else None)
@@ -471,19 +458,16 @@ class EpochRounds:
             begins = [0, *begins][: len(begins)]
         begin_of = [np.empty(len(readings), dtype=np.int64) for readings in self.readings]
         for batch, round_ in zip(begins, self.rounds, strict=True):
-            for array, k in round_.readings:
-                begin_of[array][k] = batch
-        for number, (of, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):
+            for number, k in round_.readings:
+                begin_of[number][k] = batch
+        for number, (array, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):
             for cut, runs in enumerate(self._runs(number, 0, len(readings))):
                 begin, end = begin_of[number][runs.column], runs.last // self._plan.batch
                 if (number, cut) in self._plan.in_place:  # from the first step of a batch on
-                    of_batch = np.full(self.n_batches, self.n_batches)
-                    np.minimum.at(of_batch, end, begin)
-                    begin = of_batch[end]
-                nbytes = (runs.stop - runs.start) * of.step_nbytes
+                    first_of_batch = np.full(self.n_batches, self.n_batches)
+                    np.minimum.at(first_of_batch, end, begin)
+                    begin = first_of_batch[end]
+                nbytes = (runs.stop - runs.start) * array.step_nbytes
                 np.add.at(change, begin, nbytes)
                 np.subtract.at(change, end + 1, nbytes)
         return int(np.cumsum(change).max(initial=0))
-
-    def __iter__(self) -> Iterator[RoundReadings]:
-        return iter(self.rounds)

@@ -21,13 +21,7 @@ from shardload.arrays.sharding import cuts_of, read_spec, spec_text
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import State
-from shardload.jobs.loading.planner import (
-    PlannedRanks,
-    lay_out_shards,
-    max_block_nbytes,
-    source_layout_of,
-    staging_for,
-)
+from shardload.jobs.loading.planner import PlannedRanks, lay_out_shards, max_block_nbytes, source_layout_of, staging_for
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
 from shardload.options import OPTIONS
@@ -65,9 +59,9 @@ class Sampling:
     prefetch: int
 
     @classmethod
-    def check(cls, given: Mapping[str, Any]) -> Sampling:
+    def check(cls, keywords: Mapping[str, Any]) -> Sampling:
         """Check the options. ConfigError names the one that is wrong."""
-        return cls(**{field.name: OPTIONS[field.name].check(given[field.name]) for field in fields(cls)})
+        return cls(**{field.name: OPTIONS[field.name].check(keywords[field.name]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +138,11 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     if isinstance(along, str):
         if along not in names:
             if names:
-                near = (get_close_matches(along, names, n=1) or names)[0]
-                have = f"has axes named {', '.join(map(repr, names))}. Pass one of them, such as along={near!r}"
+                nearest = (get_close_matches(along, names, n=1) or names)[0]
+                names_text = f"has axes named {', '.join(map(repr, names))}. Pass one of them, such as along={nearest!r}"
             else:
-                have = f"has no names of axes. Pass one of its {n} axes, by its number: along=0"
-            raise ConfigError(f"along is {along!r}, but {info} {have}")
+                names_text = f"has no names of axes. Pass one of its {n} axes, by its number: along=0"
+            raise ConfigError(f"along is {along!r}, but {info} {names_text}")
         axis = info.dims.index(along)
     else:
         axis = along + n if along < 0 else along
@@ -167,7 +161,7 @@ def _cuts_of(leaves: Sequence[LeafRequest]) -> list[tuple[Any, ...]]:
 
 
 def _typed(nbytes: int) -> str:
-    """A size as it is typed."""
+    """A size as a user types it."""
     return f"'{nbytes >> 20}MiB'" if nbytes >= 1 << 24 else str(nbytes)
 
 
@@ -205,6 +199,10 @@ class StreamPlanner:
         numbers = {key: k for k, key in enumerate(by_key)}
         self._check_lengths(arrays)
         order, pool_nbytes = self._order(arrays)
+        staging_nbytes = [
+            staging_for(same[0].request, self._ranks, array.info, array.source)
+            for same, array in zip(by_key.values(), arrays, strict=True)
+        ]
         cuts = {key: _cuts_of(same) for key, same in by_key.items()}
         leaves = [
             self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key], cuts[leaf.key].index(leaf.cut))
@@ -222,7 +220,7 @@ class StreamPlanner:
             pool_nbytes=pool_nbytes,
             n_ranks=self._ranks.n,
             n_threads=self._ranks.n_threads,
-            staging_nbytes=max(self._staging(array) for array in arrays),
+            staging_nbytes=max(staging_nbytes),
             prefetch=self._sampling.prefetch,
             names=tuple(leaf.where.removeprefix("array ") for leaf in self._leaves),
         )
@@ -233,33 +231,33 @@ class StreamPlanner:
     def _check_memory(self, plan: StreamPlan) -> None:
         """Raise ConfigError if a rank has too little memory. The order is never changed to fit into it."""
         order, room = plan.sample_order, self._ranks.memory_nbytes - plan.staging_nbytes
-        of_step = of_batch = stored = 0.0
+        step_nbytes = batch_nbytes = stored_nbytes = 0.0
         for array in plan.arrays:
-            of_step += array.step_nbytes * sum(cut.shards.most_held / cut.shards.n_shards for cut in array.cuts)
-            stored += array.stored_step_nbytes
+            step_nbytes += array.step_nbytes * sum(cut.shards.most_held / cut.shards.n_shards for cut in array.cuts)
+            stored_nbytes += array.stored_step_nbytes
         for leaf in plan.leaves:
             shards = plan.arrays[leaf.array].cuts[leaf.cut].shards
-            of_batch += math.prod(leaf.shape) * leaf.dtype.itemsize * shards.most_held / shards.n_shards
-        room -= int((plan.prefetch + 1) * of_batch)
+            batch_nbytes += math.prod(leaf.shape) * leaf.dtype.itemsize * shards.most_held / shards.n_shards
+        room -= int((plan.prefetch + 1) * batch_nbytes)
         if order.seed is None:
             n_steps = 2 * max(array.chunk_steps for array in plan.arrays) + order.last - order.first
         elif order.spread < order.n_blocks:
-            n_steps = int(plan.pool_nbytes / max(1.0, stored))
+            n_steps = int(plan.pool_nbytes / max(1.0, stored_nbytes))
         else:
             n_steps = order.n_steps if order.block > 1 else 0  # samples of one step do not wait
-        held = int(min(n_steps, order.n_steps) * of_step)
-        if held <= room:
+        held_nbytes = int(min(n_steps, order.n_steps) * step_nbytes)
+        if held_nbytes <= room:
             return
-        told = (
-            f"a rank may use {format_nbytes(self._ranks.memory_nbytes)} of memory, but this stream takes {format_nbytes(held)} "
-            f"for steps, beside {format_nbytes(plan.staging_nbytes)} of staging and {plan.prefetch + 1} batches of "
-            f"{format_nbytes(int(of_batch))}. "
+        need = (
+            f"a rank may use {format_nbytes(self._ranks.memory_nbytes)} of memory, but this stream takes "
+            f"{format_nbytes(held_nbytes)} for steps, beside {format_nbytes(plan.staging_nbytes)} of staging and "
+            f"{plan.prefetch + 1} batches of {format_nbytes(int(batch_nbytes))}. "
         )
-        fits = int(room / max(1.0, of_step)) * stored
-        if order.seed is not None and fits >= _LEAST_POOL * order.block * stored:
-            raise ConfigError(f"{told}Pass pool={_typed(int(fits))} (another order), or start more ranks")
+        fits = int(room / max(1.0, step_nbytes)) * stored_nbytes
+        if order.seed is not None and fits >= _LEAST_POOL * order.block * stored_nbytes:
+            raise ConfigError(f"{need}Pass pool={_typed(int(fits))} (another order), or start more ranks")
         raise ConfigError(
-            f"{told}Start more ranks, cut a batch over more of them, pass a smaller batch or prefetch, or write shorter chunks "
+            f"{need}Start more ranks, cut a batch over more of them, pass a smaller batch or prefetch, or write shorter chunks "
             "(shardload copy --chunks)"
         )
 
@@ -278,10 +276,6 @@ class StreamPlanner:
                 f"{n} samples are {n // batch} batches of {batch}, and {n % batch} are left, which remainder='error' forbids: "
                 f"pass remainder='drop' or 'pad', or batch={near}"
             )
-
-    def _staging(self, array: StreamArray) -> int:
-        request = next(leaf.request for leaf in self._leaves if leaf.request.options is array.options)
-        return staging_for(request, self._ranks, array.info, array.source)
 
     # --- arrays
 
@@ -335,9 +329,9 @@ class StreamPlanner:
         has_batch, has_window = self._sampling.batch is not None, isinstance(leaf.window, tuple)
         axes = ["samples"] * has_batch + ["the window"] * has_window + ["the axis of stack"] * leaf.has_new_axis
         spec = leaf.spec
-        n, what = len(axes) + n_rest, "a batch" if has_batch else "a step"
-        told = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
-        raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {what} of {leaf.info} has {n} axes{told}")
+        n, unit = len(axes) + n_rest, "a batch" if has_batch else "a step"
+        axes_text = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
+        raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {unit} of {leaf.info} has {n} axes{axes_text}")
 
     def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
         """The array cut into blocks: along the stream's axis a chunk long, along the others as long as staging allows."""
@@ -374,8 +368,8 @@ class StreamPlanner:
         n_steps, chunk = longest.n_steps, longest.chunk_steps
         block = min(block_steps(chunk, first, last), max(1, -(-n_steps // chunk)) * chunk)
         # Not a sum over `arrays`: whether leaves are read together follows from their specs.
-        parts = {(of.info.path, of.info.dataset, of.source.selection): of.stored_step_nbytes for of in arrays}
-        step_nbytes = sum(parts.values())
+        stored = {(a.info.path, a.info.dataset, a.source.selection): a.stored_step_nbytes for a in arrays}
+        step_nbytes = sum(stored.values())
         block_nbytes = block * step_nbytes
         if isinstance(sampling.pool, int):
             pool = sampling.pool
@@ -394,11 +388,11 @@ class StreamPlanner:
         return SampleOrder(n_steps, first, last, block, longest.start % block, sampling.shuffle, spread, breaks, crosses), pool
 
     def _breaks(self, arrays: Sequence[StreamArray]) -> Ints:
-        """The steps before which there is a gap. ConfigError if there may be none."""
+        """The steps before which there is a gap. ConfigError if gaps are forbidden."""
         if self._sampling.gaps == IGNORE:
             return np.empty(0, dtype=np.int64)
-        found = [gaps_in(array, self._sampling.gaps == "error") for array in arrays]
-        return np.unique(np.concatenate(found))
+        gaps = [gaps_in(array, self._sampling.gaps == "error") for array in arrays]
+        return np.unique(np.concatenate(gaps))
 
     # --- leaves
 
@@ -423,35 +417,35 @@ class StreamPlanner:
 
     def _stack(self, name: str, members: Sequence[int], leaves: Sequence[Leaf]) -> Stack:
         """One array of some leaves. ConfigError if they are not alike."""
-        asked, own = [self._leaves[k] for k in members], [leaves[k] for k in members]
-        first, spec = own[0], asked[0].spec
-        has_axis = {name in leaf.info.dims for leaf in asked}
+        requests, stacked = [self._leaves[k] for k in members], [leaves[k] for k in members]
+        first, spec = stacked[0], requests[0].spec
+        has_axis = {name in leaf.info.dims for leaf in requests}
         if len(has_axis) > 1:
-            without = next(leaf.info for leaf in asked if name not in leaf.info.dims)
+            without = next(leaf.info for leaf in requests if name not in leaf.info.dims)
             raise ConfigError(f"stack is {name!r}, an axis that some arrays have, but {without} has not: pass another name")
-        n_before = len(first.shape) - len(asked[0].rest)  # axes of samples and window
+        n_before = len(first.shape) - len(requests[0].rest)  # axes of samples and window
         axis, is_new = n_before, not has_axis.pop()
         if not is_new:
-            kept = asked[0].rest
-            if asked[0].info.dims.index(name) not in kept:
+            axes = requests[0].rest
+            if requests[0].info.dims.index(name) not in axes:
                 raise ConfigError(
                     f"stack is {name!r}, which is the axis of the stream or one that select drops: pass another axis"
                 )
-            axis += kept.index(asked[0].info.dims.index(name))
+            axis += axes.index(requests[0].info.dims.index(name))
             if any(spec[axis : axis + 1]):
                 raise ConfigError(f"stack is {name!r}, but {spec_text(spec)} cuts that axis: leave it whole, by None")
-        for leaf, found in zip(asked, own, strict=True):
-            alike = [(*leaf.shape[:axis], *leaf.shape[axis + (not is_new) :]) for leaf in (found, first)]
-            same = alike[0] == alike[1] and found.dtype == first.dtype and leaf.spec == spec
-            if not same or leaf.window != asked[0].window or leaf.request.sharding != asked[0].request.sharding:
+        for request, leaf in zip(requests, stacked, strict=True):
+            shapes = [(*each.shape[:axis], *each.shape[axis + (not is_new) :]) for each in (leaf, first)]
+            is_alike = shapes[0] == shapes[1] and leaf.dtype == first.dtype and request.spec == spec
+            if not is_alike or request.window != requests[0].window or request.request.sharding != requests[0].request.sharding:
                 raise ConfigError(
-                    f"stack is {name!r}, but {leaf.info} and {asked[0].info} are not alike: {list(found.shape)} and "
-                    f"{list(first.shape)} in a batch, {found.dtype} and {first.dtype}, windows {leaf.window} and "
-                    f"{asked[0].window}, {spec_text(leaf.spec)} and {spec_text(spec)}"
+                    f"stack is {name!r}, but {request.info} and {requests[0].info} are not alike: {list(leaf.shape)} and "
+                    f"{list(first.shape)} in a batch, {leaf.dtype} and {first.dtype}, windows {request.window} and "
+                    f"{requests[0].window}, {spec_text(request.spec)} and {spec_text(spec)}"
                 )
-        sizes = [1 if is_new else leaf.shape[axis] for leaf in own]
+        sizes = [1 if is_new else leaf.shape[axis] for leaf in stacked]
         shape = (*first.shape[:axis], sum(sizes), *first.shape[axis + (not is_new) :])
-        sharding = asked[0].request.sharding
+        sharding = requests[0].request.sharding
         whole = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
         return Stack(tuple(members), axis, is_new, whole, shape)
 
@@ -497,7 +491,7 @@ def find_gaps(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ints:
 
 
 def gaps_in(array: StreamArray, is_error: bool) -> Ints:
-    """The gaps of an array's steps; none if they have no coordinate of numbers. ConfigError if there may be none."""
+    """The gaps of an array's steps; none if they have no coordinate of numbers. ConfigError if gaps are forbidden."""
     selection, info = array.source.selection, array.info
     axis = selection.kept[array.schedule.axis]
     name = info.dims[axis]
@@ -508,10 +502,10 @@ def gaps_in(array: StreamArray, is_error: bool) -> Ints:
     gaps = find_gaps(values)
     if is_error and len(gaps):
         k = int(gaps[0])
-        more = f", and {len(gaps) - 1} more gaps" if len(gaps) > 1 else ""
+        more_text = f", and {len(gaps) - 1} more gaps" if len(gaps) > 1 else ""
         raise ConfigError(
             f"{name!r} of {info} has a gap between steps {k - 1} and {k} of the selection: it goes from {values[k - 1]:.12g} "
-            f"to {values[k]:.12g}, and by {np.median(np.diff(values)):.12g} from most steps to the next{more}. Pass "
+            f"to {values[k]:.12g}, and by {np.median(np.diff(values)):.12g} from most steps to the next{more_text}. Pass "
             "gaps='skip' to leave out the samples whose window reaches over one, or gaps='ignore' if that is no matter"
         )
     return gaps

@@ -138,17 +138,18 @@ class RoundReader:
         self.plan, self._group, self._timeout, self._digest = plan, group, timeout, digest
         self._target = BatchTarget(plan, group.rank)
         self._planned = _epochs(plan, epoch, first_sample, n_batches)
-        self._epochs: deque[EpochRounds] = deque()  # those of which batches are still to be made
-        self._epoch_being_read: EpochRounds | None = None
-        self._pending: deque[RoundReadings] = deque()
-        self._near: list[tuple[RoundReadings, list[StreamMove]]] = []  # rounds that were told to what fetches, with this one
-        self._begun: tuple[RoundReadings, Round] | None = None  # the next round, if it was begun while the one before moved
+        self._epochs: deque[EpochRounds] = deque()  # those of which batches are still to be made; the last one is being read
+        self._pending: deque[RoundReadings] = deque()  # its rounds
+        self._near: list[tuple[RoundReadings, list[StreamMove]]] = []  # the present round, and the next ones, of stores
+        self._next_round: tuple[RoundReadings, Round] | None = (
+            None  # the next round, if it was begun while the one before moved
+        )
         self._opened = ExitStack()
         self._shares_memory = False  # from the first round on in which something is sent
         self.n_ready = self.n_made = 0
         self.report = StreamReport()
-        others = len(plan.arrays) - 1
-        self._title = f"the stream of {plan.arrays[0].info}" + (f" and {others} more" if others else "")
+        n_others = len(plan.arrays) - 1
+        self._title = f"the stream of {plan.arrays[0].info}" + (f" and {n_others} more" if n_others else "")
 
     # --- rounds: collective
 
@@ -172,21 +173,18 @@ class RoundReader:
                 return None
             self._pending.extend(epoch.rounds)
             self._epochs.append(epoch)
-            self._epoch_being_read = epoch
-        return 0 if self._epoch_being_read is None else self._epoch_being_read.first_batch + self._pending[0].batch
+        return self._epochs[-1].first_batch + self._pending[0].batch
 
     def read_round(self) -> None:
-        """Do the next round. Collective.
+        """Do the next round, which there must be. Collective.
 
         Raises
         ------
         ShardloadError
             The same on all ranks. If it is an error of the file, all batches that do not need the chunk are ready.
         """
-        batch, epoch = self.first_batch_of_next_round(), self._epoch_being_read
-        if batch is None or epoch is None:
-            return
-        round_ = self._pending.popleft()
+        batch = self.first_batch_of_next_round()
+        epoch, round_ = self._epochs[-1], self._pending.popleft()
         try:
             with watched(self._group, f"batch {batch} of {self._title}", self._timeout):
                 self._read(epoch, round_)
@@ -194,8 +192,8 @@ class RoundReader:
             if len(round_.readings) == 1:
                 raise
             self._session.release()  # buffers that the failed exchange may still have
-            self._begun = None
-            self._pending.extendleft(reversed(round_.one_by_one(epoch.batches_of(round_))))
+            self._next_round = None
+            self._pending.extendleft(reversed(epoch.one_by_one(round_)))
             return
         self.report.rounds += 1
         self.n_ready = epoch.first_batch + (self._pending[0].batch if self._pending else epoch.n_batches)
@@ -223,8 +221,8 @@ class RoundReader:
         self._target.take(staged)
 
     def _staged(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
-        """What moves in a round: the same object if the round is begun."""
-        begun, self._begun = self._begun, None
+        """The `Round` of some readings: the same object if it is begun already."""
+        begun, self._next_round = self._next_round, None
         if begun is not None and begun[0] is round_:
             return begun[1]
         moves: list[StreamMove] = []
@@ -239,20 +237,20 @@ class RoundReader:
         may_begin = self.plan.prefetch and self._pending and self.n_made >= epoch.first_batch + round_.batch
         if not may_begin or self._session.errors:
             return None
-        if self._begun is None:
-            self._begun = self._pending[0], self._staged(epoch, self._pending[0])
-        return self._begun[1]
+        if self._next_round is None:
+            self._next_round = self._pending[0], self._staged(epoch, self._pending[0])
+        return self._next_round[1]
 
     def _moves(self, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
         """What moves in a round. Of arrays in stores also what moves in the next ones."""
         if not any(is_remote(array.info.path) for array in self.plan.arrays):
             return moves_of(self.plan, epoch, round_)
-        near = [round_, *islice((each for each in self._pending if each is not round_), _ROUNDS_AHEAD)]
-        known = {id(each): (each, moves) for each, moves in self._near}
-        self._near = [known.get(id(each)) or (each, moves_of(self.plan, epoch, each)) for each in near]
+        near = [round_, *islice((pending for pending in self._pending if pending is not round_), _ROUNDS_AHEAD)]
+        planned = {id(near_round): (near_round, moves) for near_round, moves in self._near}
+        self._near = [planned.get(id(r)) or (r, moves_of(self.plan, epoch, r)) for r in near]
         moves = self._near[0][1]
         for move in moves:
-            move.later = [each for _, later in self._near[1:] for each in later if each.array == move.array]
+            move.later = [later for _, later_moves in self._near[1:] for later in later_moves if later.array == move.array]
         return moves
 
     def _needed_for(self, epoch: EpochRounds, round_: RoundReadings) -> str:
@@ -302,23 +300,23 @@ class RoundReader:
         return Batch(arrays, epoch.anchors[first : first + size], epoch.epoch, epoch.first_sample + first)
 
 
-def _epochs(plan: StreamPlan, epoch: int, sample: int, left: int | None) -> Iterator[EpochRounds]:
+def _epochs(plan: StreamPlan, epoch: int, sample: int, n_left: int | None) -> Iterator[EpochRounds]:
     """The epochs from some sample on, or only the next batches. Each is planned when it is asked for."""
     first = 0
-    while left != 0 and (plan.epochs is None or epoch < plan.epochs):
+    while n_left != 0 and (plan.epochs is None or epoch < plan.epochs):
         n_batches = plan.n_batches(plan.n_samples - sample)
-        rounds = EpochRounds(plan, epoch, sample, n_batches if left is None else min(left, n_batches), first)
+        rounds = EpochRounds(plan, epoch, sample, n_batches if n_left is None else min(n_left, n_batches), first)
         if rounds.n_batches:
             yield rounds
         elif not sample:
             return  # no epoch has a batch
         first += rounds.n_batches
-        left = None if left is None else left - rounds.n_batches
+        n_left = None if n_left is None else n_left - rounds.n_batches
         epoch, sample = epoch + 1, 0
 
 
 def _reason_of(error: BaseException | None) -> str:
-    """With what a program has left a stream."""
+    """The error with which a program has left a stream, in words; empty without one."""
     if error is None:
         return ""
     text = f": {error}" if str(error) else ""  # Ctrl-C and many assertions have none
@@ -357,13 +355,13 @@ class Inline:
     def close(self, error: BaseException | None = None, wait: bool = True) -> None:
         """End the stream on this rank: `error` is what the program left it with. Not collective."""
         reader, self._reader = self._reader, None
-        mine = threading.get_ident()
-        for pair in [pair for pair in _readers_to_close if pair[0] == mine]:  # that were dropped in other threads
+        this_thread = threading.get_ident()
+        for pair in [pair for pair in _readers_to_close if pair[0] == this_thread]:  # that were dropped in other threads
             _readers_to_close.remove(pair)
             pair[1].close()
         if reader is None:
             return
-        if mine == self._thread or thread_level() in ("", "MULTIPLE"):
+        if this_thread == self._thread or thread_level() in ("", "MULTIPLE"):
             if isinstance(error, Exception) and not self._is_error_shared:
                 error = self._say_farewell(reader, error)
             reader.close(error)
@@ -372,7 +370,7 @@ class Inline:
 
     @staticmethod
     def _say_farewell(reader: RoundReader, error: Exception) -> Exception:
-        """Tell the others with what this rank leaves, when they come to the next round; what `RoundReader.close` is to know."""
+        """Tell the others in the next round which error this rank leaves with. Returns the error for `RoundReader.close`."""
         farewell = reader.farewell_error(reader.n_made, _reason_of(error))
         try:
             if farewell is not None:
@@ -433,7 +431,7 @@ class ReadAhead:
             self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> bool:
-        """Wait until something is so; False if the stream has ended before."""
+        """Wait until `is_so` is true; False if the stream ends before."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._error is not None or is_so())
             return not self._is_stopped and self._error is None
@@ -528,7 +526,7 @@ _open: weakref.WeakSet[Inline | ReadAhead] = weakref.WeakSet()
 
 
 def _register_end() -> None:
-    """The last to be registered is the first to be called: `_end_all` must come before what closes files and shared memory."""
+    """Register `_end_all` as the last, which is called first: before what closes files and shared memory."""
     atexit.unregister(_end_all)
     atexit.register(_end_all)
 

@@ -34,7 +34,7 @@ from shardload.jobs.streaming.plan import StreamPlan
 from shardload.jobs.streaming.planner import IGNORE, LeafRequest, Sampling, StreamPlanner, Window, stream_axis
 from shardload.jobs.streaming.reader import RoundReader
 from shardload.jobs.streaming.stream import Stream
-from shardload.jobs.trees import ArrayTree, Place, is_one, is_one_spec, naming_errors, where_text
+from shardload.jobs.trees import ArrayTree, is_one, is_one_spec, naming_errors
 from shardload.options import FILE, FULL, OPTIONS
 from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import DIRECT
@@ -46,17 +46,18 @@ _Contents = tuple[int | None, State]
 class StreamCall(LoadCall):
     """One call of `stream` on this rank."""
 
-    def __init__(self, path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> None:
+    sampling: Sampling
+
+    def __init__(self, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
         self.windows: list[Window] = []
         self.stacks: list[tuple[str, list[int]]] = []
         self.scales: list[Any] = []
-        self.sampling: Sampling | None = None
-        super().__init__("stream", path, mesh, spec, given)
+        super().__init__("stream", path, mesh, spec, keywords)
 
     def _join(self) -> ArrayTree:
-        self.sampling = Sampling.check(self._given)
+        self.sampling = Sampling.check(self._keywords)
         if self.sampling.prefetch:
-            check_threads(self._given["comm"], "prefetch", "prefetch=0")
+            check_threads(self._keywords["comm"], "prefetch", "prefetch=0")
         tree = super()._join()
         if tree.has_patterns:
             raise ConfigError("a stream needs the names of its arrays: pass dataset= with a name, or a dict of names")
@@ -68,24 +69,24 @@ class StreamCall(LoadCall):
     def _spread(self, name: str, tree: ArrayTree) -> list[Any]:
         """The checked value of an option for each array."""
         option, checked = OPTIONS[name], []
-        values = tree.spread(name, self._given[name], option.is_one or is_one, default=option.default)
+        values = tree.spread(name, self._keywords[name], option.is_one or is_one, default=option.default)
         for value, where in zip(values, tree.where, strict=True):
-            with naming_errors(where_text(where)):
+            with naming_errors(where):
                 checked.append(option.check(value))
         return checked
 
     def _read_stacks(self, tree: ArrayTree) -> list[tuple[str, list[int]]]:
         """The axis of each stack, and the numbers of its leaves."""
-        stack, found = self._given["stack"], list[tuple[str, list[int]]]()
+        stack, stacks = self._keywords["stack"], list[tuple[str, list[int]]]()
         for name in tree.spread("stack", stack):
             OPTIONS["stack"].check(name)
 
         def add(name: str | None, leaves: Any) -> None:
             if name is not None:
-                found.append((name, jax.tree_util.tree_leaves(leaves)))
+                stacks.append((name, jax.tree_util.tree_leaves(leaves)))
 
         jax.tree_util.tree_map(add, stack, tree.build(range(len(tree.places))), is_leaf=is_one)
-        return found
+        return stacks
 
     def _build(self, arrays: list[Any]) -> Any:
         """A batch, of an array for each leaf; those of a stack are the same."""
@@ -93,33 +94,32 @@ class StreamCall(LoadCall):
         def of_stack(name: str | None, arrays: Any) -> Any:
             return arrays if name is None else jax.tree_util.tree_leaves(arrays)[0]
 
-        return jax.tree_util.tree_map(of_stack, self._given["stack"], self.tree.build(arrays), is_leaf=is_one)
+        return jax.tree_util.tree_map(of_stack, self._keywords["stack"], self.tree.build(arrays), is_leaf=is_one)
 
     def _refuse_what_only_a_load_does(self) -> None:
-        if self._given["verify"] in (FILE, FULL):
+        if self._keywords["verify"] in (FILE, FULL):
             raise ConfigError(
-                f"verify is {self._given['verify']!r}, which reads a file a second time, and a stream takes 'index' or "
+                f"verify is {self._keywords['verify']!r}, which reads a file a second time, and a stream takes 'index' or "
                 "'checksum'. To compare a batch with the file, pass its arrays and a selection to shardload.verify"
             )
-        if self._given["readers"] == DIRECT:
+        if self._keywords["readers"] == DIRECT:
             raise ConfigError(
                 "readers is 'direct', but in a stream each chunk is decoded once, for all ranks: pass 'auto', 'root' or a "
                 "number"
             )
 
-    def _describe(self, place: Place, request: Request) -> dict[str, str]:
+    def _describe(self, k: int) -> dict[str, str]:
         """See `LoadCall`."""
-        k = next(k for k, other in enumerate(self.tree.places) if other is place)
-        own = {**vars(self.sampling), "window": self.windows[k], "scale": self.scales[k], "stack": self._given["stack"]}
-        texts = {name: (OPTIONS[name].text or repr)(value) for name, value in own.items()}
-        return super()._describe(place, request) | texts
+        options = {**vars(self.sampling), "window": self.windows[k], "scale": self.scales[k], "stack": self._keywords["stack"]}
+        texts = {name: (OPTIONS[name].text or repr)(value) for name, value in options.items()}
+        return super()._describe(k) | texts
 
     def _labeller(self, finder: Finder) -> Labeller | None:
         """As for a load; and the name of the stream's axis, with its coordinate if windows may reach over a gap in it."""
         selections = [request.options.select for request in self.requests]
-        along, names = self._given["along"], named_coordinates(selections)
+        along, names = self._keywords["along"], named_coordinates(selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
-        looks_for_gaps = len(steps) > 1 and self._given["gaps"] != IGNORE
+        looks_for_gaps = len(steps) > 1 and self._keywords["gaps"] != IGNORE
         by_name = any(isinstance(select, Mapping) for select in selections)
         by_name = by_name or any(request.by_name is not None for request in self.requests)
         if not (looks_for_gaps or isinstance(along, str) or self.stacks or by_name):
@@ -128,18 +128,18 @@ class StreamCall(LoadCall):
 
     def _find_all(self, finder: Finder) -> Any:
         """See `LoadCall`; and a checksum of some values of each array, which tells its file from others, and its state."""
-        found = super()._find_all(finder)
+        arrays = super()._find_all(finder)
         contents: dict[tuple[str, str], _Contents] = {}
-        for (info, *_), place, request in zip(found, self.tree.places, self.requests, strict=True):
+        for (info, *_), place, request in zip(arrays, self.tree.places, self.requests, strict=True):
             if info.refused is None and (info.path, info.dataset) not in contents:
                 contents[info.path, info.dataset] = _contents_of(place.path, info, request)
-        return [(info, contents.get((info.path, info.dataset), (None, None))) for info, *_ in found]
+        return [(info, contents.get((info.path, info.dataset), (None, None))) for info, *_ in arrays]
 
     def _leaf_request(self, k: int, info: ArrayInfo, contents: _Contents) -> LeafRequest:
         """What the k-th leaf asks of its array."""
         request, place, window = self.requests[k], self.tree.places[k], self.windows[k]
-        selection, where = selection_of(request.options.select, info), where_text(self.tree.where[k])
-        axis = stream_axis(self._given["along"], info, selection)
+        selection, where = selection_of(request.options.select, info), self.tree.where[k]
+        axis = stream_axis(self._keywords["along"], info, selection)
         stack = next((name for name, leaves in self.stacks if k in leaves), None)
         has_new_axis = stack is not None and stack not in info.dims
         spec = self._spec_of(request, k, info, selection, axis, has_new_axis)
@@ -153,7 +153,7 @@ class StreamCall(LoadCall):
         self, request: Request, k: int, info: ArrayInfo, selection: Selection, axis: int, has_new_axis: bool
     ) -> PartitionSpec:
         """The spec of the k-th leaf of a batch. By names of axes, that of the stream's axis cuts the samples."""
-        has_batch, has_window = self._given["batch"] is not None, isinstance(self.windows[k], tuple)
+        has_batch, has_window = self._keywords["batch"] is not None, isinstance(self.windows[k], tuple)
         if request.by_name is None:
             spec = [*request.sharding.spec]
             is_shared = is_one(self._mesh) and is_one_spec(self._spec)
@@ -166,8 +166,8 @@ class StreamCall(LoadCall):
         of_samples = entries.pop(axis)
         if of_samples is not None and not has_batch:
             raise ConfigError(
-                f"batch is None, so there is no axis of samples that the spec could cut along {self._given['along']!r}: pass "
-                "batch="
+                f"batch is None, so there is no axis of samples that the spec could cut along {self._keywords['along']!r}: "
+                "pass batch="
             )
         return PartitionSpec(*[of_samples] * has_batch, *[None] * has_window, *[None] * has_new_axis, *entries)
 
@@ -175,7 +175,7 @@ class StreamCall(LoadCall):
         self, sharding: NamedSharding, spec: PartitionSpec, has_window: bool, has_new_axis: bool, where: str
     ) -> NamedSharding:
         """The sharding of what is read for a batch: an axis of samples, and those of a step of the array."""
-        has_batch = self._given["batch"] is not None
+        has_batch = self._keywords["batch"] is not None
         entries = [*spec]
         if has_window:
             if any(entries[has_batch : has_batch + 1]):
@@ -198,13 +198,11 @@ class StreamCall(LoadCall):
             entries.pop()
         return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
-    def _make_plan(self, told: Any) -> StreamPlan:
+    def _make_plan(self, message: Any) -> StreamPlan:
         """The plan, from what rank 0 has found."""
-        if self.sampling is None:
-            raise ConfigError("the arguments were not read")
         leaves = []
-        for k, (info, contents) in enumerate(pickle.loads(told)):
-            with naming_errors(where_text(self.tree.where[k])):
+        for k, (info, contents) in enumerate(pickle.loads(message)):
+            with naming_errors(self.tree.where[k]):
                 leaves.append(self._leaf_request(k, info, contents))
         return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()
 
@@ -212,8 +210,8 @@ class StreamCall(LoadCall):
         """Plan the stream on all ranks. Collective."""
         plan: StreamPlan = self.call.plan(self.find, self._make_plan, lambda plan: repr(plan.fingerprint))
         warn_of_packed([(str(array.info), array.info, array.options) for array in plan.arrays], self.call.group.rank)
-        asked, title = self.call.asked, f"batches of {plan.arrays[0].info}"
-        comm, digest, timeout = self._given["comm"], f"{asked.digest:016x}", self._options.timeout
+        title, digest = f"batches of {plan.arrays[0].info}", f"{self.call.asked.digest:016x}"
+        comm, timeout = self._keywords["comm"], self._options.timeout
 
         def make_reader(epoch: int, sample: int, n_batches: int | None = None) -> RoundReader:
             where = {"stream": digest, "epoch": str(epoch), "sample": str(sample), "n_batches": str(n_batches)}
@@ -241,8 +239,8 @@ def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:
         source.close()
 
 
-def open_stream(path: Any, mesh: Any, spec: Any, given: Mapping[str, Any]) -> Stream:
+def open_stream(path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> Stream:
     """Plan a stream. Collective: yes."""
-    call = StreamCall(path, mesh, spec, given)
+    call = StreamCall(path, mesh, spec, keywords)
     with call.begin():
         return call.open()

@@ -174,15 +174,18 @@ class StreamIterator:
         if not isinstance(state, Mapping) or version != STATE_VERSION:
             raise ConfigError(f"this is no state of a stream, or one of another version: {version!r}, expected {STATE_VERSION}")
         epoch, sample = _integer(state.get("epoch")), _integer(state.get("sample"))
-        mine, theirs = self._stream.plan.fingerprint, state.get("stream")
-        if epoch is None or sample is None or not isinstance(theirs, Mapping):
+        expected, fingerprint = self._stream.plan.fingerprint, state.get("stream")
+        if epoch is None or sample is None or not isinstance(fingerprint, Mapping):
             part = "epoch" if epoch is None else "sample" if sample is None else "stream"
             raise ConfigError(
                 f"this is no whole state of a stream: its {part!r} is {state.get(part)!r}. Pass what get_state gave, or what "
                 "json.loads made of it"
             )
-        told = {name: (mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
-        differ = [f"{name} is {now!r}, was {before!r}" for name, (now, before) in told.items() if now != before]
+        differ = [
+            f"{name} is {expected.get(name)!r}, was {fingerprint.get(name)!r}"
+            for name in {**expected, **fingerprint}
+            if expected.get(name) != fingerprint.get(name)
+        ]
         if differ:
             raise ConfigError(
                 f"this state is of another stream, whose order is another one: {'; '.join(differ)}. Pass what was passed then"

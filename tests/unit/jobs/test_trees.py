@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, is_tree_of_selections, where_text
+from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, is_tree_of_selections
 from shardload.options import OPTIONS, PER_LOADED_ARRAY
 from shardload.planning.selection import near
 
@@ -22,7 +22,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 def said(tree: ArrayTree) -> list[tuple[str, Any, Any]]:
-    return [(where_text(w), p.path, p.dataset) for w, p in zip(tree.where, tree.places, strict=True)]
+    return [(w, p.path, p.dataset) for w, p in zip(tree.where, tree.places, strict=True)]
 
 
 def test_one_name_is_no_tree() -> None:
