@@ -364,8 +364,8 @@ class Plan(PrintedReport):
         return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding)}; {readers}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the plan with its present report, in a list of its own."""
-        return {**vars(self), "_reports": list(self._reports)}
+        """For copies and pickles: the plan with its present report and version, in lists of its own."""
+        return {**vars(self), "_reports": list(self._reports), "_versions": list(self._versions)}
 
     def execute(self) -> jax.Array:
         """Load the array. Collective: yes, over the ranks that planned. May be called again.

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, SourceError
 from shardload.planning.tuning import tuned
 
 
@@ -51,6 +51,18 @@ def test_each_copy_has_the_report_of_its_own_execution(path: str) -> None:
     assert plan.report is report and after.report is not report
     np.testing.assert_array_equal(first, second)
     assert plan != after and plan == plan and len({plan, after, plan}) == 2  # a plan is itself alone
+
+
+def test_each_copy_knows_the_version_that_it_has_read(path: str) -> None:
+    """Wrong if a copy that reads a newer file let the names of that be given to values which the plan has read before."""
+    plan = shardload.plan(path, mesh(), P("a"))
+    first = plan.execute()
+    later = copy.copy(plan)
+    with h5py.File(path, "r+") as file:
+        file["more"] = np.ones(1000)
+    later.execute()
+    with pytest.raises(SourceError, match="has changed since it was loaded"):
+        shardload.to_xarray(2 * first, plan)
 
 
 def test_a_plan_without_devices_can_be_sent_elsewhere(path: str) -> None:
