@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def write(comm: Any, folder: Path, n_lat: int) -> list[str]:
     def files() -> None:
         for k, path in enumerate(paths):
             made.isel(time=slice(2 * k, 2 * k + 2)).to_netcdf(
-                path, engine="h5netcdf", encoding={"time": {"dtype": "i8", "units": UNITS}}
+                path, engine="h5netcdf", encoding={"time": {"dtype": "i8", "units": UNITS}}, unlimited_dims=["time"]
             )
 
     on_root(comm, files)
@@ -72,14 +73,18 @@ def gathered(ds: xr.Dataset) -> xr.Dataset:
 
 
 def test_files_are_one_dataset(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong, too, if only a pattern with ``*`` were one, or a file were one whose name has the signs of a pattern."""
     paths = write(comm, shared_tmp_path, 2 * unit())
     wanted, mesh = opened(paths), mesh_of()
-    for files, along in ((str(shared_tmp_path / "run_*.nc"), "time"), (paths, "time"), (shardload.concat(paths, "time"), None)):
+    patterns = [(str(shared_tmp_path / name), along) for name, along in (("run_*.nc", "time"), ("run_?.nc", None))]
+    for files, along in (*patterns, (paths, "time"), (shardload.concat(paths, "time"), None)):
         ds = shardload.load_dataset(files, mesh, {"lat": "a", "lon": "b"}, along=along)
         assert isinstance(ds.t.data, jax.Array) and ds.t.data.sharding.spec == P(None, "a", "b")
         assert ds.orog.data.sharding.spec == P("a", "b")
         xr.testing.assert_identical(gathered(ds), wanted)
-    one = shardload.load_dataset(paths[0], mesh, {"lon": "b"}, dataset="t", select={"time": near("2000-01-31"), "lat": 1})
+    odd = str(shared_tmp_path / "run[0].nc")
+    on_root(comm, lambda: shutil.copy(paths[0], odd))
+    one = shardload.load_dataset(f"{odd}:/", mesh, {"lon": "b"}, dataset="t", select={"time": near("2000-01-31"), "lat": 1})
     xr.testing.assert_identical(
         gathered(one), wanted[["t"]].isel(time=1, lat=1).drop_attrs(deep=False).assign_attrs(wanted.attrs)
     )
@@ -167,6 +172,10 @@ def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> 
     for call, *says in (
         (lambda: shardload.load_dataset(path, mesh_of()), "has no data variables"),
         (lambda: shardload.load_dataset(path, mesh_of(), dataset="rho"), "holds no array '/rho'", "/a/rho"),
+        (
+            lambda: shardload.load_dataset(path, mesh_of(), dataset=["a/rho", "b/rho"]),
+            "have the same last name",
+        ),  # not one alone
         (lambda: shardload.load_dataset(f"{path}:/b", mesh_of(), select={"tim": 0}), "select names the axis 'tim'"),
         (lambda: shardload.load_dataset(f"{path}:/b", mesh_of(), {"lat": "a"}), "spec names the axis 'lat'"),
         (lambda: shardload.load_dataset(f"{path}:/b", mesh_of(), select=slice(2)), "expected a dict by names of axes"),

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.labelled import import_xarray, to_xarray
 from shardload.options import OPTIONS, with_defaults
 from shardload.planning.selection import Near
+from shardload.storage.remote import without_secrets
 from shardload.system.caller import warn_once
 
 _OF_COORDINATES = ("bounds", "climatology")  # attributes of coordinates that name other arrays
@@ -107,29 +109,42 @@ def load_dataset(
     (('time', 'lat'), '2000-01-01T06', 2.0)
     """
     xarray = import_xarray("load_dataset")
-    given = with_defaults("plan", options)
-    is_one = isinstance(files, Concatenation) or (isinstance(files, str | os.PathLike) and "*" not in os.fspath(files))
-    if not is_one or (along is not None and not isinstance(files, Concatenation)):
-        files = concat(files, along, **{name: given[name] for name in ("allow_external", "timeout", "comm")})
+    keywords = with_defaults("plan", options)
+    if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
+        files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "timeout", "comm")})
     names = [dataset] if isinstance(dataset, str) else dataset
-    asked = Invocation("load_dataset", f"load_dataset of {files}"[:80], {"path": str(files), "dataset": repr(names)})
-    opens = {name: given[name] for name in _OPENS}
-    with begin_call(asked, None, comm=given["comm"], timeout=OPTIONS["timeout"].check(given["timeout"])) as call:
-        found: Axes = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)
-    full = {name.rpartition("/")[2]: name for name in found}
-    axes = {name: found[full[name]] for name in full}
+    text = without_secrets(str(files))
+    invocation = Invocation("load_dataset", f"load_dataset of {text}"[:80], {"path": text, "dataset": repr(names)})
+    opens = {name: keywords[name] for name in _OPENS}
+    with begin_call(invocation, None, comm=keywords["comm"], timeout=OPTIONS["timeout"].check(keywords["timeout"])) as call:
+        axes_by_full_name: Axes = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)
+    full_names = {name.rpartition("/")[2]: name for name in axes_by_full_name}
+    if len(full_names) < len(axes_by_full_name):
+        raise ConfigError(
+            f"dataset is {names!r}; variables of several groups have the same last name, and a Dataset has each name once. "
+            "Load one group after the other"
+        )
+    axes = {name: axes_by_full_name[full_names[name]] for name in full_names}
     parts, cuts = _of_each("select", select, axes), _of_each("spec", None if isinstance(spec, PartitionSpec) else spec, axes)
-    given |= {"dataset": full, "select": {name: part or None for name, part in parts.items()}, "decode": decode}
+    keywords |= {"dataset": full_names, "select": {name: part or None for name, part in parts.items()}, "decode": decode}
     specs = {  # integers and `near` drop an axis
         name: PartitionSpec(*(cuts[name].get(dim) for dim in dims if not isinstance(parts[name].get(dim), Integral | Near)))
         for name, dims in axes.items()
     }
     path = files if isinstance(files, Concatenation) else split_path(os.fspath(files))[0]
-    with LoadCall("plan", path, mesh, spec if isinstance(spec, PartitionSpec) else specs, given).begin() as begun:
-        plan: Any = begun.hand_out(begun.plan())
-    if any(any(each.extent.halo) for each in plan.leaves):
+    with LoadCall("plan", path, mesh, spec if isinstance(spec, PartitionSpec) else specs, keywords).begin() as load_call:
+        plan: Any = load_call.hand_out(load_call.plan())
+    if any(any(each_plan.extent.halo) for each_plan in plan.leaves):
         raise ConfigError("load_dataset takes no halo, with which rows are in an array more than once: use load and to_xarray")
     return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)
+
+
+def _is_one_file(files: Any) -> bool:
+    """True for the path of one file, or its URL; False for a pattern or a list."""
+    if not isinstance(files, str | os.PathLike):
+        return False
+    path = split_path(os.fspath(files))[0]
+    return "*" not in path if "://" in path else not glob.has_magic(path) or os.path.exists(path)
 
 
 def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any]) -> Axes:
@@ -143,12 +158,12 @@ def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any])
             raise ConfigError(error.args[0]) from None
     infos = [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
     coords = [coord for info in infos for coord in info.coords.values()]
-    others = {coord.dataset for coord in coords} | {
+    not_data = {coord.dataset for coord in coords} | {
         f"{group}/{coord.attrs.get(k)}" for coord in coords for k in _OF_COORDINATES
     }
-    data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in others}
+    data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
     if refused := [info.dataset for info in infos if info.refused]:
-        warn_once(f"'{path}': left out, because they hold no numbers: {some(refused)}", LeftOutWarning, 0)
+        warn_once(f"'{without_secrets(str(path))}': left out, because they hold no numbers: {some(refused)}", LeftOutWarning, 0)
     if not data:
         raise ConfigError(
             f"'{path}' has no data variables in its group '{group}/'; its arrays are {some(list(contents)) or 'none'}"
@@ -156,32 +171,32 @@ def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any])
     return data
 
 
-def _of_each(what: str, by_axis: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
+def _of_each(argument: str, by_axis: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
     """What each variable has of a dict by names of axes. ConfigError if none has one of these."""
     if not isinstance(by_axis, Mapping | None):
-        raise ConfigError(f"{what} is {by_axis!r}; expected a dict by names of axes, since variables have different ones")
-    there = list(dict.fromkeys(dim for dims in axes.values() for dim in dims if dim))
+        raise ConfigError(f"{argument} is {by_axis!r}; expected a dict by names of axes, since variables have different ones")
+    all_dims = list(dict.fromkeys(dim for dims in axes.values() for dim in dims if dim))
     for name in by_axis or ():
-        if name not in there:
-            raise ConfigError(f"{what} names the axis {name!r}; the variables have {some(there) or 'none with a name'}")
+        if name not in all_dims:
+            raise ConfigError(f"{argument} names the axis {name!r}; the variables have {some(all_dims) or 'none with a name'}")
     return {name: {dim: by_axis[dim] for dim in dims if by_axis and dim in by_axis} for name, dims in axes.items()}
 
 
-def _with_dates(xarray: Any, found: Any, plan: Any) -> Any:
+def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
     """The Dataset with decoded dates, and with all coordinates also along axes with padding."""
-    data = {name: one for name, one in found.variables.items() if isinstance(one.data, jax.Array)}
-    stand_ins = {name: np.broadcast_to(np.zeros((), each.dtype), each.shape) for name, each in plan.plans.items()}
+    data = {name: variable for name, variable in dataset.variables.items() if isinstance(variable.data, jax.Array)}
+    stand_ins = {name: np.broadcast_to(np.zeros((), p.dtype), p.shape) for name, p in plan.plans.items()}
     unpadded = xarray.decode_cf(to_xarray(stand_ins, plan).drop_vars(list(data)), mask_and_scale=False)
     coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
-    tails = {dim: (0, found.sizes[dim] - n) for dim, n in unpadded.sizes.items() if found.sizes.get(dim, n) != n}
-    for name, one in unpadded.variables.items() if tails else ():
+    tails = {dim: (0, dataset.sizes[dim] - n) for dim, n in unpadded.sizes.items() if dataset.sizes.get(dim, n) != n}
+    for name, variable in unpadded.variables.items() if tails else ():
         from shardload.jobs.dataset.padded_index import PaddedIndex  # imports xarray
 
-        coords[name] = one.to_base_variable().pad({dim: tail for dim, tail in tails.items() if dim in one.dims})
+        coords[name] = variable.to_base_variable().pad({dim: tail for dim, tail in tails.items() if dim in variable.dims})
         if name in tails and name in indexes:
-            indexes[name] = PaddedIndex(indexes[name], found.sizes[name])
-    made = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), found.attrs)
-    return made.set_coords([name for name in found.coords if name in data])
+            indexes[name] = PaddedIndex(indexes[name], dataset.sizes[name])
+    decoded = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), dataset.attrs)
+    return decoded.set_coords([name for name in dataset.coords if name in data])
 
 
 def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], Any]) -> Any:
@@ -189,16 +204,16 @@ def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], An
     if not hasattr(tree, "data_vars"):  # a DataArray
         name = "x" if tree.name is None else tree.name
         return unpad_labelled(tree.to_dataset(name=name), {name: plan}, unpad_one)[name].rename(tree.name)
-    lengths, made, plans = dict[str, int](), dict[str, Any](), getattr(plan, "plans", plan) or {}
+    lengths, unpadded, plans = dict[str, int](), dict[str, Any](), getattr(plan, "plans", plan) or {}
     for dim, index in tree.xindexes.items():
         last = np.flatnonzero(tree.coords[dim].notnull().values)[-1:]  # `to_xarray` pads with NaN
         lengths[dim] = getattr(index, "n_unpadded", int(last[0]) + 1 if len(last) else 0)
-    for name, one in tree.variables.items():
-        if isinstance(one.data, jax.Array):
-            shape = tuple(lengths[dim] for dim in one.dims if dim in lengths)
-            is_unknown = loaded_as(one.data) is not None or len(shape) < one.ndim
-            values = unpad_one(f"'{name}'", one.data, plans.get(name) or (None if is_unknown else shape))
-            made[name] = one.dims, values, one.attrs, one.encoding
-            lengths |= dict(zip(one.dims, values.shape, strict=True))
-    rest = tree.drop_vars(list(made)).isel({dim: slice(n) for dim, n in lengths.items()}, missing_dims="ignore")
-    return rest.assign(made).set_coords([name for name in tree.coords if name in made])
+    for name, variable in tree.variables.items():
+        if isinstance(variable.data, jax.Array):
+            shape = tuple(lengths[dim] for dim in variable.dims if dim in lengths)
+            is_unknown = loaded_as(variable.data) is not None or len(shape) < variable.ndim
+            values = unpad_one(f"'{name}'", variable.data, plans.get(name) or (None if is_unknown else shape))
+            unpadded[name] = variable.dims, values, variable.attrs, variable.encoding
+            lengths |= dict(zip(variable.dims, values.shape, strict=True))
+    rest = tree.drop_vars(list(unpadded)).isel({dim: slice(n) for dim, n in lengths.items()}, missing_dims="ignore")
+    return rest.assign(unpadded).set_coords([name for name in tree.coords if name in unpadded])
