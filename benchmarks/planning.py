@@ -31,6 +31,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.lookup import FoundArray
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.cost import choose_mode, plan_cost
 from shardload.planning.schedule import DIRECT, PARALLEL, Owners, Schedule, SourceLayout, plan_direct, plan_shared
@@ -66,7 +67,7 @@ def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: st
     info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
     mesh, options = AbstractMesh((n, n), ("a", "b")), {"readers": readers, "staging": STAGING}
     with LoadCall("plan", info.path, mesh, SPECS[spec], options).begin() as call:
-        return call.plan_file(call.requests[0], info, info.path).plan.schedule
+        return call.plan_file(call.requests[0], call.tree.places[0], "", FoundArray(info)).plan.schedule
 
 
 def make_layout(size: int, chunks: tuple[int, ...]) -> SourceLayout:
