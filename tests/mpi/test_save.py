@@ -120,7 +120,7 @@ def test_every_sharding_and_dtype_in_one_file(comm: Any, shared_tmp_path: Path, 
     report = shardload.save(path, tree, staging="300KiB" if kind != "Zarr" else "auto", **how)
     assert report.nbytes == sum(one.nbytes for one in values.values())
     assert report.n_read_back == report.n_chunks >= len(tree)
-    assert min(2, comm.size) <= report.n_decoded < report.n_chunks
+    assert min(2, comm.size) <= report.n_decoded < max(2, report.n_chunks)  # one device has one chunk
     assert on_disk(comm, shared_tmp_path) == [path.name]
     compare(comm, path, values)
 
