@@ -108,7 +108,7 @@ def _print_beside(out: IO[str], path: str) -> None:
 def _print_leftover(out: IO[str], left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:
     """What a save left, and what is in it if it is whole."""
     if as_json:
-        about = {"path": left.path, "save_of": left.target, "what": left.what, "is_whole": left.is_whole}
+        about = {"path": left.path, "save_of": left.target, "what": left.kind, "is_whole": left.is_whole}
         about |= {"commands": dict(left.commands), "arrays": [_described(array) for array in arrays]}
         tell(to_json(about), out)
         return
@@ -119,7 +119,7 @@ def _print_leftover(out: IO[str], left: Leftover, arrays: Sequence[ArrayInfo], a
 
 def _tell_leftover(out: IO[str], left: Leftover) -> None:
     """What it is, and what to type."""
-    lines = wrap(printable(f"{left.path} {left.told}. {left.condition},"), width_of(out))
+    lines = wrap(printable(f"{left.path} {left.description}. {left.condition},"), width_of(out))
     lines += [printable(f"  {what}:  {command}") for what, command in left.commands]  # in one line each, to be copied
     tell("\n".join(lines), out)
 

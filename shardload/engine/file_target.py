@@ -41,7 +41,7 @@ from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.region import Region, aligned, run_of
 from shardload.planning.staging import KEPT_ROUNDS
-from shardload.storage.target import named
+from shardload.storage.target import as_write_error
 from shardload.system.interruption import FirstError
 from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Piece, aligned_empty
@@ -223,7 +223,7 @@ class FileTarget:
 
         self._group.watch.enter("create")
         self._ticket = pickle.loads(bytes(self._on_root(create)))  # of this job's rank 0, never of a file
-        with self._errors, named(self._sink.path):
+        with self._errors, as_write_error(self._sink.path):
             self._in_thread(open_writer)
         self._agree()
         self._group.watch.enter("write")
@@ -294,7 +294,7 @@ class FileTarget:
 
         def run() -> str | bytes:
             self._is_at_work = True
-            with named(self._sink.path):
+            with as_write_error(self._sink.path):
                 told = self._in_thread(call)
             self._is_at_work = False
             return told

@@ -24,26 +24,25 @@ _MOST_BLOCKS = 512  # 32 MiB
 
 
 class BlockCache:
-    """An object (`StoredObject`), and a file object for libraries. Small reads go through blocks, large ones do not.
+    """An object (`StoredObject`) that is also a file object for libraries. Small reads go through blocks, large ones do not.
 
     Parameters
     ----------
     stored : StoredObject
-        The object; it belongs to this one from now on.
+        The object; this one closes it.
 
     Attributes
     ----------
     start : int
-        How many bytes at its beginning are left out. They are read for nothing but `read_at_most` before it is set.
+        Bytes at the object's beginning that are left out: offsets are counted from there. Set it before anything but
+        `read_at_most` is called.
     """
-
-    most_gap_nbytes = 0
 
     def __init__(self, stored: StoredObject) -> None:
         self.below, self.start, self._lock = stored, 0, threading.RLock()
         self.most_gap_nbytes = stored.most_gap_nbytes
-        self._blocks: dict[int, bytes] = {}  # the last used ones last
-        self._next = self._n_ahead = self._at = 0
+        self._blocks: dict[int, bytes] = {}  # by number, the last used ones last
+        self._next = self._n_ahead = self._position = 0
 
     # --- as a StoredObject
 
@@ -61,7 +60,7 @@ class BlockCache:
         """The bytes at `offset`, from blocks: fewer than `nbytes` where the object ends."""
         with self._lock:
             numbers = self._blocks_of(offset, nbytes)
-            content = b"".join(self._fetched(numbers))
+            content = b"".join(self._read_blocks(numbers))
         first = offset + self.start - numbers.start * _BLOCK_NBYTES
         return content[first : first + nbytes]
 
@@ -88,7 +87,7 @@ class BlockCache:
         return range(first // _BLOCK_NBYTES, -(-(first + nbytes) // _BLOCK_NBYTES))
 
     def _fill(self, out: Bytes, offset: int) -> bool:
-        """Fill `out` if all of it is in blocks that are here."""
+        """Fill `out`, and return True, if all of it is in blocks that are kept."""
         with self._lock:
             if not all(map(self._blocks.__contains__, self._blocks_of(offset, len(out)))):
                 return False
@@ -98,8 +97,8 @@ class BlockCache:
         out[:] = np.frombuffer(content, dtype=np.uint8)
         return True
 
-    def _fetched(self, numbers: range) -> list[bytes]:
-        """Blocks with these numbers, in order."""
+    def _read_blocks(self, numbers: range) -> list[bytes]:
+        """The blocks with these numbers, in order; those that are missing here are fetched with one request."""
         missing = [number for number in numbers if number not in self._blocks]
         if missing:
             first, stop = missing[0], missing[-1] + 1
@@ -111,27 +110,27 @@ class BlockCache:
             for number in range(first, stop):
                 start = (number - first) * _BLOCK_NBYTES
                 self._blocks[number] = content[start : start + _BLOCK_NBYTES]
-        found = [self._blocks.pop(number) for number in numbers]
-        self._blocks.update(zip(numbers, found, strict=True))
+        blocks = [self._blocks.pop(number) for number in numbers]
+        self._blocks.update(zip(numbers, blocks, strict=True))
         while len(self._blocks) > _MOST_BLOCKS:
             del self._blocks[next(iter(self._blocks))]
-        return found
+        return blocks
 
     # --- as a file object, for one thread at a time (HDF5's)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a byte."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at}.get(whence, self.nbytes)
-        return self._at
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position}.get(whence, self.nbytes)
+        return self._position
 
     def tell(self) -> int:
         """The byte to be read next."""
-        return self._at
+        return self._position
 
     def read(self, nbytes: int) -> bytes:
         """Read so many bytes: fewer at the end."""
-        content = self.read_at_most(self._at, nbytes)
-        self._at += len(content)
+        content = self.read_at_most(self._position, nbytes)
+        self._position += len(content)
         return content
 
     def readinto(self, out: memoryview) -> int:

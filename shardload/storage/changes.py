@@ -1,4 +1,4 @@
-"""How are some bytes in the middle of a file changed, so that a kill can cost nothing? They are in a file beside it before.
+"""How are some bytes in the middle of a file changed, so that a kill costs nothing? They are written to a file beside it first.
 
 1. `write_changes`: the new bytes go into a file of changes. It is on disk before anything else happens.
 2. `make_changes`: the file's first bytes become a mark that names the file of changes; then all new bytes are written, those of
@@ -39,8 +39,8 @@ from shardload.storage.target import (
     Change,
     Target,
     WritableFile,
+    as_write_error,
     mark,
-    named,
     sync_folder,
     temporary_of,
 )
@@ -56,9 +56,9 @@ _BEFORE_NBYTES = MARK_NBYTES + len(GROWTH_MARK)
 def write_changes(path: str, begins: bytes, changes: Sequence[Change]) -> None:
     """Write changes into an existing file, behind its first 64 bytes, and wait until they are on disk."""
     data = b"".join(new for _, new in changes)
-    about = {"places": [(offset, len(new)) for offset, new in changes], "crc32": zlib.crc32(data)}
+    header = {"places": [(offset, len(new)) for offset, new in changes], "crc32": zlib.crc32(data)}
     with contextlib.closing(WritableFile(path)) as file:
-        file.write_at(begins + GROWTH_MARK.encode() + json.dumps(about).encode() + b"\n" + data, 0)
+        file.write_at(begins + GROWTH_MARK.encode() + json.dumps(header).encode() + b"\n" + data, 0)
         file.sync()
 
 
@@ -68,26 +68,26 @@ def read_changes(path: str) -> list[Change]:
         file.seek(_BEFORE_NBYTES)
         line, data = file.readline(), file.read()
     try:
-        about = json.loads(line)
-        is_whole = zlib.crc32(data) == about["crc32"]
-        places = [(int(offset), int(nbytes)) for offset, nbytes in about["places"]]
+        header = json.loads(line)
+        is_whole = zlib.crc32(data) == header["crc32"]
+        places = [(int(offset), int(nbytes)) for offset, nbytes in header["places"]]
     except (ValueError, KeyError, TypeError):
         is_whole, places = False, []
     if not (is_whole and places):
         raise SourceError(f"'{path}' is damaged, so that the append that it belongs to cannot be completed", path=path)
-    changes, at = [], 0
+    changes, begin = [], 0
     for offset, nbytes in places:
-        changes.append((offset, data[at : at + nbytes]))
-        at += nbytes
+        changes.append((offset, data[begin : begin + nbytes]))
+        begin += nbytes
     return changes
 
 
 def make_changes(file: WritableFile, path: str) -> None:
-    """Make the changes that the file `path` has, in an open file. Then `path` is gone."""
-    (_, head), *others = read_changes(path)
+    """Make the changes of the file of changes at `path` in an open file, and remove `path`."""
+    (_, head), *changes = read_changes(path)
     file.write_at(_mark(path, len(head)), 0)
     file.sync()
-    for offset, new in others:
+    for offset, new in changes:
         file.write_at(new, offset)
     file.sync()
     file.write_at(head, 0)
@@ -97,15 +97,15 @@ def make_changes(file: WritableFile, path: str) -> None:
 
 def _mark(path: str, nbytes: int) -> bytes:
     """The first bytes of a file whose changes are being made. For people, too."""
-    told = b"An append to this file was not completed. What is to be done is in '" + os.fsencode(os.path.basename(path))
-    return (_BEGINS + told + b"' beside it. Type: shardload info FILE\n")[:nbytes].ljust(nbytes)
+    text = b"An append to this file was not completed. What is to be done is in '" + os.fsencode(os.path.basename(path))
+    return (_BEGINS + text + b"' beside it. Type: shardload info FILE\n")[:nbytes].ljust(nbytes)
 
 
 def changes_of(path: str) -> str | None:
-    """The file of changes that the first bytes of a file name; None if they are no mark. `path` has no links."""
+    """The path of the file of changes that the mark of a file names; None for a file without a mark. `path` has no links."""
     head = head_of(path, HEAD_NBYTES)
-    named_there = _NAME.search(head) if head.startswith(_BEGINS) else None
-    return None if named_there is None else os.path.join(os.path.dirname(path), os.fsdecode(named_there[1]))
+    match = _NAME.search(head) if head.startswith(_BEGINS) else None
+    return None if match is None else os.path.join(os.path.dirname(path), os.fsdecode(match[1]))
 
 
 def complete_append(path: str) -> bool:
@@ -144,8 +144,8 @@ def complete_append(path: str) -> bool:
 
 
 def _opened(path: str) -> contextlib.closing[WritableFile]:
-    """A file that may be written."""
-    os.close(open_file(path))  # no pipe or device
+    """A file, open for writing. NotAFileError for a pipe or a device."""
+    os.close(open_file(path))
     return contextlib.closing(WritableFile(path))
 
 
@@ -160,16 +160,16 @@ class GrowingFile(WritableFile):
     path : str
         Its path, without links.
     name : str
-        As it was asked for, for messages.
+        The path as the caller gave it, for messages.
     state : sequence of int
-        Its size and time, as they were planned with.
+        Its size and time of last change when the append was planned (`state_of_file`).
 
     Attributes
     ----------
     temporary : str
         A small file beside it: what will be changed.
     is_as_before : callable
-        Whether the bytes that will be changed are what they were.
+        Whether the bytes that `publish` will change are what they were when the append was planned.
 
     Raises
     ------
@@ -180,42 +180,43 @@ class GrowingFile(WritableFile):
     def __init__(self, path: str, name: str, state: Sequence[int]) -> None:
         self.is_as_before: Callable[[], bool] = lambda: False
         self._name, self._old_nbytes, self._is_begun = name, state[0], False
-        self._right = AppendLock(path)
-        self._target = Target(path, "w", token=self._right.token)
+        self._append_lock = AppendLock(path)
+        self._target = Target(path, "w", token=self._append_lock.token)
         try:
-            with named(name):
+            with as_write_error(name):
                 super().__init__(path)
-            if not self._takes(fcntl.LOCK_EX):
+            if not self._take_hdf5_lock(fcntl.LOCK_EX):
                 raise ConfigError(
                     f"'{path}' is open in another program, or in this one (a file of h5py, netCDF4 or xarray that was not "
                     "closed): it holds HDF5's lock. Close it there, and append again"
                 )
-            self._share()  # others may read meanwhile, and ranks of this job do
+            self._let_others_read()  # others may read meanwhile, and ranks of this job do
             if state_of_file(self) != list(state):  # now that nobody changes it
                 raise changed_meanwhile(name)
             self.temporary = self._target.create()
-            with named(name):
+            with as_write_error(name):
                 self._write_changes([])
         except BaseException:
             self.discard()
             raise
 
-    def _takes(self, kind: int) -> bool:
-        """Whether it gets HDF5's lock of this kind."""
-        is_used = os.environ.get("HDF5_USE_FILE_LOCKING", "").upper() not in ("FALSE", "0")
-        return not is_used or take_lock(self.descriptor, kind)
+    def _take_hdf5_lock(self, kind: int) -> bool:
+        """Take HDF5's lock of this kind (`fcntl.LOCK_EX`, `LOCK_SH`). False if another program has it."""
+        are_locks_used = os.environ.get("HDF5_USE_FILE_LOCKING", "").upper() not in ("FALSE", "0")
+        return not are_locks_used or take_lock(self.descriptor, kind)
 
-    def _share(self) -> None:
-        """Let others read. The system gives one lock back before it takes the other: look at the file after this."""
-        if not self._takes(fcntl.LOCK_SH):
+    def _let_others_read(self) -> None:
+        """Take the shared lock in place of the other. Between the two the file has no lock: compare its state after this."""
+        if not self._take_hdf5_lock(fcntl.LOCK_SH):
             raise ConfigError(
                 f"'{self._path}' was opened for writing by another program during this append. Nothing was appended; run it "
                 "again"
             )
 
-    def _is_alone(self) -> bool:
-        if not self._takes(fcntl.LOCK_EX):
-            self._share()
+    def _take_back_lock(self) -> bool:
+        """Take the lock that keeps readers away, too. False if a program reads the file."""
+        if not self._take_hdf5_lock(fcntl.LOCK_EX):
+            self._let_others_read()
             return False
         return True
 
@@ -232,14 +233,15 @@ class GrowingFile(WritableFile):
 
     def publish(self) -> None:
         """Make the changes. ConfigError if somebody has changed the file meanwhile, or put another one in its place."""
-        with named(self._name):
-            if not wait_for(self._is_alone):
+        with as_write_error(self._name):
+            if not wait_for(self._take_back_lock):
                 raise ConfigError(
                     f"'{self._path}' was opened by another program during this append, and is still open there: it would read "
                     "old and new metadata. Nothing was appended: close it there, and append again"
                 )
-            here, there = os.fstat(self.descriptor), os.stat(self._path)
-            if not os.path.samestat(here, there) or here.st_size < self._new_nbytes or not self.is_as_before():
+            status = os.fstat(self.descriptor)
+            is_same_file = os.path.samestat(status, os.stat(self._path))
+            if not is_same_file or status.st_size < self._new_nbytes or not self.is_as_before():
                 raise changed_meanwhile(self._name)
             changes = f"{self.temporary.removesuffix('.unfinished')}.changes"
             os.rename(self.temporary, changes)
@@ -260,8 +262,8 @@ class GrowingFile(WritableFile):
                 ) from error
 
     def discard(self) -> None:
-        """End it, also after `publish`; without that it gets its old length, unless somebody else has changed it: what is
-        behind its old end may be theirs. May be called again. Never raises OSError.
+        """End the append, also after `publish`. Without that the file gets its old length, unless somebody else has changed it:
+        what is behind the old end may be theirs. May be called again. Never raises OSError.
         """
         with contextlib.suppress(OSError):
             if not self._is_begun and self.nbytes > self._old_nbytes and self.is_as_before():
@@ -269,11 +271,11 @@ class GrowingFile(WritableFile):
         with contextlib.suppress(OSError):
             self.close()  # gives the file's lock back
         self._target.abandon()
-        self._right.release()
+        self._append_lock.release()
 
 
 def state_of_file(file: LocalFile) -> list[int]:
-    """Size and time of an open file."""
+    """Size and time of last change of an open file."""
     return list((file.version or ())[:2])
 
 
@@ -284,19 +286,19 @@ _LOCK_BEGINS = b"shardload append "
 
 
 def locked_path(path: str) -> str | None:
-    """The path that this lock is for; None if it is none, by its name and its first bytes."""
+    """The path for which the file `path` is an `AppendLock`; None if it is none, by its name and its first bytes."""
     if not path.endswith(_LOCK_SUFFIX) or not os.path.isfile(path):
         return None
     head = head_of(path)
     return path[: -len(_LOCK_SUFFIX)] if head.startswith(_LOCK_BEGINS) or not head else None
 
 
-def parts_of(lock: str) -> list[str]:
-    """The temporary of the append that made a lock, if it is there. That of changes is not one: nobody may remove it unseen."""
+def temporaries_of(lock: str) -> list[str]:
+    """The temporary of the append that made a lock, if it exists. A file of changes is none: nobody may remove it unseen."""
     path, words = lock.removesuffix(_LOCK_SUFFIX), os.fsdecode(head_of(lock)).split()
     temporary = f"{path}.{words[2]}.unfinished" if len(words) > 2 else ""
-    is_one = temporary_of(temporary) == (path, "unfinished")  # else the lock is not ours, and leads anywhere
-    return [temporary] if is_one and os.path.lexists(temporary) else []
+    is_ours = temporary_of(temporary) == (path, "unfinished")  # a lock of others leads anywhere
+    return [temporary] if is_ours and os.path.lexists(temporary) else []
 
 
 def how_to_remove(paths: Sequence[str]) -> str:
@@ -310,9 +312,9 @@ class AppendLock:
     Attributes
     ----------
     path : str
-        The file that says so.
+        The lock: a small file beside the one that grows.
     token : str
-        A number of this append, which the name of its temporary has too.
+        A random number of this append. The name of its temporary has it, too.
 
     Raises
     ------
@@ -322,36 +324,36 @@ class AppendLock:
 
     def __init__(self, path: str) -> None:
         self.path, self.token = path + _LOCK_SUFFIX, secrets.token_hex(8)
-        about = f"{self.token} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
-        self._text = _LOCK_BEGINS + os.fsencode(about)
+        owner = f"{self.token} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n"
+        self._text = _LOCK_BEGINS + os.fsencode(owner)
         try:
             file = WritableFile(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             words = head_of(self.path).decode(errors="replace").split()
-            by = f" (process {words[-1]} of {words[-2]})" if len(words) >= 6 else ""
-            remove = how_to_remove([self.path, *parts_of(self.path)])
+            process = f" (process {words[-1]} of {words[-2]})" if len(words) >= 6 else ""
+            remove = how_to_remove([self.path, *temporaries_of(self.path)])
             raise ConfigError(
-                f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{by}. "
+                f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{process}. "
                 f"Wait for it; if none runs there any more, remove what it left: {remove}"
             ) from None
         except PermissionError:
             raise ConfigError(f"'{path}' cannot grow: no right to write in its folder '{os.path.dirname(path)}'") from None
         try:
-            with named(path), contextlib.closing(file):
+            with as_write_error(path), contextlib.closing(file):
                 file.write_at(self._text, 0)
         except BaseException:
             os.unlink(self.path)
             raise
 
     def release(self) -> None:
-        """Give it back. May be called again. If somebody has removed it meanwhile, that of another append stays."""
+        """Remove the lock. May be called again. If somebody has removed it meanwhile, the lock of another append stays."""
         if head_of(self.path) == self._text:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
 
 
 def changed_meanwhile(path: str) -> ConfigError:
-    """The error about a file or store that is not what was planned for any more."""
+    """The error about a file or store that has changed since the append was planned."""
     return ConfigError(f"'{path}' was changed by somebody else during this append. Nothing was appended; run it again")
 
 

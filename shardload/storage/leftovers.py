@@ -1,4 +1,4 @@
-"""What is this temporary of a save, is it whole, and what should be done with it?
+"""What has a save or an append that was killed left behind, is it whole, and what should be done with it?
 
 A save that was killed leaves ``NAME.TOKEN.unfinished``, and a Zarr store that was being replaced may stay as
 ``NAME.TOKEN.replaced`` (see `target`). Nobody but the user removes them: a save may still be at work there.
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardload.errors import SourceError
-from shardload.storage.changes import changes_of, how_to_remove, locked_path, parts_of
+from shardload.storage.changes import changes_of, how_to_remove, locked_path, temporaries_of
 from shardload.storage.local import open_file
 from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
-METADATA = {*ROOTS, ".zattrs", ".zmetadata"}
+NODE_FILES = (*ROOTS, ".zattrs")  # the metadata of one array or group
+METADATA = {*NODE_FILES, ".zmetadata"}
 
-
-_IS = {
+_TEXTS = {
     "appending": "says that '{}' is being appended to; if that was killed, no other append can begin",
     "changes": "is the end of an append to '{}', which cannot be read without it",
     "appended": "belongs to an append to '{}' that has not ended",
@@ -41,7 +41,7 @@ class Leftover:
         The temporary.
     target : str
         The name that was asked for.
-    what : str
+    kind : str
         ``"unfinished"``: what the save wrote. ``"linked"``: a second name of the target. ``"replaced"``: what had the name
         before. ``"appended"``: new rows of the target, which it may have or not. ``"appending"``: a file that keeps other
         appends away. ``"changes"``: the end of an append, without which the target cannot be read.
@@ -55,29 +55,29 @@ class Leftover:
 
     path: str
     target: str
-    what: str
+    kind: str
     is_whole: bool = False
     goes_on: bool = False
     parts: Sequence[str] = ()
 
     @property
-    def told(self) -> str:
-        """What it is, without its path: words that follow it."""
-        if self.what == "unfinished" and self.is_whole:
+    def description(self) -> str:
+        """What it is, in words that follow its path."""
+        if self.kind == "unfinished" and self.is_whole:
             return f"is a whole file that a save to '{self.target}' wrote and did not name: it may not have been compared"
-        part = ", perhaps only a part of it" if self.what == "replaced" and not self.is_whole else ""
-        return _IS[self.what].format(self.target) + part
+        part = ", perhaps only a part of it" if self.kind == "replaced" and not self.is_whole else ""
+        return _TEXTS[self.kind].format(self.target) + part
 
     @property
     def condition(self) -> str:
         """When `commands` may be typed."""
-        call = "append" if self.what.startswith(("append", "changes")) else "copy" if self.goes_on else "save"
+        call = "append" if self.kind.startswith(("append", "changes")) else "copy" if self.goes_on else "save"
         return f"If no {call} runs there any more"
 
     @property
     def commands(self) -> list[tuple[str, str]]:
         """What to do under this `condition`: in words, and what to type."""
-        if self.what == "changes":
+        if self.kind == "changes":
             return [("complete it", f"shardload info {shlex.quote(self.target)}")]
         remove = "remove what it left" if self.parts else "remove it", how_to_remove([self.path, *self.parts])
         if self.goes_on:
@@ -91,8 +91,8 @@ class Leftover:
         return [("give it a name to use it", f"mv -n {shlex.quote(self.path)} {shlex.quote(target)}"), remove]
 
     def __str__(self) -> str:
-        commands = ", or ".join(f"{what}: `{command}`" for what, command in self.commands)
-        return f"'{self.path}' {self.told}. {self.condition}, {commands}."
+        commands = ", or ".join(f"{purpose}: `{command}`" for purpose, command in self.commands)
+        return f"'{self.path}' {self.description}. {self.condition}, {commands}."
 
 
 def find_leftover(path: str) -> Leftover | None:
@@ -103,20 +103,20 @@ def find_leftover(path: str) -> Leftover | None:
     path = path.rstrip("/")
     locked = locked_path(path)
     if locked is not None:
-        return Leftover(path, locked, "appending", parts=parts_of(path))
-    found = temporary_of(path)
-    if found is None or not os.path.exists(path):
+        return Leftover(path, locked, "appending", parts=temporaries_of(path))
+    parsed = temporary_of(path)
+    if parsed is None or not os.path.exists(path):
         return None
-    target, what = found
+    target, kind = parsed
     if os.path.isdir(path):
         names = set(os.listdir(path))
         if GROWTH_MARK in names:
             return Leftover(path, target, "appended")
         is_whole = FOLDER_MARK not in names and any(root in names for root in ROOTS)
-        is_whole = is_whole and (what == "unfinished" or not os.path.lexists(target))
+        is_whole = is_whole and (kind == "unfinished" or not os.path.lexists(target))
         goes_on = FOLDER_MARK in names and os.path.getsize(os.path.join(path, FOLDER_MARK)) > MARK_NBYTES
-        return Leftover(path, target, what, is_whole, goes_on=goes_on)
-    if what == "changes":
+        return Leftover(path, target, kind, is_whole, goes_on=goes_on)
+    if kind == "changes":
         is_needed = changes_of(os.path.realpath(target)) == os.path.realpath(path)
         return Leftover(path, target, "changes" if is_needed else "appended")
     try:
@@ -129,7 +129,7 @@ def find_leftover(path: str) -> Leftover | None:
         return None
     if os.path.exists(target) and os.path.samefile(path, target):
         return Leftover(path, target, "linked")
-    return Leftover(path, target, what, bool(head) and head != MARK_BEGINS)
+    return Leftover(path, target, kind, bool(head) and head != MARK_BEGINS)
 
 
 def leftovers_beside(path: str) -> list[Leftover]:
@@ -137,21 +137,22 @@ def leftovers_beside(path: str) -> list[Leftover]:
     final = os.path.realpath(path)
     folder, name = os.path.split(final)
     try:
-        others = [other for other in sorted(os.listdir(folder)) if other.startswith(f"{name}.")]
-    except OSError:  # the folder is not there, or may not be listed
+        entries = [entry for entry in sorted(os.listdir(folder)) if entry.startswith(f"{name}.")]
+    except OSError:  # the folder does not exist, or may not be listed
         return []
-    there = [left for other in others if (left := find_leftover(os.path.join(folder, other))) and left.target == final]
-    parts = {part for left in there for part in left.parts}
-    return [left for left in there if left.path not in parts]
+    leftovers = [leftover for entry in entries if (leftover := find_leftover(os.path.join(folder, entry)))]
+    leftovers = [leftover for leftover in leftovers if leftover.target == final]
+    parts = {part for leftover in leftovers for part in leftover.parts}
+    return [leftover for leftover in leftovers if leftover.path not in parts]
 
 
 def whole_beside(path: str) -> str:
-    """Of a name that nothing has: the whole files or stores beside it that a save has left, as sentences for a message."""
-    return "".join(f" Beside it: {left}" for left in leftovers_beside(path) if left.is_whole)
+    """Sentences about the whole files or stores that a save has left beside a path that does not exist, for a message."""
+    return "".join(f" Beside it: {leftover}" for leftover in leftovers_beside(path) if leftover.is_whole)
 
 
 def refuse_leftover(path: str) -> None:
-    """Raise SourceError if `path` is a temporary of a save: what is loaded from it may go any moment, or was never compared."""
-    found = None if "://" in path else find_leftover(path)
-    if found is not None:
-        raise SourceError(str(found), path=path)
+    """Raise SourceError if `path` is a temporary of a save: it may be removed any moment, and was perhaps never read back."""
+    leftover = None if "://" in path else find_leftover(path)
+    if leftover is not None:
+        raise SourceError(str(leftover), path=path)

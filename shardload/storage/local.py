@@ -62,18 +62,16 @@ class Fence:
 
     def holds(self, path: str) -> bool:
         """True if `path`, resolved, is inside. It need not exist."""
-        return not self.folders or self._is_inside(os.path.realpath(path))
+        return self.holds_real(os.path.realpath(path))
 
     def holds_real(self, path: str) -> bool:
         """The same for a path without symbolic links."""
-        return not self.folders or self._is_inside(path)
+        is_inside = (path == folder or path.startswith(folder.rstrip("/") + "/") for folder in self.folders)
+        return not self.folders or any(is_inside)
 
     def holds_open(self, descriptor: int, path: str) -> bool:
         """The same for an open file: by where it really is, even if its name has changed since."""
-        return not self.folders or self._is_inside(real_path_of(descriptor, path))
-
-    def _is_inside(self, real: str) -> bool:
-        return any(real == folder or real.startswith(folder.rstrip("/") + "/") for folder in self.folders)
+        return not self.folders or self.holds_real(real_path_of(descriptor, path))
 
 
 def real_path_of(descriptor: int, path: str) -> str:
@@ -147,28 +145,28 @@ def head_of(path: str, nbytes: int = 4096) -> bytes:
 
 
 def state_of(file: int | str) -> tuple[int, ...] | None:
-    """Size and time of last change of a file, by its descriptor or path; None if the file does not exist.
+    """Size and time of last change of a file; None if the file does not exist.
 
     For a descriptor, inode and device follow. For a path they do not, because some network file systems give a new inode each
     time.
     """
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except OSError:
         return None
-    state = found.st_size, found.st_mtime_ns
-    return (*state, found.st_ino, found.st_dev) if isinstance(file, int) else state
+    state = status.st_size, status.st_mtime_ns
+    return (*state, status.st_ino, status.st_dev) if isinstance(file, int) else state
 
 
 def read_at(descriptor: int, out: Bytes, offset: int) -> int:
     """Fill `out`, a C-contiguous array of bytes, from an open file at `offset`; returns the number of bytes read."""
-    memory, done = out.data, 0
-    while done < len(memory):  # one call reads 2 GiB at the most, and less on some file systems
-        n = os.preadv(descriptor, [memory[done:]], offset + done)
-        if n == 0:
+    memory, n_read = out.data, 0
+    while n_read < len(memory):  # one call reads at most 2 GiB, and less on some file systems
+        n_more = os.preadv(descriptor, [memory[n_read:]], offset + n_read)
+        if n_more == 0:
             break
-        done += n
-    return done
+        n_read += n_more
+    return n_read
 
 
 class LocalFile:
@@ -183,18 +181,18 @@ class LocalFile:
     """
 
     most_gap_nbytes = 1 << 12
-    _held: int | None = None  # also of one whose file could not be opened
+    _descriptor: int | None = None  # for `close`, which is called of an object whose file could not be opened, too
 
     def __init__(self, descriptor: int, path: str = "the file") -> None:
-        self._held = descriptor
+        self._descriptor = descriptor
         self._path = path
 
     @property
     def descriptor(self) -> int:
-        """That of the system. OSError after `close`."""
-        if self._held is None:
+        """The descriptor of the open file. OSError after `close`."""
+        if self._descriptor is None:
             raise OSError("the file was closed")  # its number may mean another file by now
-        return self._held
+        return self._descriptor
 
     @property
     def nbytes(self) -> int:
@@ -208,10 +206,10 @@ class LocalFile:
 
     def read_into(self, out: Bytes, offset: int) -> None:
         """Fill `out`, C-contiguous bytes. OSError if the file ends before, or cannot be read."""
-        done = read_at(self.descriptor, out, offset)
-        if done < len(out):
+        n_read = read_at(self.descriptor, out, offset)
+        if n_read < len(out):
             expected = f"but values are stored up to byte {offset + len(out)}"
-            raise OSError(errno.EIO, f"the file ends at byte {offset + done}, {expected}", self._path)
+            raise OSError(errno.EIO, f"the file ends at byte {offset + n_read}, {expected}", self._path)
 
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """The bytes at `offset`: fewer than `nbytes` where the file ends."""
@@ -228,9 +226,9 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the descriptor."""
-        held, self._held = self._held, None
-        if held is not None:
-            os.close(held)
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     __del__ = close
 
@@ -284,9 +282,9 @@ class LocalFolder:
         """See `ObjectFolder`. Links that lead out, or to a folder above, are left out."""
         path = os.path.join(self.path, key)
         with os.scandir(path) as entries:
-            found = [(entry.name, entry.is_symlink()) for entry in entries if _may_be_folder(entry)]
+            folders = [(entry.name, entry.is_symlink()) for entry in entries if _may_be_folder(entry)]
         above = set[str]()
-        if any(is_link for _, is_link in found):
+        if any(is_link for _, is_link in folders):
             parts = key.split("/")
             above = {os.path.realpath(os.path.join(self.path, *parts[:k])) for k in range(len(parts) + 1)}
 
@@ -294,7 +292,7 @@ class LocalFolder:
             real = os.path.realpath(os.path.join(path, name))
             return real not in above and self.fence.holds_real(real)
 
-        return sorted(name for name, is_link in found if not is_link or is_below(name))
+        return sorted(name for name, is_link in folders if not is_link or is_below(name))
 
     def _open_folder(self, key: str) -> int:
         """The descriptor of a folder; -1 if it cannot be opened, or is outside the fence."""
@@ -307,7 +305,7 @@ class LocalFolder:
         return -1
 
     def _read(self, key: str, folder: int, most_nbytes: int) -> Content | None:
-        """The content of a file in an open folder. What is no file, or too long, is left to `open`, which says so."""
+        """The content of a file in an open folder. `open` raises the error about what is no file, or too long."""
         try:
             descriptor = os.open(key.rpartition("/")[2], _TO_READ | os.O_NOFOLLOW, dir_fd=folder)
         except FileNotFoundError:
@@ -316,17 +314,18 @@ class LocalFolder:
             pass
         else:
             try:
-                found = os.fstat(descriptor)
-                if stat.S_ISREG(found.st_mode) and found.st_size <= most_nbytes:
-                    content = os.pread(descriptor, found.st_size, 0)
-                    if len(content) == found.st_size:
+                status = os.fstat(descriptor)
+                if stat.S_ISREG(status.st_mode) and status.st_size <= most_nbytes:
+                    content = os.pread(descriptor, status.st_size, 0)
+                    if len(content) == status.st_size:
                         return content
             finally:
                 os.close(descriptor)
         file = self.open(key)
         if file is None:
             return None
-        if (nbytes := file.nbytes) > most_nbytes:
+        nbytes = file.nbytes
+        if nbytes > most_nbytes:
             raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most_nbytes} at most")
         memory = np.empty(nbytes, dtype=np.uint8)
         file.read_into(memory, 0)

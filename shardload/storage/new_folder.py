@@ -1,17 +1,17 @@
 """How does a folder of objects come into being, or grow? On a file system under a temporary name, until all of it is there.
 
 1. An object is a file. It stays open until its fsync, because some file systems tell only then that there was no room.
-2. A folder that another job may go on with (`take_up`) has a name for each file that is on disk, whole: until then the file has
-   `_PART` behind its name. So no list of them is needed. The mark of the folder says what is being written, of what source, and
-   is locked as long as a job writes there: two jobs never go on with one folder.
-3. `AddedFolder` is what comes into an old folder: its files are moved there.
+2. In a folder that another job may go on with (`take_up`), a file has `_PART` behind its name until all of it is on disk. So
+   the names say which files are whole. The mark of the folder says what is being written, of which source. A job locks it while
+   it writes: two jobs never go on with one folder.
+3. `AddedFolder` has what comes into an old folder: its files are moved there.
 
-In a store (`NewRemoteFolder`) names cannot be changed, so that nobody may take a folder for a whole one before it is:
+In a store (`NewRemoteFolder`) names cannot be changed. Nobody must take the folder for a whole one before it is:
 
-1. A job puts its mark first, which must not exist: so no two write one folder. It must find nothing else there.
-2. Objects have their keys from the beginning. Without the last one, which `publish` puts, and which must not exist, they are no
-   store of arrays. Then the mark goes.
-3. A job that fails removes what it has put. What one has left that was killed stays: its mark says so to the next.
+1. A job first puts a mark, which must not exist: so no two jobs write one folder. Nothing else may be there.
+2. Objects have their keys from the beginning. They are no store of arrays without the last one, which `publish` puts, and which
+   must not exist. Then the mark is removed.
+3. A job that fails removes what it has put. The objects of a job that was killed stay: its mark tells the next job.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Any, Literal
+from typing import IO, Any
 
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, SourceError
 from shardload.storage.changes import AppendLock, take_lock
 from shardload.storage.leftovers import METADATA, ROOTS
 from shardload.storage.local import Fence, LocalFolder
@@ -42,7 +42,6 @@ from shardload.storage.target import (
     WritableFile,
     check_mark,
     mark,
-    not_undone,
     sync_folder,
     sync_name,
     temporary_of,
@@ -51,8 +50,8 @@ from shardload.storage.target import (
 _PART = ".part"
 _REMOTE_PAUSES = (0.0, 0.5, 2.0)  # seconds before each attempt to remove what other ranks may still put
 _MOST_OPEN = 64  # files that wait for their fsync
-_MOST_BEHIND = 4096  # writes into them
-_MOST_BEHIND_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
+_MOST_UNSYNCED = 4096  # writes into them
+_MOST_UNSYNCED_NBYTES = 64 << 20  # if another job may go on: about what a kill costs a rank
 
 
 class NewFolder(LocalFolder):
@@ -73,16 +72,16 @@ class NewFolder(LocalFolder):
     def __init__(self, path: str, mode: str, about: Mapping[str, str] | None = None) -> None:
         super().__init__("", Fence())  # `create` and `join` say where it is
         self._name, self._about = path, about
-        self._target = Target(path, mode, is_folder=True, known=ROOTS)
-        self._mark: IO[bytes] | None = None  # locked
+        self._target = Target(path, mode, is_folder=True, marks=ROOTS)
+        self._mark: IO[bytes] | None = None  # locked while another job could go on
         self._lock = threading.Lock()
         # A file is closed with its last reference, so that no thread loses it while it writes. No weak references here: while a
         # file closes, they would still give it to another thread.
-        self._opened: dict[str, WritableFile] = {}  # those of `write_at` until the next sync, by key: they share an fsync
-        self._unsynced: dict[WritableFile, str] = {}
-        self._n_behind = self._nbytes_behind = 0
-        self._made = set[str]()  # folders that are there
-        self._new_names = set[str]()  # folders with new names that are not synced
+        self._shared: dict[str, WritableFile] = {}  # the files of `write_at`, by key: one fsync for the writes of all threads
+        self._unsynced: dict[WritableFile, str] = {}  # with their keys
+        self._n_unsynced = self._nbytes_unsynced = 0  # writes, and their bytes
+        self._folders = set[str]()  # which exist
+        self._unsynced_folders = set[str]()  # with new names in them
 
     # --- on one rank
 
@@ -96,7 +95,7 @@ class NewFolder(LocalFolder):
                 raise
             return self.path
         self.path = self._target.create()
-        self._made.add(self.path)
+        self._folders.add(self.path)
         try:
             text = b"" if self._about is None else json.dumps(dict(self._about)).encode()
             self._write_small(FOLDER_MARK, mark(self._target.token, self._name) + text)
@@ -113,24 +112,26 @@ class NewFolder(LocalFolder):
         file.sync()
 
     def take_up(self) -> set[str] | None:
-        """See `WritableFolder`. A folder that is whole but for its name does not count. What is not whole is removed."""
-        why = ""
+        """See `WritableFolder`. A folder without a mark is whole, and does not count. Files that are not whole are removed."""
+        difference = ""
         for path in self._unfinished():
             try:
                 file = _locked(os.path.join(path, FOLDER_MARK))
             except FileNotFoundError:
                 continue
             file.seek(MARK_NBYTES)
-            before, about = json.loads(file.read() or b"{}"), self._about or {}
-            other = next((key for key in about if before.get(key) != about[key]), None)
-            if other is None:
+            old, about = json.loads(file.read() or b"{}"), self._about or {}
+            key = next((key for key in about if old.get(key) != about[key]), None)
+            if key is None:
                 self.path, self._mark = path, file
-                self._made.add(path)
-                return self._whole()
+                self._folders.add(path)
+                return self._whole_keys()
             file.close()
-            why = why or f"'{path}' is not of this copy: {other} was {before.get(other, 'nothing')}, and is {about[other]}"
-        if why:
-            raise ConfigError(f"{why}. Remove it, or begin again without resume=True")
+            difference = difference or (
+                f"'{path}' is not of this copy: {key} was {old.get(key, 'nothing')}, and is {about[key]}"
+            )
+        if difference:
+            raise ConfigError(f"{difference}. Remove it, or begin again without resume=True")
         return None
 
     def _unfinished(self) -> Iterator[str]:
@@ -142,8 +143,8 @@ class NewFolder(LocalFolder):
             if temporary_of(path) == (final, "unfinished") and not os.path.islink(path) and os.path.isdir(path):
                 yield path
 
-    def _whole(self) -> set[str]:
-        """The keys of files that are on disk, whole; their names are too. Metadata go, the root's first."""
+    def _whole_keys(self) -> set[str]:
+        """The keys of the files that are whole. All others are removed, and metadata: the root's first."""
         for folder, _, files in os.walk(self.path):
             for name in files:
                 if name.endswith(_PART) or name in METADATA:
@@ -168,7 +169,7 @@ class NewFolder(LocalFolder):
         """See `WritableFolder`."""
         if keeps and self._mark is not None:
             self._target.temporary = None
-        if self._target.temporary is not None:  # first of all: a part of a store must not look like a whole one
+        if self._target.temporary is not None:  # first: a part of a store must not look like a whole one
             for name in ROOTS:
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self._target.temporary, name))
@@ -185,7 +186,7 @@ class NewFolder(LocalFolder):
         """See `WritableFolder`."""
         check_mark(os.path.join(address, FOLDER_MARK), address, self._name)
         self.path = address
-        self._made.add(address)
+        self._folders.add(address)
 
     def read_back(self, address: str) -> LocalFolder:
         """See `WritableFolder`."""
@@ -206,11 +207,11 @@ class NewFolder(LocalFolder):
     def write_at(self, key: str, data: Any, offset: int) -> None:
         """See `WritableFolder`."""
         with self._lock:
-            file = self._opened.get(key)
+            file = self._shared.get(key)
         if file is None:
-            file = self._open_new(key)  # without the lock: a file server takes its time
+            file = self._open_new(key)  # without the lock: a file server may be slow
             with self._lock:
-                file = self._opened.setdefault(key, file)
+                file = self._shared.setdefault(key, file)
         self._write(key, file, data, offset)
 
     def _open_new(self, key: str, flags: int = 0) -> WritableFile:
@@ -218,39 +219,39 @@ class NewFolder(LocalFolder):
         folder = os.path.dirname(path)
         self._make_folder(folder)
         file = WritableFile(path if self._about is None else path + _PART, os.O_CREAT | os.O_WRONLY | flags)
-        with self._lock:  # not before: a sync of another thread would not be one of this name
-            while len(folder) > len(self.path) and folder not in self._new_names:
-                self._new_names.add(folder)
+        with self._lock:  # after the file is made: a sync of another thread before that would not count
+            while len(folder) > len(self.path) and folder not in self._unsynced_folders:
+                self._unsynced_folders.add(folder)
                 folder = os.path.dirname(folder)
         return file
 
     def _make_folder(self, folder: str) -> None:
-        """Make a folder, and those above it; not the store itself: who has removed it wants it gone."""
-        if folder not in self._made:
+        """Make a folder, and those above it; not the store itself: whoever has removed that wants it gone."""
+        if folder not in self._folders:
             self._make_folder(os.path.dirname(folder))
             with contextlib.suppress(FileExistsError):  # another thread, or rank
                 os.mkdir(folder)
-            self._made.add(folder)
+            self._folders.add(folder)
 
     def _write(self, key: str, file: WritableFile, data: Any, offset: int) -> None:
         file.write_at(data, offset)
         with self._lock:
-            self._unsynced[file] = key  # not before, so that a sync of another thread does not end it
-            self._n_behind += 1
-            self._nbytes_behind += memoryview(data).nbytes
-            is_long = self._about is not None and self._nbytes_behind >= _MOST_BEHIND_NBYTES
-            is_late = len(self._unsynced) >= _MOST_OPEN or self._n_behind >= _MOST_BEHIND or is_long
-            files = self._take() if is_late else {}
+            self._unsynced[file] = key  # after the write: a sync of another thread before that would not count
+            self._n_unsynced += 1
+            self._nbytes_unsynced += memoryview(data).nbytes
+            has_many_bytes = self._about is not None and self._nbytes_unsynced >= _MOST_UNSYNCED_NBYTES
+            is_due = len(self._unsynced) >= _MOST_OPEN or self._n_unsynced >= _MOST_UNSYNCED or has_many_bytes
+            files = self._take_unsynced() if is_due else {}
         self._sync_files(files)
 
-    def _take(self) -> dict[WritableFile, str]:
-        """The files that were written to, for the caller to sync. With the lock."""
-        files, self._unsynced, self._opened = self._unsynced, {}, {}
-        self._n_behind = self._nbytes_behind = 0
+    def _take_unsynced(self) -> dict[WritableFile, str]:
+        """The files that wait for their fsync, for the caller to sync. Call it with the lock."""
+        files, self._unsynced, self._shared = self._unsynced, {}, {}
+        self._n_unsynced = self._nbytes_unsynced = 0
         return files
 
     def _sync_files(self, files: Mapping[WritableFile, str]) -> None:
-        """Wait until files are on disk, which then get their names."""
+        """Wait until files are on disk, and give them their names."""
         for file, key in files.items():
             path = os.path.join(self.path, key)
             try:
@@ -263,15 +264,15 @@ class NewFolder(LocalFolder):
     def sync(self) -> None:
         """See `WritableFolder`."""
         with self._lock:
-            files, folders, self._new_names = self._take(), sorted(self._new_names, reverse=True), set()
+            files, folders, self._unsynced_folders = self._take_unsynced(), sorted(self._unsynced_folders, reverse=True), set()
         self._sync_files(files)
         for folder in [*folders, self.path]:
             sync_folder(folder)
 
     def close(self) -> None:
-        """See `WritableFolder`. For a job that goes on, whole files get their names."""
+        """See `WritableFolder`. If another job may go on, whole files get their names."""
         with self._lock:
-            files = self._take()
+            files = self._take_unsynced()
         if self._about is not None:
             with contextlib.suppress(OSError):
                 self._sync_files(files)
@@ -287,9 +288,9 @@ def _locked(path: str) -> IO[bytes]:
 
 
 class AddedFolder(NewFolder):
-    """What comes into an old folder: new objects, and some in place of old ones.
+    """What comes into an old folder: new objects, and objects in place of old ones.
 
-    `create` takes the right to append, which ends with `discard`.
+    `create` takes the `AppendLock` of the old folder, `discard` gives it back.
 
     Parameters
     ----------
@@ -300,12 +301,12 @@ class AddedFolder(NewFolder):
     def __init__(self, path: str) -> None:
         self.old = os.path.realpath(path)
         super().__init__(path, "w")
-        self._right: AppendLock | None = None
+        self._append_lock: AppendLock | None = None
 
     def create(self) -> str:
         """See `WritableFolder`."""
-        self._right = AppendLock(self.old)
-        self._target.token = self._right.token
+        self._append_lock = AppendLock(self.old)
+        self._target.token = self._append_lock.token
         try:
             super().create()
             self._write_small(GROWTH_MARK, b"")
@@ -315,16 +316,16 @@ class AddedFolder(NewFolder):
         return self.path
 
     def add(self, new: Iterable[tuple[str, str]], changed: Iterable[tuple[str, str]]) -> None:
-        """Move objects to their keys in the old folder: first those that nobody reads, which are removed if that fails.
+        """Move objects into the old folder: first new ones, which nobody reads yet, and which are removed if a move fails.
 
-        Each is given by its key here, and the one there.
+        Each is given by its key here, and its key in the old folder.
         """
-        added: list[str] = []
+        moved: list[str] = []
         try:
             for pairs in (new, changed):
-                folders: set[str] = set()
-                for key, there in pairs:
-                    path = os.path.join(self.old, there)
+                folders = set[str]()
+                for key, old_key in pairs:
+                    path = os.path.join(self.old, old_key)
                     folder = os.path.dirname(path)
                     if folder not in folders:
                         os.makedirs(folder, exist_ok=True)
@@ -333,17 +334,17 @@ class AddedFolder(NewFolder):
                             folder = os.path.dirname(folder)
                     os.replace(os.path.join(self.path, key), path)
                     if pairs is new:
-                        added.append(path)
+                        moved.append(path)
                 for folder in sorted(folders, reverse=True):
                     sync_folder(folder)
         except BaseException:
-            for path in added:
+            for path in moved:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             raise
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects of the old folder that nobody reads any more."""
+        """Remove objects that nobody reads any more from the old folder."""
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.old, key))
@@ -354,31 +355,39 @@ class AddedFolder(NewFolder):
         Parameters
         ----------
         keys : mapping of str to str
-            Of each, by its key in the old folder, the key here.
+            From the key of each in the old folder to its key here.
         before : mapping of str to bytes
             The old contents.
         """
-        done: list[str] = []
+        replaced: list[str] = []
         try:
-            for there, key in keys.items():
-                os.replace(os.path.join(self.path, key), os.path.join(self.old, there))
-                done.append(there)
+            for old_key, key in keys.items():
+                os.replace(os.path.join(self.path, key), os.path.join(self.old, old_key))
+                replaced.append(old_key)
         except BaseException as error:
             try:
-                for there in reversed(done):
-                    self._write_small(f"{GROWTH_MARK}-back", before[there])
-                    os.replace(os.path.join(self.path, f"{GROWTH_MARK}-back"), os.path.join(self.old, there))
-            except OSError as found:
-                raise not_undone(error, self._name, found) from error
+                for old_key in reversed(replaced):
+                    self._write_small(f"{GROWTH_MARK}-back", before[old_key])
+                    os.replace(os.path.join(self.path, f"{GROWTH_MARK}-back"), os.path.join(self.old, old_key))
+            except OSError as second_error:
+                texts = [
+                    getattr(cause, "strerror", None) or str(cause) or type(cause).__name__ for cause in (error, second_error)
+                ]
+                raise SourceError(
+                    f"the append to '{self._name}' failed as its arrays got their new length ({texts[0]}), and could not be "
+                    f"undone ({texts[1]}). No value is lost, but some arrays may have the old length and some the new one: "
+                    "look at their shapes, and append what is missing to those that are shorter",
+                    path=self._name,
+                ) from error
             raise
-        for folder in sorted({os.path.dirname(os.path.join(self.old, there)) for there in done}):
+        for folder in sorted({os.path.dirname(os.path.join(self.old, old_key)) for old_key in replaced}):
             sync_name(folder, self._name)
 
     def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`."""
         super().discard(keeps=keeps)
-        if self._right is not None:
-            self._right.release()
+        if self._append_lock is not None:
+            self._append_lock.release()
 
 
 class NewRemoteFolder(RemoteFolder):
@@ -387,7 +396,7 @@ class NewRemoteFolder(RemoteFolder):
     Parameters
     ----------
     url : str
-        Its place.
+        Where it will be.
     mode : str
         ``"w-"`` or ``"w"``: neither replaces anything here.
     options : mapping
@@ -407,35 +416,31 @@ class NewRemoteFolder(RemoteFolder):
                 f"'{without_secrets(url)}' is on an HTTP server, to which nothing is saved. Save to a folder, and upload it"
             )
         super().__init__(Client(url, options))
-        self._mode, self._mark, self._last = mode, b"", ("", b"")
+        self._mode, self._mark, self._last_object = mode, b"", ("", b"")
 
     # --- on one rank
 
     def create(self) -> str:
         """See `WritableFolder`."""
-        self._mark = secrets.token_hex(8).encode()
-        how = f"Remove what is there (aws s3 rm --recursive {self.name}, gcloud storage rm -r), or choose another name"
+        token = secrets.token_hex(8).encode()
+        fix = f"Remove what is there (aws s3 rm --recursive {self.name}, gcloud storage rm -r), or choose another name"
         try:
-            self._put_new(FOLDER_MARK, self._mark)
+            self._put_new(FOLDER_MARK, token)
         except FileExistsError:
-            self._mark = b""
             raise ConfigError(
                 f"'{self.name}' is being saved by another job, or one that was killed: there is '{FOLDER_MARK}'. Wait for "
-                f"it. {how}"
+                f"it. {fix}"
             ) from None
+        self._mark = token  # not before: `discard` removes all that is there
         try:
-            found = next(iter(self.keys("")), None)
+            key = next(iter(self.keys("")), None)
         except BaseException:
-            self._end()
+            self._remove_mark()
             raise
-        if found is not None:
-            self._end()
-            why = (
-                ", and mode='w' replaces nothing in a store, whose objects cannot change their names"
-                if self._mode == "w"
-                else ""
-            )
-            raise ConfigError(f"'{self.name}' exists: there is '{found}'{why}. {how}")
+        if key is not None:
+            self._remove_mark()
+            reason = ", and mode='w' replaces nothing in a store, whose objects cannot change their names"
+            raise ConfigError(f"'{self.name}' exists: there is '{key}'{reason if self._mode == 'w' else ''}. {fix}")
         return self.name
 
     def take_up(self) -> set[str] | None:
@@ -444,20 +449,20 @@ class NewRemoteFolder(RemoteFolder):
 
     def finish(self, key: str, data: bytes) -> None:
         """See `WritableFolder`."""
-        self._last = key, data
+        self._last_object = key, data
 
     def publish(self) -> None:
         """See `WritableFolder`."""
         try:
-            self._put_new(*self._last)
+            self._put_new(*self._last_object)
         except FileExistsError:
             raise ConfigError(f"'{self.name}' was saved by somebody else meanwhile. Choose another name") from None
-        self._end()
+        self._remove_mark()
 
     def _put_new(self, key: str, data: bytes) -> None:
-        """FileExistsError if there is another object. One that is the same was put by a request whose answer was lost."""
+        """Put an object. FileExistsError if it exists, unless it is the same: a request put it whose answer was lost."""
         try:
-            self._put(key, data, "create")
+            self._client.put(key, data, "create")
         except RemoteChangedError:
             stored = self.open(key)
         else:
@@ -465,20 +470,10 @@ class NewRemoteFolder(RemoteFolder):
         if stored is None or stored.nbytes != len(data) or stored.read_at_most(0, len(data)) != data:
             raise FileExistsError(errno.EEXIST, f"'{self._client.name(key)}' exists")
 
-    def _end(self) -> None:
-        """Remove the mark."""
+    def _remove_mark(self) -> None:
         self._mark = b""
         with contextlib.suppress(OSError):
-            self._delete([FOLDER_MARK])
-
-    def _delete(self, keys: list[str]) -> None:
-        def delete(store: Any, above: str) -> None:
-            import obstore
-
-            obstore.delete(store, [f"{above}/{key}".lstrip("/") for key in keys])
-
-        with contextlib.suppress(FileNotFoundError):
-            self._client.run(self._client.call, "", delete).result()
+            self._client.delete([FOLDER_MARK])
 
     def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`. Other ranks, which have stopped too, may still put the last object."""
@@ -487,9 +482,9 @@ class NewRemoteFolder(RemoteFolder):
             with contextlib.suppress(OSError):
                 if not (keys := list(self.keys(""))):
                     break
-                self._delete(keys)
+                self._client.delete(keys)
         if self._mark:
-            self._end()
+            self._remove_mark()
 
     # --- on all ranks
 
@@ -504,27 +499,11 @@ class NewRemoteFolder(RemoteFolder):
 
     def keys(self, below: str) -> Iterator[str]:
         """See `WritableFolder`."""
-
-        def listed(store: Any, key: str) -> list[str]:
-            import obstore
-
-            n = len(key) - len(below) if below or not key else len(key) + 1  # of the folder's own key
-            return [meta["path"][n:] for page in obstore.list(store, key or None) for meta in page]
-
-        keys: list[str] = self._client.run(self._client.call, below, listed).result()
-        return (key for key in keys if key != FOLDER_MARK)
+        return (key for key in self._client.keys(below) if key != FOLDER_MARK)
 
     def put(self, key: str, data: Any) -> None:
         """See `WritableFolder`. The mark says that nobody else puts it: so it is no error if a request is repeated."""
-        self._put(key, data, "overwrite")
-
-    def _put(self, key: str, data: Any, mode: Literal["create", "overwrite"]) -> None:
-        def put(store: Any, path: str) -> None:
-            import obstore
-
-            obstore.put(store, path, bytes(data), mode=mode, use_multipart=False)
-
-        self._client.run(self._client.call, key, put).result()
+        self._client.put(key, data, "overwrite")
 
     def write_at(self, key: str, data: Any, offset: int) -> None:
         """See `WritableFolder`."""

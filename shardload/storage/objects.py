@@ -1,4 +1,4 @@
-"""How are bytes read from an object, wherever it is, and how is a folder of new ones written? In any number of threads.
+"""How are bytes read from an object, wherever it is, and how is a folder of new objects written? In any number of threads.
 
 1. An object is read by ranges. It is one version: `StoredObject.version` changes if its bytes may have changed.
 2. A new folder (`WritableFolder`) is written by many ranks. Nobody takes it for a store before one of them publishes it.
@@ -24,18 +24,18 @@ class Ranges:
     Parameters
     ----------
     offsets, sizes : ndarray of int64
-        Where each piece begins, and its bytes.
+        Where each piece begins in the object, and its bytes.
     most_gap : int
-        Bytes between two pieces that are read together.
+        The most bytes between two pieces that are read together.
 
     Attributes
     ----------
     nbytes : int
-        Bytes of memory that they need.
+        Bytes of memory that all need.
     requests : list of (int, int, int)
-        What is read: where it goes in that memory, its bytes, where it begins in the object.
+        What is read: its offset in that memory, its bytes, its offset in the object.
     are_in_order : bool
-        Whether the pieces were given in the order of the object. Then they lie so in memory, too.
+        Whether the pieces were given in the order of the object. Then they have this order in memory, too.
 
     Examples
     --------
@@ -48,10 +48,10 @@ class Ranges:
 
     def __init__(self, offsets: Ints, sizes: Ints, most_gap: int = _MOST_GAP_NBYTES) -> None:
         self.nbytes, self.requests, self.are_in_order = 0, list[tuple[int, int, int]](), True
-        self._places: list[slice] = []
+        self._slices: list[slice] = []
         if len(offsets) == 1:  # as most large chunks are: it takes no step of NumPy
             self.nbytes = int(sizes[0])
-            self.requests, self._places = [(0, self.nbytes, int(offsets[0]))], [slice(0, self.nbytes)]
+            self.requests, self._slices = [(0, self.nbytes, int(offsets[0]))], [slice(0, self.nbytes)]
             return
         if not len(offsets):
             return
@@ -63,14 +63,15 @@ class Ranges:
         last = np.append(first[1:], n) - 1
         length = stop[last] - start[first]
         begin = np.cumsum(length) - length
-        at = np.empty(n, dtype=np.int64)  # where each piece lies in memory
-        at[order] = start - np.repeat(start[first] - begin, last - first + 1)
+        position = np.empty(n, dtype=np.int64)  # of each piece in memory
+        position[order] = start - np.repeat(start[first] - begin, last - first + 1)
         self.requests = list(zip(begin.tolist(), length.tolist(), start[first].tolist(), strict=True))
-        self._places, self.nbytes = list(map(slice, at.tolist(), (at + sizes).tolist())), int(length.sum())
+        self._slices = list(map(slice, position.tolist(), (position + sizes).tolist()))
+        self.nbytes = int(length.sum())
 
     @classmethod
     def of_rows(cls, offset: int, step: int, n_rows: int, nbytes: int) -> Ranges:
-        """Rows of so many bytes, each read by itself, which begin `step` bytes apart. Their memory is not cut into pieces.
+        """Rows of `nbytes` bytes, which begin `step` bytes apart, each read by itself. Their memory is not cut into pieces.
 
         >>> Ranges.of_rows(100, 50, 3, 8).requests
         [(0, 8, 100), (8, 8, 150), (16, 8, 200)]
@@ -82,7 +83,7 @@ class Ranges:
 
     def pieces(self, memory: Bytes) -> list[memoryview]:
         """The pieces, in the order in which they were given, in memory that was read into."""
-        return list(map(memory.data.__getitem__, self._places))
+        return list(map(memory.data.__getitem__, self._slices))
 
 
 class StoredObject(Protocol):
@@ -91,7 +92,7 @@ class StoredObject(Protocol):
     Attributes
     ----------
     most_gap_nbytes : int
-        For the `Ranges` that it reads best.
+        The `most_gap` of the `Ranges` that it reads best.
     """
 
     most_gap_nbytes: int
@@ -99,28 +100,22 @@ class StoredObject(Protocol):
     @property
     def nbytes(self) -> int:
         """Its size now."""
-        ...
 
     @property
     def version(self) -> tuple[int, ...] | None:
-        """Numbers that are others if it has changed; None if it is gone."""
-        ...
+        """Numbers that change when its bytes may have changed; None if it is gone."""
 
     def read_into(self, out: Bytes, offset: int) -> None:
         """Fill `out`, which is C-contiguous, from `offset` on. OSError if the object ends before, or cannot be read."""
-        ...
 
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """The bytes at `offset`: fewer than `nbytes` where the object ends."""
-        ...
 
     def read_ranges(self, ranges: Ranges, memory: Bytes) -> list[memoryview]:
         """The pieces, in the order in which they were given, read into `memory`. OSError as for `read_into`."""
-        ...
 
     def close(self) -> None:
-        """End it. May be called again."""
-        ...
+        """Let go of what it holds. May be called again."""
 
 
 class MemoryObject:
@@ -158,36 +153,40 @@ class ObjectFolder(Protocol):
 
     def version(self, key: str) -> tuple[int, ...] | None:
         """`StoredObject.version` of an object; None if there is none."""
-        ...
 
     def open(self, key: str, ahead: int = 1) -> StoredObject | None:
         """An object; None if there is none. OSError if it cannot be opened, or may not.
 
-        `ahead` bytes of its beginning are read next; of its end, if it is negative. A store sends them with its first answer.
+        The caller will read `ahead` bytes at its beginning next; at its end, if `ahead` is negative. A store sends them with
+        its first answer.
         """
-        ...
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
         """The content of each; None of one that is not there.
 
         Raises OSError as `open` does; ValueError if one has more bytes, before memory is allocated.
         """
-        ...
 
     def folders(self, key: str) -> list[str]:
-        """The names of the folders directly below `key` ("": below all), sorted. None of an object's own parts is one.
+        """The names of the folders directly below `key` ("": the root), sorted. No part of an object is among them.
 
         Raises OSError if they cannot be listed; `NoListingError` if they never can, as those of a plain HTTP server.
         """
-        ...
 
 
 class NoListingError(OSError):
-    """What is in a folder is not told there: HTTP has no word for that, and a store may not allow it."""
+    """Folders cannot be listed: HTTP has no word for that, and a store may not allow it."""
+
+
+class RemoteError(OSError):
+    """A store refuses a request, or cannot be reached. The text names the object, says why and what to pass, and no secret."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
 
 
 class UnsyncedError(OSError):
-    """An object that was put before, by another call, cannot be written.
+    """An object cannot be written that an earlier call has put.
 
     Attributes
     ----------
@@ -203,12 +202,12 @@ class UnsyncedError(OSError):
 class WritableFolder(ObjectFolder, Protocol):
     """A new folder of objects that many ranks write, and read back, before it is published under its name.
 
-    Each rank makes one. One rank calls `create` and tells the others the address; each calls `join` with it, that rank too, on
-    an object of its own. So `create`, `finish`, `publish` and `discard` are for one rank, `join`, `put`, `write_at`, `sync` and
-    `close` for all. To read is as in any `ObjectFolder`: what has been synced on any rank is there.
+    One rank calls `create` and tells all ranks the address. Each rank, that one too, makes a `WritableFolder` of its own and
+    calls `join` with the address. So `create`, `finish`, `publish` and `discard` are for one rank; `join`, `put`, `write_at`,
+    `sync` and `close` are for all. The methods of an `ObjectFolder` read what has been synced on any rank.
 
-    Where names cannot be changed (an object store), objects have their final keys from the beginning: until the last one is
-    there, which `publish` puts if nobody has, the folder is no store.
+    Where names cannot be changed (an object store), objects have their final keys from the beginning: the folder is no store
+    until `publish` puts its last object, which must not exist.
 
     Errors of the storage are OSErrors; an `UnsyncedError` is about another object than that of the call.
     """
@@ -223,18 +222,18 @@ class WritableFolder(ObjectFolder, Protocol):
         """
 
     def take_up(self) -> set[str] | None:
-        """Take up what a job that was killed has left of this folder, for `create`: the keys of what is there, whole, without
-        metadata (`METADATA`).
+        """Take up what a job that was killed has left of this folder, for `create`. Returns the keys of all whole objects in it
+        but metadata (`METADATA`).
 
-        None if nothing was left. ConfigError if it is of something else, another job is writing it, or this kind of folder has
-        to begin anew.
+        None if nothing was left. ConfigError if what was left is of another source, if another job is writing it, or if this
+        kind of folder has to begin anew.
         """
 
     def join(self, address: str) -> None:
-        """Write to the folder that another rank has begun. ConfigError if that is not to be seen here."""
+        """Write to the folder that another rank has begun. ConfigError if this rank does not see it."""
 
     def read_back(self, address: str) -> ObjectFolder:
-        """The folder that another rank has begun, once it is finished, to be read."""
+        """The folder that another rank has begun, to read it once it is finished."""
 
     def put(self, key: str, data: Any) -> None:
         """Put a whole object, C-contiguous bytes, which must not exist. FileExistsError if it does."""
@@ -250,18 +249,18 @@ class WritableFolder(ObjectFolder, Protocol):
         """Whether there is `write_at`."""
 
     def sync(self) -> None:
-        """Return when what this rank has put until now is there for all ranks, and stays if a machine stops. Other threads may
+        """Return when all ranks see what this rank has put until now, and it would survive a power failure. Other threads may
         put meanwhile.
         """
 
     def keys(self, below: str) -> Iterable[str]:
-        """The keys of what was put below a folder, ``""`` for all of it, in any order."""
+        """The keys of all objects below a folder (``""``: the root), in any order."""
 
     def finish(self, key: str, data: bytes) -> None:
-        """Sync all else, and put the object that makes this a store; or keep that for `publish`."""
+        """Sync all else, and put the object that makes this a store; or keep this object for `publish`."""
 
     def publish(self) -> None:
-        """Give the finished folder its name. ConfigError if it must not be replaced and somebody has it by now."""
+        """Give the finished folder its name. ConfigError if the name is taken by now, and must not be replaced."""
 
     def discard(self, *, keeps: bool = False) -> None:
         """Remove what was put, unless it was published. May be called again. Never raises OSError.
@@ -270,4 +269,4 @@ class WritableFolder(ObjectFolder, Protocol):
         """
 
     def close(self) -> None:
-        """End what this rank has open. What was put and not synced may be lost. May be called again."""
+        """Close what this rank has open. What was put and not synced may be lost. May be called again."""

@@ -27,7 +27,7 @@ from typing import Any
 
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.local import LocalFile, kind_of
-from shardload.storage.objects import UnsyncedError
+from shardload.storage.objects import RemoteError, UnsyncedError
 
 _log = logging.getLogger("shardload")
 
@@ -36,7 +36,7 @@ MARK_NBYTES = 64
 MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first bytes are written
 GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 FOLDER_MARK = "shardload-unfinished"  # is in a temporary folder, until all of it is written
-_NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced|changes)", re.DOTALL)
+_NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<kind>unfinished|replaced|changes)", re.DOTALL)
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _PAUSES = (0.0, 0.01, 0.05, 0.2, 0.5)  # seconds before each attempt to remove a folder
@@ -45,7 +45,7 @@ _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 _NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_LINKS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
 
-_WHY = {
+_CAUSES = {
     errno.ENOSPC: "no space is left on its file system. Free some, or save to another one",
     errno.EDQUOT: "your quota there is used up. Free some of it, or save elsewhere",
     errno.EIO: "the device or the file server failed",
@@ -56,27 +56,26 @@ _WHY = {
 
 
 def temporary_of(path: str) -> tuple[str, str] | None:
-    """The path for which this temporary was made, and ``"unfinished"`` (a save that has not ended),
-    ``"replaced"`` (what had the name before) or ``"changes"`` (the end of an append); None for any other name. Decides by the
-    name alone.
+    """The path for which a temporary was made, and its kind: ``"unfinished"`` (a save that has not ended), ``"replaced"`` (what
+    had the name before) or ``"changes"`` (the end of an append). None for any other name. Decides by the name alone.
 
     >>> temporary_of("d/out.h5.0123456789abcdef.unfinished"), temporary_of("out.h5")
     (('d/out.h5', 'unfinished'), None)
     """
     folder, name = os.path.split(path)
-    found = _NAME.fullmatch(name)
-    return None if found is None else (os.path.join(folder, found["name"]), found["what"])
+    match = _NAME.fullmatch(name)
+    return None if match is None else (os.path.join(folder, match["name"]), match["kind"])
 
 
 def mark(token: str, path: str) -> bytes:
-    """What the temporary of a file begins with, until its own first bytes are written: 64 bytes of text."""
+    """The first 64 bytes of the temporary of a file, until the file's own are written: text."""
     return (MARK_BEGINS + os.fsencode(f"{token} {os.path.basename(path)}"))[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
 
 
 def check_mark(path: str, temporary: str, target: str) -> None:
-    """ConfigError unless a file begins with the `mark` of a temporary that another rank has made."""
+    """Raise ConfigError unless a file begins with the `mark` of a temporary that another rank has made."""
     head, name = b"", _NAME.fullmatch(os.path.basename(temporary))
-    with named(target), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    with as_write_error(target), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         head = file.read(MARK_NBYTES)
     if name is None or head != mark(name["token"], target):
         raise ConfigError(
@@ -86,14 +85,16 @@ def check_mark(path: str, temporary: str, target: str) -> None:
 
 
 def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
-    """The error of a file that cannot be written, from the system's."""
-    if isinstance(error, UnsyncedError):
-        dataset = chunk = None
-    key = error.key if isinstance(error, UnsyncedError) else dataset
-    where = f"'{key}' in '{path}'" if key else f"'{path}'"
-    where = where if chunk is None else f"chunk {chunk} of {where}"
-    why = _WHY.get(error.errno or 0, error.strerror or str(error))
-    text = f"{where} cannot be written: {why} ({_code_of(error)}). What had this name before is as it was"
+    """The SourceError about a file that cannot be written, from the error of the system."""
+    key = dataset
+    if isinstance(error, UnsyncedError):  # which is about another object than that of the call
+        key, dataset, chunk = error.key, None, None
+    place = f"'{key}' in '{path}'" if key else f"'{path}'"
+    place = place if chunk is None else f"chunk {chunk} of {place}"
+    cause = _CAUSES.get(error.errno or 0, error.strerror or str(error))
+    if isinstance(error, RemoteError):  # whose number stands for many causes
+        cause = str(error)
+    text = f"{place} cannot be written: {cause} ({_code_of(error)}). What had this name before is as it was"
     unwritten = SourceError(text, path=path, dataset=dataset, chunk=chunk)
     unwritten.errno = error.errno
     return unwritten
@@ -103,23 +104,11 @@ def _code_of(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
 
 
-def not_undone(error: BaseException, path: str, found: OSError) -> SourceError:
-    """The error of an append that failed (`error`) as it gave arrays their new length, and could not give back the old one."""
-    return SourceError(
-        f"the append to '{path}' failed as its arrays got their new length ({_said(error)}), and could not be undone "
-        f"({_said(found)}). No value is lost, but some arrays may have the old length and some the new one: look at "
-        "their shapes, and append what is missing to those that are shorter",
-        path=path,
-    )
-
-
-def _said(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
 @contextlib.contextmanager
-def named(path: str, dataset: str | None = None, chunk: Callable[[], tuple[int, ...] | None] = lambda: None) -> Iterator[None]:
-    """Turns errors of the system inside a ``with`` statement into those of `_unwritten`."""
+def as_write_error(
+    path: str, dataset: str | None = None, chunk: Callable[[], tuple[int, ...] | None] = lambda: None
+) -> Iterator[None]:
+    """Turn errors of the system into SourceErrors that say what cannot be written, and why (`_unwritten`)."""
     try:
         yield
     except SourceError:
@@ -128,36 +117,26 @@ def named(path: str, dataset: str | None = None, chunk: Callable[[], tuple[int, 
         raise _unwritten(error, path, dataset, chunk()) from error
 
 
-def put_at(descriptor: int, data: Any, offset: int) -> None:
-    """Write all bytes of `data` at `offset`. The system may write fewer with one call: 2 GiB at the most."""
-    rest = memoryview(data).cast("B")
-    while len(rest):
-        n = os.pwrite(descriptor, rest, offset)
-        if n <= 0:
-            raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
-        rest, offset = rest[n:], offset + n
-
-
 def reserve(descriptor: int, start: int, stop: int) -> int:
-    """Ask the file system for the space of bytes that will be written, all of it at once. Returns how many it has reserved.
+    """Ask the file system for the space of bytes that will be written, all of it at once. Returns how many bytes it reserved.
 
-    Several processes that write to one new file then find its blocks there, one after the other, in place of blocks that each
-    of their writes asks for (ext4, 8 ranks: two thirds of the time). It is a wish: what a file system refuses is left to the
-    writes, and their errors. Where it takes long, as in memory, where it would make each page here, on one rank, the rest is
-    left too. Where there is not so much room, nothing is asked for: it would take all that other programs have left, and where
-    a file system compresses, what is written into reserved space is not.
+    Then several processes that write to one new file find its blocks in place, one after the other; else each of their writes
+    asks for blocks (ext4, 8 ranks: two thirds of the time). It is a wish: if a file system refuses it, the writes ask for
+    space, and raise their errors. It ends early where it takes long (a file system in memory makes each page on this one rank).
+    Nothing is asked for where less is free: that would leave no room for other programs, and on file systems that compress,
+    what is written into reserved space is not compressed.
     """
-    call, at, some = _fallocate(), start, _FIRST_RESERVED
-    if call is None or stop - start > _free_nbytes(descriptor):
+    fallocate, offset, step = _fallocate(), start, _FIRST_RESERVED
+    if fallocate is None or stop - start > _free_nbytes(descriptor):
         return 0
-    while at < stop:  # (posix_fallocate would write to each block where the system cannot do it)
-        nbytes, began = min(some, stop - at), time.perf_counter()
-        if call(descriptor, 0, at, nbytes) != 0:
+    while offset < stop:  # (posix_fallocate would write to each block where the system cannot do it)
+        nbytes, began = min(step, stop - offset), time.perf_counter()
+        if fallocate(descriptor, 0, offset, nbytes) != 0:
             break
-        at, some = at + nbytes, min(2 * some, _MOST_RESERVED)
+        offset, step = offset + nbytes, min(2 * step, _MOST_RESERVED)
         if time.perf_counter() - began > _SLOW_SECONDS + nbytes / _FAST_NBYTES:
             break
-    return at - start
+    return offset - start
 
 
 def _free_nbytes(descriptor: int) -> int:
@@ -171,11 +150,11 @@ def _free_nbytes(descriptor: int) -> int:
 
 @functools.cache
 def _fallocate() -> Any:
-    """The function of the C library; None if it has none."""
-    call = getattr(ctypes.CDLL(None), "fallocate", None)
-    if call is not None:
-        call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return call
+    """`fallocate` of the C library; None if it has no such function."""
+    function = getattr(ctypes.CDLL(None), "fallocate", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return function
 
 
 def sync_folder(path: str) -> None:
@@ -191,7 +170,7 @@ def sync_folder(path: str) -> None:
 
 
 def sync_name(folder: str, path: str) -> None:
-    """The same for a folder in which `path` has got its new content: SourceError says that it has."""
+    """The same for a folder in which `path` has its new content already. SourceError if that fails."""
     try:
         sync_folder(folder)
     except OSError as error:
@@ -213,19 +192,19 @@ class Target:
         ``"w-"``: it must not exist. ``"w"``: what has the name is replaced; if that is a link, what it leads to.
     is_folder : bool
         Whether a folder is made.
-    known : sequence of str
-        Names of which one must be in a folder that is to be replaced: others are not ours to replace.
+    marks : sequence of str
+        Names of which one must be in a folder that is to be replaced: other folders are not ours to replace.
     token : str, optional
-        What the name of the temporary has, 16 digits; by default a new one.
+        16 hexadecimal digits in the name of the temporary; by default new ones.
     """
 
     def __init__(
-        self, path: str, mode: str, *, is_folder: bool = False, known: Sequence[str] = (), token: str | None = None
+        self, path: str, mode: str, *, is_folder: bool = False, marks: Sequence[str] = (), token: str | None = None
     ) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
         path = os.fspath(path).rstrip("/") if len(os.fspath(path)) > 1 else os.fspath(path)
-        self.path, self.mode, self._is_folder, self._known = path, mode, is_folder, tuple(known)
+        self.path, self.mode, self._is_folder, self._marks = path, mode, is_folder, tuple(marks)
         self._final = os.path.realpath(path) if mode == "w" else path
         self.folder = os.path.dirname(self._final) or "."
         self.token = token or secrets.token_hex(8)
@@ -233,7 +212,7 @@ class Target:
 
     def create(self) -> str:
         """Make the temporary; returns its path. ConfigError if the name is taken or cannot be made."""
-        self._refuse()  # early, for the caller's sake: `commit` is what decides
+        self._refuse()  # early, for the caller's sake: `commit` decides
         temporary = f"{self._final}.{self.token}.unfinished"
         try:
             if self._is_folder:
@@ -246,8 +225,8 @@ class Target:
                 self.temporary = None
             self.abandon()
             if isinstance(error, FileNotFoundError):
-                how = f"mkdir -p {shlex.quote(self.folder)}"
-                raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: {how}") from None
+                command = f"mkdir -p {shlex.quote(self.folder)}"
+                raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: {command}") from None
             if isinstance(error, PermissionError):
                 raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
             raise _unwritten(error, self.path) from error
@@ -262,61 +241,62 @@ class Target:
         self.temporary, self.token = temporary, temporary.rsplit(".", 2)[1]
 
     def _refuse(self) -> None:
+        """Raise ConfigError if what has the name may not be replaced."""
         if not os.path.lexists(self._final):
             return
         if self.mode == "w-":
-            raise self._taken()
-        want, is_ours = "file", os.path.isfile(self._final)  # a device, as /dev/null, would be gone for all programs
+            raise self._name_is_taken()
+        expected, is_ours = "file", os.path.isfile(self._final)  # a device, as /dev/null, would be gone for all programs
         if self._is_folder:
-            want = f"folder with {' or '.join(self._known)}"
-            is_ours = any(os.path.lexists(os.path.join(self._final, name)) for name in self._known)
+            expected = f"folder with {' or '.join(self._marks)}"
+            is_ours = any(os.path.lexists(os.path.join(self._final, name)) for name in self._marks)
         if not is_ours:
             kind = kind_of(os.stat(self._final).st_mode)
             raise ConfigError(
-                f"'{self.path}' is {kind}, and what is to be saved there replaces no more than a {want}. Remove it, or choose "
-                "another name"
+                f"'{self.path}' is {kind}, and what is to be saved there replaces no more than a {expected}. Remove it, or "
+                "choose another name"
             )
 
-    def _taken(self) -> ConfigError:
+    def _name_is_taken(self) -> ConfigError:
         return ConfigError(f"'{self.path}' exists, and mode is 'w-'. Pass mode='w' to replace it, or choose another name")
 
     def commit(self) -> None:
         """Give the temporary the target's name, for good. If that fails, the temporary stays."""
         if self.temporary is None:
             raise ValueError("there is no temporary to commit")
-        left = None
-        with named(self.path):
+        leftover = None
+        with as_write_error(self.path):
             if self.mode == "w-":
-                left = self._take_free_name(self.temporary)
+                leftover = self._take_free_name(self.temporary)
             elif self._is_folder:
-                left = self._replace_folder(self.temporary)
+                leftover = self._replace_folder(self.temporary)
             else:
                 os.replace(self.temporary, self._final)
-        # From here on the file has its name. No error may say that it has not, nor take anything back.
+        # From here on the file has its name. No error may deny that, or take anything back.
         self.temporary = None
         try:
             sync_name(self.folder, self.path)
         finally:  # not before: if the machine stops, the name may still be that of the old store
-            if left is not None:
-                _remove(left)
-                if os.path.lexists(left):
-                    told = "'%s' is saved, but what had this name before cannot be removed. Type, or who may: rm -r %s"
-                    _log.warning(told, self.path, shlex.quote(left))
+            if leftover is not None:
+                _remove(leftover)
+                if os.path.lexists(leftover):
+                    text = "'%s' is saved, but what had this name before cannot be removed. Type, or who may: rm -r %s"
+                    _log.warning(text, self.path, shlex.quote(leftover))
 
     def _take_free_name(self, temporary: str) -> str | None:
-        """Give the temporary a name that nobody has. Returns a second name that is left over.
+        """Give the temporary a name that is free. Returns its old name if it still has that, too.
 
-        Where there are no hard links, an empty file or folder takes the name, or fails to; then a rename replaces it.
+        Where there are no hard links, an empty file or folder takes the name first, and a rename replaces it.
         """
         try:
             if self._is_folder:
                 os.mkdir(self._final)
-            elif self._is_linked(temporary):
+            elif self._link(temporary):
                 return temporary
             else:
                 os.close(os.open(self._final, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
-            raise self._taken() from None
+            raise self._name_is_taken() from None
         try:
             os.rename(temporary, self._final)
         except OSError:
@@ -325,8 +305,8 @@ class Target:
             raise
         return None
 
-    def _is_linked(self, temporary: str) -> bool:
-        """Whether the file has the name too, now. False where the file system has no such links."""
+    def _link(self, temporary: str) -> bool:
+        """Give the file the name, too, by a hard link. False where the file system has no such links."""
         try:
             os.link(temporary, self._final)
         except OSError as error:
@@ -339,12 +319,12 @@ class Target:
         return True
 
     def _replace_folder(self, temporary: str) -> str:
-        """Give a folder its name. Returns the name that what had it before has now.
+        """Give a folder its name. Returns the path of what had the name before.
 
         For a moment the name is free: then the whole old store has that name, and the whole new one that of the temporary.
         """
         old = f"{self._final}.{self.token}.replaced"
-        for n_left in reversed(range(_MOST_MEETINGS)):
+        for n_more in reversed(range(_MOST_MEETINGS)):
             self._refuse()
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self._final, old)
@@ -352,14 +332,14 @@ class Target:
                 os.rename(temporary, self._final)
                 break
             except OSError as error:
-                if not n_left or error.errno not in _NOT_EMPTY:
+                if not n_more or error.errno not in _NOT_EMPTY:
                     self._give_back_name(old, error)
                     raise
             _remove(old)  # another save has taken the free name: its store is replaced, too
         return old
 
     def _give_back_name(self, old: str, error: OSError) -> None:
-        """Give the old store its name again, as the new one could not get it. SourceError if that fails, too."""
+        """Give the old store its name back, which the new one could not get. SourceError if that fails, too."""
         try:
             os.rename(old, self._final)
         except FileNotFoundError:  # nothing had the name
@@ -396,17 +376,22 @@ Change = tuple[int, bytes]
 
 
 class WritableFile(LocalFile):
-    """An open file that is written, too. It is no link, and must exist, unless `flags` say something else."""
+    """An open file that is read and written. By default it must exist. Symbolic links are not followed."""
 
     def __init__(self, path: str, flags: int = os.O_RDWR) -> None:
         super().__init__(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path)
 
     def write_at(self, data: Any, offset: int) -> None:
-        """Write some bytes, all of them."""
-        put_at(self.descriptor, data, offset)
+        """Write all bytes of `data` at `offset`. (The system may write fewer with one call: at most 2 GiB.)"""
+        memory = memoryview(data).cast("B")
+        while len(memory):
+            n_written = os.pwrite(self.descriptor, memory, offset)
+            if n_written <= 0:
+                raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
+            memory, offset = memory[n_written:], offset + n_written
 
     def resize(self, nbytes: int) -> None:
-        """Cut it, or make it longer."""
+        """Make it shorter or longer."""
         os.ftruncate(self.descriptor, nbytes)
 
     def reserve(self, start: int, stop: int) -> int:
@@ -438,7 +423,7 @@ class NewFile(WritableFile):
         self._target = Target(path, mode)
         self.temporary = self._target.create()
         try:
-            with named(path):
+            with as_write_error(path):
                 super().__init__(self.temporary)
                 self.write_at(mark(self._target.token, path), 0)
         except BaseException:

@@ -58,7 +58,7 @@ def test_an_append_that_is_killed(tmp_path: Path, phase: str, expected: tuple[in
     make_store(path)
     killed(tmp_path, "append", phase)
     assert lengths(path) == expected
-    assert [one.what for one in leftovers(path)] in (["appended", "appending"], ["appending", "unfinished"])
+    assert [one.kind for one in leftovers(path)] in (["appended", "appending"], ["appending", "unfinished"])
 
 
 @pytest.mark.parametrize("what", thorough(["append", "replace"], ["append"]))
@@ -74,7 +74,7 @@ def test_an_append_to_a_file_that_is_killed(tmp_path: Path, what: str) -> None:
     make_file(path)
     killed(tmp_path, what, "changes")
     assert not h5py.is_hdf5(path)
-    assert [one.what for one in leftovers(path)] == ["appending", "changes"]
+    assert [one.kind for one in leftovers(path)] == ["appending", "changes"]
     told = run_job(["-m", "shardload", "info", path], 1, timeout=240, env={"PYTHONPATH": str(ROOT)})
     assert told.returncode == 0 and "9 x 8 x 5" in told.stdout, told.tail()
     assert sorted(os.listdir(tmp_path)) == ["run.h5", "run.h5.appending"]

@@ -77,7 +77,7 @@ def leftovers(path: Path) -> list[Leftover]:
     """What is left beside a store or a file, each of which says whose it is."""
     left = {one.name: find_leftover(str(one)) for one in path.parent.iterdir() if one != path}
     assert all(one is not None and one.target == str(path) and not one.is_whole for one in left.values()), left
-    return sorted((one for one in left.values() if one is not None), key=lambda one: one.what)
+    return sorted((one for one in left.values() if one is not None), key=lambda one: one.kind)
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
@@ -95,13 +95,13 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
             write(path.parent, "append", phase)
             rho, time, both = lengths(path)
             seen = f"{both} rows of both for xarray; {rho} of `rho` and {time} of `time` for zarr"
-            yield "append of 4 rows to 5, Zarr", phase, seen, ", ".join(f"{one.what}" for one in leftovers(path))
+            yield "append of 4 rows to 5, Zarr", phase, seen, ", ".join(f"{one.kind}" for one in leftovers(path))
     for phase in ("put", "read back", "changes"):
         with tempfile.TemporaryDirectory() as name:
             path = Path(name) / "run.h5"
             make_file(path)
             write(path.parent, "append", phase)
-            left = ", ".join(f"{one.what}" for one in leftovers(path))
+            left = ", ".join(f"{one.kind}" for one in leftovers(path))
             is_broken = not h5py.is_hdf5(path)
             if is_broken:
                 run_job(["-m", "shardload", "info", path], 1, timeout=240, env={"PYTHONPATH": str(ROOT)}).check()

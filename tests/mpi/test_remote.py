@@ -86,7 +86,7 @@ class Live:
     """Bytes of bodies that are in memory now, and the most that were."""
 
     def __init__(self, monkeypatch: Any) -> None:
-        self.lock, self.now, self.most, get = threading.Lock(), 0, 0, Client.get
+        self.lock, self.now, self.most, get = threading.Lock(), 0, 0, Client._get
 
         def watched(*arguments: Any) -> Any:
             answer = get(*arguments)
@@ -94,7 +94,7 @@ class Live:
             weakref.finalize(answer[0], self.add, -answer[0].nbytes)
             return answer
 
-        monkeypatch.setattr(Client, "get", watched)
+        monkeypatch.setattr(Client, "_get", watched)
 
     def add(self, nbytes: int) -> None:
         with self.lock:

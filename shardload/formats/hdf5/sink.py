@@ -34,7 +34,7 @@ from shardload.planning.region import unravel
 from shardload.storage.changes import GrowingFile
 from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import Ints, ObjectFolder
-from shardload.storage.target import Change, NewFile, Target, WritableFile, check_mark, named
+from shardload.storage.target import Change, NewFile, Target, WritableFile, as_write_error, check_mark
 
 _AT_ONCE = 4096  # chunks
 _RENEWED_AFTER = 1 << 16  # chunks
@@ -120,7 +120,7 @@ class LedgerSink(Sink):
             yield
         finally:
             if self.ledger.failed is not None:
-                with named(self.path):
+                with as_write_error(self.path):
                     raise self.ledger.failed
 
     def place(self, name: str, starts: Ints, sizes: Ints, masks: Ints) -> list[int]:
@@ -163,7 +163,7 @@ class LedgerSink(Sink):
             self.close_library()
         self._check_apart()
         changes = self.ledger.changes()
-        with named(self.path):
+        with as_write_error(self.path):
             self._file.finish(self.ledger.nbytes, changes)
         try:
             with self.finished(changes) as file:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from shardload.errors import ConfigError
 
-_GIVEN = "store://"  # objects of a store that the caller made, and that has no URL
+_WITHOUT_URL = "store://"  # objects of a store that the caller made, and that has no URL
 _SCHEMES = {
     "store": "",
     "s3": "S3Store",
@@ -67,13 +67,13 @@ class StorageOptions(Mapping[str, Any]):
 
 
 def is_remote(path: Any) -> bool:
-    """True for the URL of a store.
+    """True for the URL of an object store or an HTTP server.
 
     >>> is_remote("s3://bucket/run.h5"), is_remote("run.h5"), is_remote("file:///run.h5")
     (True, False, False)
     """
-    scheme, found, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
-    return bool(found) and scheme.lower() in _SCHEMES
+    scheme, separator, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
+    return bool(separator) and scheme.lower() in _SCHEMES
 
 
 def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapping[str, Any] | None]:
@@ -83,7 +83,7 @@ def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapp
     """
     stores: list[Any] = []
 
-    def of(path: Any) -> Any:
+    def with_url(path: Any) -> Any:
         if isinstance(path, tuple) and len(path) == 2 and type(path[0]).__module__.partition(".")[0] == "obstore":
             if any(store is not path[0] for store in stores):
                 raise ConfigError(
@@ -92,11 +92,11 @@ def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapp
             stores[:] = [path[0]]
             return f"{_root_of(path[0])}{path[1].lstrip('/')}"
         if isinstance(path, Mapping):
-            return {name: of(below) for name, below in path.items()}
-        return type(path)(map(of, path)) if type(path) in (list, tuple) else path
+            return {name: with_url(below) for name, below in path.items()}
+        return type(path)(map(with_url, path)) if type(path) in (list, tuple) else path
 
-    found = of(paths)
-    return (found, {**(options or {}), "store": stores[0]}) if stores else (paths, options)
+    urls = with_url(paths)
+    return (urls, {**(options or {}), "store": stores[0]}) if stores else (paths, options)
 
 
 def without_secrets(url: str) -> str:
@@ -105,8 +105,8 @@ def without_secrets(url: str) -> str:
     >>> [without_secrets(url) for url in ("https://me:pw@host/a.h5?X-Amz-Signature=1", "s3://bucket/a?b.h5", "a.h5")]
     ['https://host/a.h5', 's3://bucket/a?b.h5', 'a.h5']
     """
-    scheme, found, rest = url.partition("://")
-    if not found or scheme.lower() not in _SCHEMES:
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme.lower() not in _SCHEMES:
         return url
     if scheme.lower() in ("http", "https"):
         rest = re.split("[?#]", rest, maxsplit=1)[0]
@@ -115,14 +115,14 @@ def without_secrets(url: str) -> str:
 
 
 def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int]:
-    """What a URL names: a store of obstore, the key in it (of an object, or of what lies above others), both as text for
-    people, and how many requests may be under way. ConfigError if that cannot be told, or obstore is not installed.
+    """What a URL names: a store of obstore, the key in it (of an object or a folder), the URL for people, and how many requests
+    may be under way. ConfigError if the URL or an option makes no sense, or obstore is not installed.
     """
     try:
         import obstore.store as stores
     except ImportError:
-        what = f"'{without_secrets(url)}' is read with obstore, which is not installed"
-        raise ConfigError(f"{what}: pip install 'shardload[remote]'") from None
+        text = f"'{without_secrets(url)}' is read with obstore, which is not installed: pip install 'shardload[remote]'"
+        raise ConfigError(text) from None
     ours = {name: value for name, value in options.items() if name in _OURS}
     requests = _count(ours.get("requests", 16))
     if (store := ours.get("store")) is not None and url.startswith(root := _root_of(store)):
@@ -168,7 +168,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
 
 
 def _count(value: Any) -> int:
-    """Most requests under way."""
+    """The option 'requests': the most requests that are under way."""
     try:
         count = int(value)
     except (TypeError, ValueError):
@@ -179,19 +179,19 @@ def _count(value: Any) -> int:
 
 
 def _why_not(error: Exception, options: Mapping[str, Any]) -> str:
-    """What obstore has against options, without their values."""
+    """Why obstore refuses options, in words without their values."""
     text = str(error)
     if (missing := re.search(r"Missing(?P<what>[A-Z]\w+)|Missing (?P<name>\w+)", text)) is not None:
         return f"{missing['what'] or missing['name']} is missing"
     if type(error).__name__ == "UnknownConfigurationKeyError":
         unknown = [name for name in options if f"'{name}'" in text]
         return f"there is no option {', '.join(unknown)}. obstore's documentation of its stores lists them"
-    bad = [name for name, value in options.items() if value != "" and str(value) in text]
-    return f"the value of {' or '.join(bad) or 'an option'} is not valid"
+    invalid = [name for name, value in options.items() if value != "" and str(value) in text]
+    return f"the value of {' or '.join(invalid) or 'an option'} is not valid"
 
 
 def _without_retries(store: Any) -> Any:
-    """A store of the caller's, but with our time-outs, and without retries below ours; as it is, if it cannot be made again."""
+    """The caller's store with our time-outs, and without retries of its own; unchanged if it cannot be made again."""
     try:
         (arguments, keywords) = store.__getnewargs_ex__()
         client = {**dict(keywords.get("client_options") or {}), **_TIMEOUTS}
@@ -201,13 +201,13 @@ def _without_retries(store: Any) -> Any:
 
 
 def _root_of(store: Any) -> str:
-    """The URL of all objects of a store that was handed in, as far as it says its own."""
+    """The URL above all objects of a store that the caller handed in; ``store://`` if it has none."""
     kind = type(store).__name__
     with_bucket = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}
     if kind == "HTTPStore":
         return f"{without_secrets(store.url).rstrip('/')}/"
     if kind not in with_bucket:
-        return _GIVEN
+        return _WITHOUT_URL
     config = dict(store.config)
     bucket = config.get("bucket") or config.get("container_name") or "bucket"
     return f"{with_bucket[kind]}://{bucket}/" + (f"{store.prefix}/" if store.prefix else "")
@@ -218,41 +218,39 @@ def _with_profile(config: dict[str, Any], profile: str | None) -> dict[str, Any]
 
     A profile that is asked for in `profile` or AWS_PROFILE must be there. Roles and single sign-on are not followed.
     """
-    given = {name.removeprefix("aws_") for name in config}
-    is_signed = not _is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE", False)))
-    has_keys = "access_key_id" in given or "credential_provider" in given or (not profile and "AWS_ACCESS_KEY_ID" in os.environ)
-    asked = profile or os.environ.get("AWS_PROFILE")
-    name, found, texts = asked or "default", dict[str, str](), list[str]()
+    options = {option.removeprefix("aws_") for option in config}
+    skips = config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE", False))
+    is_signed = str(skips).lower() not in ("1", "true", "yes", "on")
+    has_keys = not options.isdisjoint(("access_key_id", "credential_provider"))
+    has_keys = has_keys or (not profile and "AWS_ACCESS_KEY_ID" in os.environ)
+    profile = profile or os.environ.get("AWS_PROFILE")
+    name, values, paths, damaged = profile or "default", dict[str, str](), list[str](), ""
     for variable, file, section in (
         ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     ):
         path = os.environ.get(variable) or os.path.expanduser(f"~/.aws/{file}")
-        texts.append(path)
+        paths.append(path)
         parser = configparser.RawConfigParser(strict=False)
         try:
             parser.read(path, encoding="utf-8")
-        except (configparser.Error, UnicodeError):  # its text quotes the line, which may be a key
-            found["damaged"] = path
+        except (configparser.Error, UnicodeError):  # raised below: its text quotes the line, which may be a key
+            damaged = path
         if parser.has_section(section):
-            found.update(parser.items(section))
-    if "damaged" in found:
-        raise ConfigError(f"'{found['damaged']}' cannot be read: it is no file of AWS profiles")
-    if asked and not found:
-        raise ConfigError(f"there is no profile '{asked}' in {' or '.join(texts)}")
-    if asked and is_signed and not has_keys and "aws_access_key_id" not in found:
+            values.update(parser.items(section))
+    if damaged:
+        raise ConfigError(f"'{damaged}' cannot be read: it is no file of AWS profiles")
+    if profile and not values:
+        raise ConfigError(f"there is no profile '{profile}' in {' or '.join(paths)}")
+    if profile and is_signed and not has_keys and "aws_access_key_id" not in values:
         raise ConfigError(
-            f"profile '{asked}' has no keys of its own (a role or single sign-on, which are not followed). Type: "
-            f'eval "$(aws configure export-credentials --profile {asked} --format env)"; unset AWS_PROFILE'
+            f"profile '{profile}' has no keys of its own (a role or single sign-on, which are not followed). Type: "
+            f'eval "$(aws configure export-credentials --profile {profile} --format env)"; unset AWS_PROFILE'
         )
+    variables = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT", "AWS_ENDPOINT_URL")}
     for option, key in _OF_PROFILE.items():
-        of_keys = key.startswith("aws_")
-        in_environment = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT", "AWS_ENDPOINT_URL")}
-        is_said = option in given or any(name in os.environ for name in in_environment.get(option, ()))
-        if key in found and not is_said and not (of_keys and (has_keys or not is_signed)):
-            config = {**config, option: found[key]}
+        is_set = option in options or any(variable in os.environ for variable in variables.get(option, ()))
+        is_unwanted_key = key.startswith("aws_") and (has_keys or not is_signed)
+        if key in values and not is_set and not is_unwanted_key:
+            config = {**config, option: values[key]}
     return config
-
-
-def _is_true(value: Any) -> bool:
-    return str(value).lower() in ("1", "true", "yes", "on")

@@ -1,10 +1,11 @@
-"""What is fetched before it is asked for, in which requests? What a reader says that it will read.
+"""What is fetched before it is needed, and in which requests? What a reader says that it will read.
 
-1. `expect` takes an iterator over what will be read (`Wanted`), in that order. It is followed as far as what was fetched, and
-   not yet read, fits into 48 MiB of the process: so an index is searched, and memory taken, as the reading goes on.
-2. Of an object some 16 MiB are taken together: sorted, small gaps closed, cut into pieces of 8 MiB (`plan_pieces`). The last
-   piece waits for what is taken next: so where pieces are cut depends on nothing but what was told.
-3. Whoever needs what was not fetched yet does not wait for its turn: then it is 64 MiB, and more where the order was another.
+1. `Ahead.expect` takes an iterator over what will be read (`Wanted`), in that order. It goes on while what was fetched and not
+   yet read fits into 48 MiB of the process: so an index is searched, and memory taken, as the reading goes on.
+2. Some 16 MiB of an object are taken together: sorted, small gaps closed, cut into pieces of 8 MiB (`plan_pieces`). The last
+   piece waits for what is taken next: so the cuts depend on the expected reads alone, not on timing.
+3. A reader that needs what was not fetched yet does not wait for its turn (`need`). Then up to 96 MiB are fetched ahead, and
+   more where reads come in another order than expected.
 """
 
 from __future__ import annotations
@@ -57,19 +58,19 @@ def plan_pieces(offsets: Ints, sizes: Ints) -> list[tuple[int, int, int]]:
 
 
 class Wanted(NamedTuple):
-    """What will be read of one object or folder, in words that its `fetch_ahead` understands, and how many bytes that is about.
+    """What will be read of one object or folder, and about how many bytes that is.
 
-    ``holder.fetch_ahead(whats, has_more)`` begins to fetch it, and what waits there; `has_more`: what comes next may join the
-    last request.
+    ``holder.fetch_ahead(arguments, has_more)`` begins to fetch a list of these `argument`s, and what waits in the holder. With
+    `has_more`, what comes next may join the last request, which therefore waits.
     """
 
     holder: Any
     nbytes: int
-    what: Any
+    argument: Any
 
 
 class Ahead:
-    """What this process has fetched, and nobody has read.
+    """Fetches ahead for all objects and folders of this process.
 
     Parameters
     ----------
@@ -80,16 +81,16 @@ class Ahead:
     def __init__(self, run: Callable[[Callable[[], None]], Any]) -> None:
         self._run, self._lock, self._pulling = run, threading.Lock(), threading.Lock()
         self._expected, self._nbytes = deque[Iterator[Wanted]](), 0
-        self._last: Any = None  # whose last request waits
+        self._waiting_holder: Any = None  # whose last request waits
 
     def expect(self, wanted: Iterator[Wanted]) -> None:
-        """Told what will be read, in about this order, after what was told before."""
+        """Say what will be read, in about this order, after all that was expected before."""
         with self._lock:
             self._expected.append(wanted)
         self._run(self._pull_all)
 
     def add(self, nbytes: int) -> None:
-        """Some bytes are fetched from now on; negative: they were read, and there is room again."""
+        """Count bytes that are being fetched; a negative number: that were read, or dropped, and leave room for others."""
         with self._lock:
             self._nbytes += nbytes
             has_room = nbytes < 0 and self._expected and self._nbytes + _AT_ONCE_NBYTES <= MOST_AHEAD_NBYTES
@@ -97,7 +98,7 @@ class Ahead:
             self._run(self._pull_all)
 
     def need(self, is_there: Callable[[], bool]) -> None:
-        """Begin to fetch what comes next, though there is no room for it, unless what is needed was asked for."""
+        """Begin to fetch what comes next, though there is no room for it, until `is_there()`: what is needed is among it."""
         with self._pulling:
             while not is_there():
                 if not self._pull(2 * MOST_AHEAD_NBYTES):
@@ -116,10 +117,10 @@ class Ahead:
             if not self._expected or (self._nbytes and self._nbytes + _AT_ONCE_NBYTES > most_nbytes):
                 return False
             wanted = self._expected[0]
-        found, nbytes = list[Wanted](), 0
-        with _who_reads_says_so():
+        batch, nbytes = list[Wanted](), 0
+        with _ignoring_errors():
             for part in wanted:
-                found.append(part)
+                batch.append(part)
                 nbytes += part.nbytes
                 if nbytes >= _AT_ONCE_NBYTES:
                     break
@@ -127,21 +128,21 @@ class Ahead:
         if not has_more:
             with self._lock:
                 self._expected.popleft()
-        self._settle(found, found[-1].holder if has_more else None)
+        self._settle(batch, batch[-1].holder if has_more else None)
         return True
 
-    def _settle(self, found: list[Wanted], last: Any) -> None:
-        """Have it fetched, and what waits, but for the last request of `last`."""
-        holders = dict.fromkeys(filter(None, [self._last, *(part.holder for part in found)]))
-        self._last = last
+    def _settle(self, batch: list[Wanted], waiting_holder: Any) -> None:
+        """Have all of a batch fetched, and what waits, but for the last request of `waiting_holder`."""
+        holders = dict.fromkeys(filter(None, [self._waiting_holder, *(part.holder for part in batch)]))
+        self._waiting_holder = waiting_holder
         for holder in holders:
-            with _who_reads_says_so():
-                holder.fetch_ahead([part.what for part in found if part.holder is holder], holder is last)
+            with _ignoring_errors():
+                holder.fetch_ahead([part.argument for part in batch if part.holder is holder], holder is waiting_holder)
 
 
 @contextmanager
-def _who_reads_says_so() -> Iterator[None]:
-    """Errors are those of who reads it: they are met again there."""
+def _ignoring_errors() -> Iterator[None]:
+    """Ignore errors here: who reads the same meets them again, and raises them."""
     try:
         yield
     except Exception as error:

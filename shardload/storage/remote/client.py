@@ -15,15 +15,15 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from shardload.storage.objects import Bytes
+from shardload.storage.objects import Bytes, RemoteError
 from shardload.storage.remote.address import address_of
 from shardload.storage.remote.ahead import Ahead
 from shardload.system.thread_pool import Pool
@@ -31,27 +31,20 @@ from shardload.system.thread_pool import Pool
 _MOST_TRIES, _FIRST_TRIES = 8, 3  # of a request; of one to a store that has never answered
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
 _BUSY = {429, 503}
-_SMALL_NBYTES, _SMALL_IN_ONE = 1 << 16, 8  # an answer that takes as long however many bytes it has
+_SMALL_NBYTES, _SMALL_IN_ONE = 1 << 16, 8  # up to so many bytes, an answer takes as long as an empty one
 _PASSING = {408, 500, 502, 504, *_BUSY}
 
 
 class Pin(NamedTuple):
-    """The one version of an object that is read: its bytes, and its ETag (else its date, as ``@...``; else nothing)."""
+    """The one version of an object that is read: its size, and its ETag (else its date, as ``@...``; else nothing)."""
 
     nbytes: int
     mark: str
 
     @property
     def etag(self) -> str | None:
-        """What an answer must match; None if that cannot be asked for (a weak ETag matches nothing)."""
+        """The ETag for `If-Match`; None if the server cannot compare it (a weak ETag matches nothing)."""
         return None if not self.mark or self.mark.startswith(("@", "W/")) else self.mark
-
-
-class RemoteError(OSError):
-    """An object cannot be read from its store. The text says why, and what to pass; no part of it is secret."""
-
-    def __str__(self) -> str:
-        return str(self.args[-1])
 
 
 class RemoteNotFoundError(RemoteError, FileNotFoundError):
@@ -59,19 +52,19 @@ class RemoteNotFoundError(RemoteError, FileNotFoundError):
 
 
 class RemoteChangedError(RemoteError):
-    """An object is another than it was when the first rank saw it."""
+    """An object was replaced since the first rank saw it."""
 
 
 @dataclass
 class Counts:
-    """What this process has asked stores for: requests that were answered or failed, bytes of bodies, repeated requests."""
+    """The requests of this process to stores: all that were answered or failed, bytes of bodies, repeated requests."""
 
     requests: int = 0
     nbytes: int = 0
     retries: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """What came after."""
+        """What was counted after `before`."""
         return Counts(self.requests - before.requests, self.nbytes - before.nbytes, self.retries - before.retries)
 
 
@@ -103,43 +96,44 @@ def _this_process() -> _Process:
 
 
 def ahead() -> Ahead:
-    """What this process fetches before it is asked for."""
+    """What this process fetches ahead."""
     return _this_process().ahead
 
 
 def counts() -> Counts:
-    """Of this process until now."""
+    """The counts of this process until now."""
     return Counts() if _process is None else Counts(**vars(_process.counts))
 
 
 class _Throttle:
-    """At most `most` requests at a time, or eight small ones in the place of one; half of it after an answer that says so, one
-    more after as many good ones.
+    """At most `most` requests at a time; eight small ones count as one. The limit is halved when a server is busy, and grows by
+    one after as many good answers.
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._limit, self._n = most, float(most), 0
+        self._most, self._limit, self._n_running = most, float(most), 0
         self._changed, self._halved = threading.Condition(), 0.0
 
     @contextmanager
-    def one(self, is_small: bool = False) -> Iterator[None]:
-        n = 1 if is_small else _SMALL_IN_ONE  # counted in small ones
+    def slot(self, is_small: bool = False) -> Iterator[None]:
+        """Wait until one more request may run, for a ``with`` statement around it."""
+        n = 1 if is_small else _SMALL_IN_ONE  # all are counted in small ones
         with self._changed:
-            self._changed.wait_for(lambda: self._n + n <= _SMALL_IN_ONE * max(1, int(self._limit)))
-            self._n += n
+            self._changed.wait_for(lambda: self._n_running + n <= _SMALL_IN_ONE * max(1, int(self._limit)))
+            self._n_running += n
         try:
             yield
         finally:
             with self._changed:
-                self._n -= n
-                self._changed.notify_all()  # a large one may still have to wait, where a small one need not
+                self._n_running -= n
+                self._changed.notify_all()  # all: a large one may still have to wait where a small one need not
 
     def good(self) -> None:
         with self._changed:
             self._limit = min(self._most, self._limit + 1 / self._limit)
 
     def busy(self, since: float) -> None:
-        """An answer to a request that began at that time. Those that were under way when the limit fell say nothing new."""
+        """Halve the limit, after an answer to a request that began at `since`, unless it was halved after that."""
         with self._changed:
             if since > self._halved:
                 self._limit, self._halved = max(1.0, self._limit / 2), time.monotonic()
@@ -149,7 +143,7 @@ Answer = tuple[Bytes, Pin]
 """The bytes of a range, and the object's version."""
 
 _Failure = tuple[int, str, bool]
-"""What a failed request means: the status of HTTP, or 0; what to say; whether it may pass by itself."""
+"""What a failed request means: the status of HTTP, or 0; the text for people; whether it may succeed if it is repeated."""
 
 
 class Client:
@@ -158,7 +152,7 @@ class Client:
     Parameters
     ----------
     url : str
-        What it names is put before the keys that are asked for.
+        What it names is put before the keys of objects.
     options : mapping
         How the store is reached.
     """
@@ -166,117 +160,147 @@ class Client:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._store, self._base, self._name, most = address_of(url, options)
         self._throttle, self._has_answered = _Throttle(most), False
+        import obstore  # here, because only `address_of` says that it is not installed
 
-    def __repr__(self) -> str:
-        return f"Client('{self._name}')"
+        self._obstore = obstore
 
     @property
     def has_suffixes(self) -> bool:
         """Whether the last bytes can be asked for by their number. Azure has no such request."""
         return type(self._store).__name__ != "AzureStore"
 
-    def name(self, below: str) -> str:
+    def name(self, key: str) -> str:
         """An object's name for people."""
-        return f"{self._name.rstrip('/')}/{below}" if below else self._name
-
-    def run(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call it in a fetch thread. It must not wait for another one there."""
-        return _this_process().pool.submit(call, *arguments)
+        return f"{self._name.rstrip('/')}/{key}" if key else self._name
 
     def get(
-        self, below: str, extent: tuple[int, int] | Mapping[str, int] | None, pin: Pin | None, most: int | None = None
-    ) -> Answer:
-        """One range of an object, or all of it.
+        self, key: str, extent: tuple[int, int] | Mapping[str, int] | None, pin: Pin | None = None, most: int | None = None
+    ) -> Future[Answer]:
+        """Fetch one range of an object, or all of it, in a fetch thread.
 
         Parameters
         ----------
-        below : str
-            Its key below that of the address; empty for the address's own.
+        key : str
+            Its key below that of the URL; empty for the object at the URL itself.
         extent : (int, int), {"suffix": int} or None
             First byte, and the one after the last, which may be beyond the end. Or how many of the last bytes.
-        pin : Pin or None
-            What it must be.
+        pin : Pin, optional
+            The version that it must be.
         most : int, optional
-            ValueError if the object has more bytes, before they are read.
+            The most bytes that the object may have.
 
-        Raises
-        ------
-        RemoteNotFoundError
-            If there is no such object.
-        RemoteChangedError
-            If it is another.
-        RemoteError
-            If it cannot be read.
+        Returns
+        -------
+        Future of Answer
+            Its result raises RemoteNotFoundError if there is no such object, RemoteChangedError if it is another version,
+            RemoteError if it cannot be read, and ValueError if it has more than `most` bytes, before they are read.
         """
+        return _this_process().pool.submit(self._get, key, extent, pin, most)
+
+    def _get(self, key: str, extent: tuple[int, int] | Mapping[str, int] | None, pin: Pin | None, most: int | None) -> Answer:
         options: dict[str, Any] = {} if extent is None else {"range": extent}
         if pin is not None and pin.etag is not None:
             options["if_match"] = pin.etag
 
-        def get(store: Any, key: str) -> Answer:
-            import obstore
-
-            result = obstore.get(store, key, options=options)
-            found = _pin_of(result.meta)
-            if pin is not None and found != pin:
-                raise self._changed(below)
-            if most is not None and found.nbytes > most:
-                return np.empty(0, dtype=np.uint8), found
+        def get(path: str) -> Answer:
+            result = self._obstore.get(self._store, path, options=options)
+            answered_pin = _pin_of(result.meta)
+            if pin is not None and answered_pin != pin:
+                raise self._changed(key)
+            if most is not None and answered_pin.nbytes > most:
+                return np.empty(0, dtype=np.uint8), answered_pin
             data = np.frombuffer(result.bytes(), dtype=np.uint8)
             if len(data) != result.range[1] - result.range[0]:
                 raise EOFError("its body was cut short")
-            return data, found
+            return data, answered_pin
 
         is_small = isinstance(extent, tuple) and extent[1] - extent[0] <= _SMALL_NBYTES
-        data, found = self.call(below, get, is_small)
-        if most is not None and found.nbytes > most:
-            raise ValueError(f"'{below}' has {found.nbytes} bytes, what is stored there {most} at most")
+        data, answered_pin = self._call(key, get, is_small=is_small)
+        if most is not None and answered_pin.nbytes > most:
+            raise ValueError(f"'{key}' has {answered_pin.nbytes} bytes, what is stored there {most} at most")
         with _this_process().lock:
             _this_process().counts.nbytes += len(data)
-        return data, found
+        return data, answered_pin
 
-    def call(self, below: str, call: Callable[[Any, str], Any], is_small: bool = False) -> Any:
-        """`call(store, key)`, again if that may help. Errors as from `get`. `is_small`: few bytes come back."""
-        process, n = _this_process(), 0
+    def put(self, key: str, data: Any, mode: Literal["create", "overwrite"]) -> None:
+        """Put an object. With ``"create"``, RemoteChangedError if it exists."""
+        options = {"mode": mode, "use_multipart": False}
+        self._wait_for(key, lambda path: self._obstore.put(self._store, path, bytes(data), **options), "put")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects. No error if one does not exist."""
+        with suppress(FileNotFoundError):
+            self._wait_for(
+                "", lambda folder: self._obstore.delete(self._store, [_join(folder, key) for key in keys]), "deleted"
+            )
+
+    def keys(self, below: str) -> list[str]:
+        """The keys of all objects below a folder: a request for each thousand."""
+
+        def keys(folder: str) -> list[str]:
+            n = len(folder) - len(below) if below or not folder else len(folder) + 1  # of the folder's own key
+            return [meta["path"][n:] for page in self._obstore.list(self._store, folder or None) for meta in page]
+
+        return list(self._wait_for(below, keys))
+
+    def folders(self, below: str) -> list[str]:
+        """The names of the folders directly below a folder, sorted: a request for each thousand."""
+        listing = self._wait_for(below, lambda folder: self._obstore.list_with_delimiter(self._store, folder or None))
+        return sorted(path.rpartition("/")[2] for path in listing["common_prefixes"])
+
+    def _wait_for(self, key: str, function: Callable[[str], Any], verb: str = "read") -> Any:
+        return _this_process().pool.submit(self._call, key, function, verb).result()
+
+    def _call(self, key: str, function: Callable[[str], Any], verb: str = "read", is_small: bool = False) -> Any:
+        """`function(path of the object)`, again if that may help. Errors as from `get`.
+
+        `verb` is what is done with the object, for messages; `is_small`: few bytes come back.
+        """
+        process, n_tries = _this_process(), 0
         while True:
-            with self._throttle.one(is_small):
-                began, n = time.monotonic(), n + 1
-                found, failure = self._try(below, call)
+            with self._throttle.slot(is_small):
+                began, n_tries = time.monotonic(), n_tries + 1
+                result, failure = self._try(key, function)
                 with process.lock:
                     process.counts.requests += 1
-                    process.counts.retries += n > 1
+                    process.counts.retries += n_tries > 1
             if failure is None:
                 self._has_answered = True
                 self._throttle.good()
-                return found
+                return result
             status, text, passes = failure
             self._has_answered = self._has_answered or status != 0
             if status in _BUSY:
                 self._throttle.busy(began)
-            if not passes or n >= (_MOST_TRIES if self._has_answered else _FIRST_TRIES):
+            if not passes or n_tries >= (_MOST_TRIES if self._has_answered else _FIRST_TRIES):
                 break
-            time.sleep(random.uniform(0.5, 1) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (n - 1)))
+            time.sleep(random.uniform(0.5, 1) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (n_tries - 1)))
         if status == 412:
-            raise self._changed(below)
+            raise self._changed(key)
         if status == 404:
-            raise RemoteNotFoundError(errno.ENOENT, f"'{self.name(below)}' is not there: {text}")
-        times = f" ({n} times)" if n > 1 else ""
-        raise RemoteError(errno.EIO if passes else errno.EACCES, f"'{self.name(below)}' cannot be read: {text}{times}")
+            raise RemoteNotFoundError(errno.ENOENT, f"'{self.name(key)}' is not there: {text}")
+        times = f" ({n_tries} times)" if n_tries > 1 else ""
+        raise RemoteError(errno.EIO if passes else errno.EACCES, f"'{self.name(key)}' cannot be {verb}: {text}{times}")
 
-    def _try(self, below: str, call: Callable[[Any, str], Any]) -> tuple[Any, _Failure | None]:
-        """What a call returns, or why it failed. obstore's error ends here."""
+    def _try(self, key: str, function: Callable[[str], Any]) -> tuple[Any, _Failure | None]:
+        """What a function returns, or why it failed. obstore's error ends here."""
         try:
-            return call(self._store, "/".join(filter(None, (self._base, below)))), None
+            return function(_join(self._base, key)), None
         except (RemoteError, MemoryError):
             raise
         except Exception as error:
             return None, _meaning(error)
 
-    def _changed(self, below: str) -> RemoteChangedError:
+    def _changed(self, key: str) -> RemoteChangedError:
         return RemoteChangedError(
             errno.ESTALE,
-            f"'{self.name(below)}' is another object than it was when the first rank looked at it: it was replaced. Values of "
+            f"'{self.name(key)}' is another object than it was when the first rank looked at it: it was replaced. Values of "
             "both would be mixed. Load again",
         )
+
+
+def _join(folder: str, key: str) -> str:
+    return "/".join(filter(None, (folder, key)))
 
 
 def _pin_of(meta: Any) -> Pin:
@@ -286,7 +310,7 @@ def _pin_of(meta: Any) -> Pin:
 
 _PUBLIC = "If it is public, pass storage={'skip_signature': True}"
 _STATUS = {"FileNotFoundError": 404, "PreconditionError": 412, "AlreadyExistsError": 412}
-_CAUSES = {  # of S3 by their code, whatever the status
+_CAUSES = {  # by S3's code: the status, and what to say
     "ExpiredToken": (400, "the session token has expired. Get a new one, and load again"),
     "InvalidAccessKeyId": (403, f"the store does not know the access key. {_PUBLIC}"),
     "SignatureDoesNotMatch": (403, "the secret key does not belong to the access key, or a proxy changes requests"),
@@ -294,7 +318,7 @@ _CAUSES = {  # of S3 by their code, whatever the status
     "NoSuchBucket": (404, "there is no such bucket"),
 }
 
-_BELOW = (  # words of obstore's errors without a status, in that order: what to say, and whether it may pass
+_CAUSES_WITHOUT_STATUS = (  # words of obstore's errors, in that order; what to say; whether it may pass
     (
         "Range request not supported|NotPartial",
         "the server does not answer with a range of it, but with all. Download it, and load the file",
@@ -317,12 +341,12 @@ _BELOW = (  # words of obstore's errors without a status, in that order: what to
 
 
 def _meaning(error: Exception) -> _Failure:
-    """What obstore says, in words that hold nothing secret: a status, a code of S3, or the kind of what went wrong below."""
+    """What an error of obstore means, in words without secrets: by its status, S3's code, or the kind of error below it."""
     if isinstance(error, EOFError):
         return 0, str(error), True
     text = str(error)
-    found = re.search(r"status code: (\d{3})", text)
-    status = int(found[1]) if found else _STATUS.get(type(error).__name__, 0)
+    match = re.search(r"status code: (\d{3})", text)
+    status = int(match[1]) if match else _STATUS.get(type(error).__name__, 0)
     code = (re.search(r"<Code>(\w{1,60})</Code>", text) or ["", ""])[1]
     region = re.search(r"<Region>([\w-]{1,40})</Region>", text)
     if "169.254.169.254" in text or "metadata.google.internal" in text or "computeMetadata" in text:
@@ -331,8 +355,8 @@ def _meaning(error: Exception) -> _Failure:
         where = f"'{region[1]}'" if region is not None else "..."
         return status or 301, f"its bucket is in another region: pass storage={{'region': {where}}}", False
     if code in _CAUSES:
-        status, said = _CAUSES[code]
-        return status, f"{said} ({code})", False
+        status, reason = _CAUSES[code]
+        return status, f"{reason} ({code})", False
     if status == 403:
         why = f"access is denied (403 {code}".rstrip() + (
             f"). {_PUBLIC}. If its requester pays, pass storage={{'request_payer': True}}. Else keys are wrong, may not read "
@@ -346,7 +370,7 @@ def _meaning(error: Exception) -> _Failure:
     if status:
         return status, f"the server answers {status} {code}".rstrip(), status in _PASSING
     text = re.sub(r"\w+://\S+", "", text)  # words of a key would be taken for causes
-    for words, said, passes in _BELOW:
+    for words, reason, passes in _CAUSES_WITHOUT_STATUS:
         if re.search(words, text):
-            return 0, said, passes
+            return 0, reason, passes
     return 0, f"its store gives an answer that is not understood ({type(error).__name__})", False

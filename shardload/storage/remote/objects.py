@@ -10,35 +10,36 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import ShardloadWarning
-from shardload.storage.objects import Bytes, Content, Ints, NoListingError, Ranges, StoredObject
+from shardload.storage.objects import Bytes, Content, Ints, NoListingError, Ranges, RemoteError, StoredObject
 from shardload.storage.remote.ahead import PIECE_NBYTES, Wanted, plan_pieces
-from shardload.storage.remote.client import Answer, Client, Pin, RemoteError, ahead
+from shardload.storage.remote.client import Answer, Client, Pin, ahead
 
 State = tuple[int, ...]
 
 
 def expect(wanted: Iterator[tuple[StoredObject, Ints, Ints]]) -> None:
-    """Told which ranges of which objects will be read, in about this order: offsets and sizes. The iterator is followed slowly,
-    by other threads. Objects that are not in a store are read when they are.
+    """Say which ranges (offsets and sizes) of which objects will be read, in about this order. Other threads take them from the
+    iterator as memory allows. Ranges of objects that are not in a store are left out.
     """
 
-    def found() -> Iterator[Wanted]:
+    def remote() -> Iterator[Wanted]:
         for stored, offsets, sizes in wanted:
             if isinstance(stored, RemoteObject):
                 if stored.is_closed:  # after an error
                     return
                 yield Wanted(stored, int(sizes.sum()), (offsets, sizes))
 
-    ahead().expect(found())
+    ahead().expect(remote())
 
 
 def open_remote(url: str, options: Mapping[str, Any] | None = None) -> RemoteFolder:
-    """What a URL names, before anything is asked: an object (`RemoteFolder.object`), or what lies above others.
+    """What a URL names: an object (`RemoteFolder.object`), or a folder of objects. No request is sent.
 
     Raises
     ------
@@ -48,11 +49,14 @@ def open_remote(url: str, options: Mapping[str, Any] | None = None) -> RemoteFol
     return RemoteFolder(Client(url, options or {}))
 
 
+@dataclass(slots=True, eq=False)
 class _Piece:
-    """A part of an object that was asked for: where it is, and how many of its bytes will still be read."""
+    """A range of an object that was requested, and how many of its bytes nobody has read yet."""
 
-    def __init__(self, start: int, stop: int, left: int, answer: Future[Answer]) -> None:
-        self.start, self.stop, self.left, self.answer = start, stop, left, answer
+    start: int
+    stop: int
+    n_unread: int
+    answer: Future[Answer]
 
 
 class RemoteObject:
@@ -73,7 +77,7 @@ class RemoteObject:
     def __init__(self, client: Client, key: str, pin: Pin | None = None) -> None:
         self._client: Client | None = client
         self._key, self._pin, self.name = key, pin, client.name(key)
-        self._kept = 0, np.empty(0, dtype=np.uint8)  # where bytes begin that came with the first answer, and these
+        self._first_bytes = 0, np.empty(0, dtype=np.uint8)  # what came with the first answer: its offset, its bytes
         self._lock = threading.Lock()  # of what was fetched ahead: pieces, and ranges that wait for those that follow
         self._pieces, self._waiting = list[_Piece](), list[tuple[Ints, Ints]]()
 
@@ -83,7 +87,7 @@ class RemoteObject:
         return self._client is None
 
     @property
-    def _open(self) -> Client:
+    def _open_client(self) -> Client:
         if self._client is None:
             raise OSError("the object was closed")
         return self._client
@@ -92,24 +96,26 @@ class RemoteObject:
     def pin(self) -> Pin:
         """Which version is read, for other ranks. Asks for a byte of it if nothing was read yet."""
         if self._pin is None:
-            return self._first((0, 1))[1]
+            return self._ask_first((0, 1))[1]
         return self._pin
 
-    def _first(self, extent: tuple[int, int] | Mapping[str, int]) -> Answer:
-        """An answer that tells the version, too."""
-        data, pin = self._open.run(self._open.get, self._key, extent, self._pin).result()
+    def _ask_first(self, extent: tuple[int, int] | Mapping[str, int]) -> Answer:
+        """Fetch a range, and note which version it is of."""
+        data, pin = self._open_client.get(self._key, extent, self._pin).result()
         if self._pin is None and (not pin.mark or pin.mark.startswith("@")):
-            what = "its size and date are compared" if pin.mark else "only its size is compared"
-            text = f"'{self.name}' has no ETag: {what}, and an object that is replaced while it is read may go unnoticed"
+            comparison = "its size and date are compared" if pin.mark else "only its size is compared"
+            text = f"'{self.name}' has no ETag: {comparison}, and an object that is replaced while it is read may go unnoticed"
             warnings.warn(text, ShardloadWarning, stacklevel=2)
         self._pin = pin
         return data, pin
 
     def look(self, ahead: int) -> None:
         """Ask for its first bytes, or for its last ones if `ahead` is negative, and keep them: see `ObjectFolder.open`."""
-        is_cut = ahead < 0 and not self._open.has_suffixes
-        data, pin = self._first((0, max(1, ahead)) if ahead >= 0 or is_cut else {"suffix": -ahead})
-        self._kept = (0 if ahead >= 0 or is_cut else pin.nbytes - len(data)), data
+        if ahead < 0 and self._open_client.has_suffixes:
+            data, pin = self._ask_first({"suffix": -ahead})
+            self._first_bytes = pin.nbytes - len(data), data
+        else:
+            self._first_bytes = 0, self._ask_first((0, max(1, ahead)))[0]
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +133,7 @@ class RemoteObject:
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """The bytes at `offset`: fewer than `nbytes` where the object ends. As the first read from its start, one request."""
         if self._pin is None and offset == 0 and nbytes <= PIECE_NBYTES:
-            return bytes(self._first((0, nbytes))[0])
+            return bytes(self._ask_first((0, nbytes))[0])
         out = np.empty(max(0, min(nbytes, self.nbytes - offset)), dtype=np.uint8)
         self.read_into(out, offset)
         return out.tobytes()
@@ -137,9 +143,9 @@ class RemoteObject:
         if offset + len(out) > self.nbytes:
             expected = f"but values are stored up to byte {offset + len(out)}"
             raise RemoteError(errno.EIO, f"'{self.name}' ends at byte {self.nbytes}, {expected}")
-        begin, kept = self._kept
-        if begin <= offset and offset + len(out) <= begin + len(kept):
-            out[...] = kept[offset - begin :][: len(out)]
+        begin, data = self._first_bytes
+        if begin <= offset and offset + len(out) <= begin + len(data):
+            out[...] = data[offset - begin :][: len(out)]
         else:
             self._read([(0, len(out), offset)], out)
 
@@ -148,32 +154,31 @@ class RemoteObject:
         self._read(ranges.requests, memory)
         return ranges.pieces(memory)
 
-    def _read(self, requests: Sequence[tuple[int, int, int]], memory: Bytes) -> None:
+    def _read(self, requests: Sequence[_Request], memory: Bytes) -> None:
         """Fill memory from what was fetched ahead, and fetch the rest."""
-        self._open, self.pin  # noqa: B018
-        found, lacking = self._found(requests)
+        self._open_client, self.pin  # noqa: B018  (both raise)
+        parts, lacking = self._fetched_parts(requests)
         if lacking:
-            ahead().need(lambda: not self._found(lacking)[1])
-            more, lacking = self._found(lacking)
-            found += more
+            ahead().need(lambda: not self._fetched_parts(lacking)[1])
+            more_parts, lacking = self._fetched_parts(lacking)
+            parts += more_parts
         if lacking:
             offsets, sizes = (np.array([request[k] for request in lacking], dtype=np.int64) for k in (2, 1))
-            pieces = self._fetch(offsets, sizes)
-            found += _in_pieces(pieces, lacking)[0]
-        for piece, begin, n, offset in found:
+            parts += _parts_in(self._fetch(offsets, sizes), lacking)[0]
+        for piece, begin, n, offset in parts:
             data, _ = piece.answer.result()
             memory[begin : begin + n] = data[offset - piece.start : offset - piece.start + n]
-        self._let_go(found)
+        self._forget_read(parts)
 
-    def _found(self, requests: Sequence[tuple[int, int, int]]) -> tuple[list[_Part], list[tuple[int, int, int]]]:
+    def _fetched_parts(self, requests: Sequence[_Request]) -> tuple[list[_Part], list[_Request]]:
         with self._lock:
-            return _in_pieces(self._pieces, requests) if self._pieces else ([], list(requests))
+            return _parts_in(self._pieces, requests) if self._pieces else ([], list(requests))
 
     def _fetch(self, offsets: Ints, sizes: Ints) -> list[_Piece]:
-        client, pin = self._open, self.pin
+        client, pin = self._open_client, self.pin
         return [
-            _Piece(start, stop, left, client.run(client.get, self._key, (start, stop), pin))
-            for start, stop, left in plan_pieces(offsets, sizes)
+            _Piece(start, stop, nbytes, client.get(self._key, (start, stop), pin))
+            for start, stop, nbytes in plan_pieces(offsets, sizes)
         ]
 
     def fetch_ahead(self, wanted: list[tuple[Ints, Ints]], has_more: bool) -> None:
@@ -195,16 +200,18 @@ class RemoteObject:
         if len(offsets):
             fetched = self._fetch(offsets, sizes)
             with self._lock:
+                if self.is_closed:  # meanwhile, so that nobody would read these pieces, and give their room back
+                    return
                 self._pieces = sorted([*self._pieces, *fetched], key=lambda piece: piece.start)
             ahead().add(sum(piece.stop - piece.start for piece in fetched))
 
-    def _let_go(self, found: list[_Part]) -> None:
-        """Of pieces that were fetched ahead, count what was read, and forget those of which all was."""
+    def _forget_read(self, parts: list[_Part]) -> None:
+        """Forget the pieces of which all bytes were read."""
         nbytes = 0
         with self._lock:
-            for piece, _, n, _ in found:
-                piece.left -= n
-                if piece.left <= 0 and piece in self._pieces:
+            for piece, _, n, _ in parts:
+                piece.n_unread -= n
+                if piece.n_unread <= 0 and piece in self._pieces:
                     self._pieces.remove(piece)
                     nbytes += piece.stop - piece.start
         if nbytes and self._client is not None:
@@ -222,14 +229,13 @@ class RemoteObject:
     __del__ = close
 
 
-_Part = tuple[_Piece, int, int, int]  # where in memory, how many bytes, from which offset of the object
+_Request = tuple[int, int, int]  # its offset in memory, its bytes, its offset in the object, as in `Ranges.requests`
+_Part = tuple[_Piece, int, int, int]  # of a request: the piece that has it, and the same three numbers
 
 
-def _in_pieces(
-    pieces: list[_Piece], requests: Sequence[tuple[int, int, int]]
-) -> tuple[list[_Part], list[tuple[int, int, int]]]:
-    """What pieces, which are sorted, have of some requests (where in memory, bytes, offset), and what they lack."""
-    found, lacking = list[_Part](), list[tuple[int, int, int]]()
+def _parts_in(pieces: list[_Piece], requests: Sequence[_Request]) -> tuple[list[_Part], list[_Request]]:
+    """The parts of requests that some sorted pieces have, and what they lack."""
+    parts, lacking = list[_Part](), list[_Request]()
     starts = [piece.start for piece in pieces]
     for begin, length, offset in requests:
         done = 0
@@ -239,9 +245,9 @@ def _in_pieces(
                 lacking.append((begin + done, length - done, offset + done))
                 break
             n = min(length, pieces[k].stop - offset) - done
-            found.append((pieces[k], begin + done, n, offset + done))
+            parts.append((pieces[k], begin + done, n, offset + done))
             done += n
-    return found, lacking
+    return parts, lacking
 
 
 class RemoteFolder:
@@ -251,16 +257,17 @@ class RemoteFolder:
         self._client = client
         self.name = client.name("")
         self._lock, self._ahead = threading.Lock(), dict[str, tuple[Future[Answer], int]]()
-        self._is_told, self._early = False, set[str]()  # what was read before it was fetched ahead is not fetched again
+        self._is_order_known = False  # `expect` was called
+        self._read_early = set[str]()  # keys that were read before their turn: they are not fetched ahead any more
 
     def object(self, pin: Pin | tuple[int, str] | None = None) -> RemoteObject:
-        """That at the URL itself: as the version that another rank has seen (`RemoteObject.pin`), or as it is now."""
+        """The object at the URL itself: the version that another rank has seen (`RemoteObject.pin`), or the present one."""
         return RemoteObject(self._client, "", None if pin is None else Pin(*pin))
 
     def version(self, key: str) -> State | None:
         """See `ObjectFolder`. One request."""
         try:
-            return _numbers(self._client.run(self._client.get, key, (0, 1), None).result()[1])
+            return _numbers(self._client.get(key, (0, 1)).result()[1])
         except FileNotFoundError:
             return None
 
@@ -276,43 +283,43 @@ class RemoteFolder:
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
         """See `ObjectFolder`. Small objects take one request each, without a range."""
         with self._lock:
-            held = [(key, *self._ahead.pop(key, (None, 0))) for key in keys]
-            if self._is_told:
-                self._early.update(key for key, answer, _ in held if answer is None)
-        asked = [(key, self._ask(key, most_nbytes) if answer is None else answer) for key, answer, _ in held]
-        ahead().add(-sum(nbytes for _, _, nbytes in held))
-        return [self._content(key, answer) for key, answer in asked]
+            fetched = [(key, *self._ahead.pop(key, (None, 0))) for key in keys]
+            if self._is_order_known:
+                self._read_early.update(key for key, answer, _ in fetched if answer is None)
+        answers = [(key, self._ask(key, most_nbytes) if answer is None else answer) for key, answer, _ in fetched]
+        ahead().add(-sum(nbytes for _, _, nbytes in fetched))
+        return [self._content(key, answer) for key, answer in answers]
 
     def expect(self, keys: Iterator[str], most_nbytes: int, nbytes: int) -> None:
-        """Told which objects will be read, in about this order: the most bytes of each, and about how many it has. The iterator
-        is followed slowly, by other threads.
+        """Say which objects will be read, in about this order, the most bytes of each, and about how many it has. Other threads
+        take keys from the iterator as memory allows.
         """
-        self._is_told = True
+        self._is_order_known = True
         ahead().expect(Wanted(self, nbytes, (key, most_nbytes, nbytes)) for key in keys)
 
     def forget(self, prefix: str) -> None:
-        """Nobody will read what was fetched ahead of keys that begin so."""
+        """Drop what was fetched ahead of keys that begin with `prefix`: nobody will read it."""
         with self._lock:
-            held = [self._ahead.pop(key) for key in list(self._ahead) if key.startswith(prefix)]
-        ahead().add(-sum(nbytes for _, nbytes in held))
+            dropped = [self._ahead.pop(key) for key in list(self._ahead) if key.startswith(prefix)]
+        ahead().add(-sum(nbytes for _, nbytes in dropped))
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Wanted`: keys, the most bytes of each, and about how many it has."""
         with self._lock:
-            wanted, told = [what for what in wanted if what[0] not in self._early], {key for key, _, _ in wanted}
-            self._early -= told
-            for key, most_nbytes, nbytes in wanted:
+            unread = [(key, most_nbytes, nbytes) for key, most_nbytes, nbytes in wanted if key not in self._read_early]
+            self._read_early -= {key for key, _, _ in wanted}
+            for key, most_nbytes, nbytes in unread:
                 self._ahead[key] = self._ask(key, most_nbytes), nbytes
-        ahead().add(sum(nbytes for _, _, nbytes in wanted))
+        ahead().add(sum(nbytes for _, _, nbytes in unread))
 
     def _ask(self, key: str, most_nbytes: int) -> Future[Answer]:
-        """All of an object, or of one that may be large its first piece."""
+        """Fetch all of an object, or the first piece of one that may be large."""
         extent = None if most_nbytes <= PIECE_NBYTES else (0, PIECE_NBYTES)
-        return self._client.run(self._client.get, key, extent, None, most_nbytes)
+        return self._client.get(key, extent, most=most_nbytes)
 
-    def _content(self, key: str, asked: Future[Answer]) -> Content | None:
+    def _content(self, key: str, answer: Future[Answer]) -> Content | None:
         try:
-            data, pin = asked.result()
+            data, pin = answer.result()
         except FileNotFoundError:
             return None
         if len(data) == pin.nbytes:
@@ -324,35 +331,28 @@ class RemoteFolder:
 
     def __del__(self) -> None:
         with suppress(RemoteError):  # after a fork
-            if held := vars(self).get("_ahead"):  # else it was never made, or has nothing
-                ahead().add(-sum(nbytes for _, nbytes in held.values()))
+            if fetched := vars(self).get("_ahead"):  # absent if `__init__` failed
+                ahead().add(-sum(nbytes for _, nbytes in fetched.values()))
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
-        """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""
-        seen: list[tuple[bytes, State] | OSError | None] = []
-        for answer in [self._client.run(self._client.get, key, None, None, most_nbytes) for key in keys]:
+        """Small objects, each with its version, or why it cannot be read; None for one that does not exist. A request each."""
+        contents: list[tuple[bytes, State] | OSError | None] = []
+        for answer in [self._client.get(key, None, most=most_nbytes) for key in keys]:
             try:
                 data, pin = answer.result()
-                seen.append((bytes(data), _numbers(pin)))
+                contents.append((bytes(data), _numbers(pin)))
             except FileNotFoundError:
-                seen.append(None)
+                contents.append(None)
             except OSError as error:
-                seen.append(error)
-        return seen
+                contents.append(error)
+        return contents
 
     def folders(self, key: str) -> list[str]:
         """See `ObjectFolder`. One request for each thousand."""
-
-        def listed(store: Any, path: str) -> list[str]:
-            import obstore
-
-            return [name.rpartition("/")[2] for name in obstore.list_with_delimiter(store, path or None)["common_prefixes"]]
-
         if self.name.lower().startswith("http"):
             raise NoListingError(f"'{self.name}' is on a plain HTTP server, which does not tell what is in a folder")
         try:
-            names: list[str] = self._client.run(self._client.call, key, listed).result()
-            return sorted(names)
+            return self._client.folders(key)
         except FileNotFoundError:
             return []
         except RemoteError as error:
@@ -362,4 +362,5 @@ class RemoteFolder:
 
 
 def _numbers(pin: Pin) -> State:
+    """A version as numbers: the size, and a hash of the ETag."""
     return pin.nbytes, int.from_bytes(hashlib.blake2b(pin.mark.encode(), digest_size=7).digest())

@@ -111,7 +111,7 @@ def state_of(disk: Disk, content: Content) -> str:
         assert n == NEW or data.startswith(disk.before)  # byte for byte
         return "new" if n == NEW else "old"
     left = find_leftover(str(changes_of(str(path))))
-    assert left is not None and left.what == "changes" and f"shardload info {path}" in str(left)
+    assert left is not None and left.kind == "changes" and f"shardload info {path}" in str(left)
     assert complete_append(str(path)) and not complete_append(str(path))
     assert path.read_bytes() == disk.after(range(len(disk.events)))[path.name]
     assert set(lengths(path).values()) == {NEW}
@@ -663,21 +663,21 @@ def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Wrong if an error at any write left a lock, a longer file, or one that the next append cannot complete."""
     path = tmp_path / "d" / "x.h5"
     path.parent.mkdir()
-    right, n_marked = target.put_at, 0
+    right, n_marked = target.WritableFile.write_at, 0
     for fails_at in range(1, 200, 2 if IS_QUICK else 1):
         shutil.rmtree(path.parent)
         path.parent.mkdir()
         by_h5py(path)
         before, n = path.read_bytes(), [0]
 
-        def put(descriptor: int, data: Any, offset: int, fails_at: int = fails_at, n: list[int] = n) -> None:
+        def write_at(file: Any, data: Any, offset: int, fails_at: int = fails_at, n: list[int] = n) -> None:
             n[0] += 1
             if n[0] == fails_at:
                 raise OSError(5, "no such luck")
-            right(descriptor, data, offset)
+            right(file, data, offset)
 
         with monkeypatch.context() as patch:
-            patch.setattr(target, "put_at", put)
+            patch.setattr(target.WritableFile, "write_at", write_at)
             try:
                 grow(path, VALUES)
             except SourceError as error:

@@ -79,7 +79,7 @@ LOADS: dict[str, Callable[[str], Any]] = {
 def test_what_is_not_whole(tmp_path: Path, kind: str, phase: str) -> None:
     path = left_after(tmp_path, kind, phase)
     found = find_leftover(path)
-    assert found is not None and (found.target, found.what, found.is_whole) == (str(tmp_path / kind), "unfinished", False)
+    assert found is not None and (found.target, found.kind, found.is_whole) == (str(tmp_path / kind), "unfinished", False)
     told = info(path)
     assert "no whole file" in " ".join(told.split()) and "mv" not in told
     answer = json.loads(info(path, "--json"))
@@ -167,7 +167,7 @@ def test_a_store_that_was_being_replaced(
     monkeypatch.undo()
     (old,) = tmp_path.glob("*.replaced")
     found = find_leftover(str(old))
-    assert found is not None and (found.what, found.is_whole) == ("replaced", phase == "both")
+    assert found is not None and (found.kind, found.is_whole) == ("replaced", phase == "both")
     told = " ".join(info(str(old)).split())
     assert ("perhaps only a part" in told) == (phase != "both")
     if phase == "both":

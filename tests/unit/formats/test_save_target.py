@@ -20,6 +20,7 @@ from shardload.formats import Region
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink
 from shardload.storage import target
+from shardload.storage.objects import RemoteError
 from shardload.storage.target import Target, temporary_of
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
@@ -340,6 +341,13 @@ def test_the_library_cannot_read_what_was_written(
             finish(sink, catalog)
         monkeypatch.undo()
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_store_says_stays() -> None:
+    """Wrong if the text about a file system stood in the place of what the store says: its number is that of an I/O error."""
+    text = r"chunk \(1,\) of '/x' in 's3://b/x' cannot be written: .*answers 500 \(8 times\)"
+    with pytest.raises(SourceError, match=text), target.as_write_error("s3://b/x", "/x", lambda: (1,)):
+        raise RemoteError(errno.EIO, "'s3://b/x/c/1' cannot be put: the server answers 500 (8 times)")
 
 
 def test_a_mark_that_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

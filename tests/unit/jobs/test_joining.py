@@ -507,7 +507,7 @@ def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: py
         raise OSError(28, "no space")
 
     before = Path(whole).read_bytes()
-    monkeypatch.setattr("shardload.storage.target.put_at", fails)
+    monkeypatch.setattr("shardload.storage.target.WritableFile.write_at", fails)
     with pytest.raises(SourceError, match="no space is left"):
         shardload.join(whole, snapshot, mode="w")
     assert Path(whole).read_bytes() == before and len(os.listdir(tmp_path)) == 4
@@ -515,17 +515,17 @@ def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: py
 
 def test_a_temporary_is_recognised(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A join that was killed leaves what says of itself what it is, until all of it is written."""
-    from shardload.storage import target
+    from shardload.storage.target import WritableFile
 
-    seen, put = [], target.put_at
+    seen, write_at = [], WritableFile.write_at
 
-    def look(descriptor: int, data: Any, offset: int) -> None:
-        put(descriptor, data, offset)
+    def look(file: WritableFile, data: Any, offset: int) -> None:
+        write_at(file, data, offset)
         path = next(str(one) for one in tmp_path.iterdir() if one.name.endswith(".unfinished"))
         found = find_leftover(path)
         seen.append(None if found is None else found.is_whole)
 
-    monkeypatch.setattr(target, "put_at", look)
+    monkeypatch.setattr(WritableFile, "write_at", look)
     shardload.join(str(tmp_path / "whole.h5"), snapshot)
     assert not any(seen[:-1]) and seen[-1]
 

@@ -17,6 +17,7 @@ import pytest
 from shardload.cli.arguments import parse_storage
 from shardload.errors import ConfigError, ShardloadWarning
 from shardload.options import Options
+from shardload.storage.new_folder import NewRemoteFolder
 from shardload.storage.objects import Ranges
 from shardload.storage.remote import (
     RemoteChangedError,
@@ -167,6 +168,33 @@ def test_memory_of_what_is_fetched_ahead_is_bounded():
         for stored in objects:
             stored.close()
         assert ahead()._nbytes == 0
+
+
+def test_a_folder_that_could_not_be_begun_removes_nothing(server):
+    """Wrong if objects of another job were removed after a mark could not be put: there is no `If-None-Match` here."""
+    folder = NewRemoteFolder("s3://bucket/s", "w-", server.storage)
+    server.faults.status, server.faults.code = 501, "NotImplemented"
+    with pytest.raises(RemoteError, match=r"shardload-unfinished' cannot be put: the server answers 501 NotImplemented"):
+        folder.create()
+    server.faults.status = 0
+    folder.discard()
+    assert server.names() == ["bucket/run.h5", "bucket/s/c/0", "bucket/s/c/1"]
+
+
+def test_an_object_that_is_closed_while_it_is_fetched_ahead(server):
+    """Wrong if its pieces took the room of others for ever: nobody reads them."""
+    stored = open_remote(f"{server.url}/bucket/run.h5").object()
+    assert stored.nbytes == len(DATA)
+    fetch = stored._fetch
+
+    def fetch_and_close(*arguments):
+        pieces = fetch(*arguments)
+        stored.close()
+        return pieces
+
+    stored._fetch = fetch_and_close
+    stored.fetch_ahead([(np.array([0]), np.array([1000]))], False)
+    assert ahead()._nbytes == 0 and stored._pieces == []
 
 
 def test_an_error_of_what_was_fetched_ahead_is_that_of_its_reader(server):
