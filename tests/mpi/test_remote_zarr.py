@@ -251,6 +251,10 @@ def test_what_is_not_saved_to_a_store(comm: Any, bucket: Bucket) -> None:
     same_error(
         comm, lambda: shardload.append("s3://bucket/v3.zarr", {NAME: x}), ConfigError, "is a URL; append writes to files"
     )
+    bucket.fails(status=501, code="NotImplemented", only=lambda found: found == "bucket/v3.zarr/shardload-unfinished")
+    same_error(comm, lambda: saved(bucket, "v3"), SourceError, "cannot be put: the server answers 501 NotImplemented")
+    bucket.fails(status=0, code="", only=lambda found: True)
+    assert files_of(bucket, "v3") == before
     bucket.on_server(lambda server: (bucket.folder / "bucket/begun.zarr").mkdir())
     bucket.on_server(lambda server: (bucket.folder / "bucket/begun.zarr/shardload-unfinished").write_text("x"))
     same_error(comm, lambda: saved(bucket, "begun"), ConfigError, "by another job, or one that was killed")
@@ -260,7 +264,9 @@ def test_a_save_that_fails_leaves_nothing(comm: Any, bucket: Bucket) -> None:
     """A chunk that is refused; the others are removed."""
     key = "bucket/new.zarr/g/x/c/1/1/1"
     bucket.fails(status=403, code="AccessDenied", only=lambda found: found == key)
-    same_error(comm, lambda: saved(bucket, "new"), SourceError, "access is denied (403 AccessDenied)", "(1, 1, 1)")
+    same_error(
+        comm, lambda: saved(bucket, "new"), SourceError, "cannot be put: access is denied (403 AccessDenied)", "(1, 1, 1)"
+    )
     assert files_of(bucket, "new") == []
     bucket.fails(status=0, busy=0.2, only=lambda found: True)
     saved(bucket, "new")

@@ -30,8 +30,8 @@ from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
 from shardload.storage.remote import RemoteFolder
 
-# The most shards whose file and index are kept. A limit of 1024 open files is common. Objects of a store are none, and those
-# that are fetched ahead must stay.
+# The most shards that are kept, each with its open file and its index. Many systems allow 1024 open files. An object of a store
+# is no open file, and must be kept if it was fetched ahead.
 _MOST_SHARDS, _MOST_REMOTE_SHARDS = 64, 4096
 
 # Offset and length, in a shard's index, of a missing chunk.
@@ -39,7 +39,7 @@ _MISSING = 2**64 - 1
 
 
 def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | None:
-    """A reader of an open array's chunks, if they can be read without zarr-python; else None.
+    """A reader of the chunks of an open array; None if only zarr-python can read them.
 
     Parameters
     ----------
@@ -103,11 +103,11 @@ class ZarrChunks(StoredChunks):
         super().__init__(counts, dtype, Chain(layout.stages, math.prod(layout.chunk_shape) * dtype.itemsize), fill)
         self._folder, self._prefix, self._layout, self._is_closed = folder, prefix, layout, False
 
-    def _key(self, at: tuple[int, ...]) -> str:
-        return self._prefix + self._layout.key(at)
+    def _key(self, position: tuple[int, ...]) -> str:
+        return self._prefix + self._layout.key(position)
 
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
-        """See `ChunkReader`: until it is closed, which may be before all is read."""
+        """See `ChunkReader`. The reader may be closed before all is read: nothing is fetched after that."""
         super().expect(itertools.takewhile(lambda _: not self._is_closed, boxes))
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class ChunkFiles(ZarrChunks):
     """Chunks each of which is an object."""
 
     def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
-        """Where a single chunk is. Of several, and at a URL, none: `fetch` and `expect` look them up by their keys."""
+        """Where a single chunk of a local store is. In other cases none: `fetch` and `expect` read chunks by their keys."""
         if math.prod(map(len, box)) != 1 or isinstance(self._folder, RemoteFolder):
             return []
         stored = self._folder.open(self._key(tuple(axis.start for axis in box)))
@@ -129,7 +129,7 @@ class ChunkFiles(ZarrChunks):
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
         """Read chunks as they are stored: see `StoredChunks.fetch`."""
-        if math.prod(map(len, box)) == 1 and not isinstance(self._folder, RemoteFolder):  # (which would ask for its size first)
+        if math.prod(map(len, box)) == 1 and not isinstance(self._folder, RemoteFolder):  # (where opening it is a request more)
             return super().fetch(box, room)
         check_box(box, self.counts)
         return Encoded(self._folder.read_many(map(self._key, itertools.product(*box)), self.chain.most_stored_nbytes))
@@ -138,7 +138,7 @@ class ChunkFiles(ZarrChunks):
         """See `ChunkReader`: the same objects are fetched ahead."""
         if isinstance(self._folder, RemoteFolder):
             open_boxes = itertools.takewhile(lambda _: not self._is_closed, boxes)
-            keys = (self._key(at) for box in open_boxes for at in itertools.product(*box))
+            keys = (self._key(position) for box in open_boxes for position in itertools.product(*box))
             self._folder.expect(keys, self.chain.most_stored_nbytes, self.chain.nbytes)
 
 
@@ -148,12 +148,12 @@ class ReferencedChunks(ZarrChunks):
     _folder: ReferenceFolder
 
     def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
-        """Where the chunks of a box are: `ChunkRanges` for each object that has some."""
+        """Where the chunks of a box are: a `ChunkRanges` for each object that has some of them."""
         by_object: dict[int, tuple[StoredObject, list[tuple[int, int, int]]]] = {}
         n = 0
-        for number, at in enumerate(itertools.product(*box)):
+        for number, position in enumerate(itertools.product(*box)):
             n += 1
-            if (place := self._folder.place(self._key(at))) is not None:
+            if (place := self._folder.place(self._key(position))) is not None:
                 stored, offset, nbytes = place
                 by_object.setdefault(id(stored), (stored, []))[1].append((number, offset, nbytes))
         of_objects = []
@@ -164,10 +164,10 @@ class ReferencedChunks(ZarrChunks):
 
 
 class ShardFiles(ZarrChunks):
-    """Chunks in shard files, of which the last few that were used stay open, each with its index.
+    """Chunks in shard files. The last few that were used stay open, each with its index.
 
-    So the file system's server looks a shard up once, not once per chunk, and the index and the chunks come from the same file,
-    even if another program replaces it.
+    So a file server looks a shard up once, not once per chunk, and the index and the chunks come from the same file, even if
+    another program replaces it.
     """
 
     def __init__(self, folder: ObjectFolder, prefix: str, layout: ZarrLayout, *array: Any) -> None:
@@ -182,25 +182,25 @@ class ShardFiles(ZarrChunks):
     def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
         """Where the chunks of a box are in the shards that have them."""
         numbers = np.arange(math.prod(map(len, box))).reshape(tuple(map(len, box)))
-        axes = [range(axis.start // n, -(-axis.stop // n)) for axis, n in zip(box, self._per_shard, strict=True)]
+        shards_met = [range(axis.start // n, -(-axis.stop // n)) for axis, n in zip(box, self._per_shard, strict=True)]
         of_shards: list[ChunkRanges] = []
-        for at in itertools.product(*axes):
-            shard = self._shard(at)
+        for position in itertools.product(*shards_met):
+            shard = self._shard(position)
             if shard.stored is None or shard.index is None:
                 continue
-            bounds = [
-                (max(axis.start, i * n), min(axis.stop, (i + 1) * n))
-                for axis, i, n in zip(box, at, self._per_shard, strict=True)
-            ]
-            inside = tuple(slice(a - i * n, b - i * n) for (a, b), i, n in zip(bounds, at, self._per_shard, strict=True))
-            here = tuple(slice(a - axis.start, b - axis.start) for (a, b), axis in zip(bounds, box, strict=True))
-            places = shard.index[inside].reshape(-1, 2)
+            in_shard, in_box = [], []  # the chunks of the box that are in this shard
+            for axis, k, n in zip(box, position, self._per_shard, strict=True):
+                start, stop = max(axis.start, k * n), min(axis.stop, (k + 1) * n)
+                in_shard.append(slice(start - k * n, stop - k * n))
+                in_box.append(slice(start - axis.start, stop - axis.start))
+            places = shard.index[tuple(in_shard)].reshape(-1, 2)
             is_stored = (places != _MISSING).any(axis=1)
-            if places[is_stored].max(initial=0) >= 1 << 62:
-                raise ValueError(f"the index of '{self._key(at)}' has a chunk at {places[is_stored].max()}: it is damaged")
+            largest = places[is_stored].max(initial=0)
+            if largest >= 1 << 62:
+                raise ValueError(f"the index of '{self._key(position)}' has a chunk at {largest}: it is damaged")
             offsets, sizes = places[is_stored].astype(np.int64).T
-            is_all = len(offsets) == numbers.size
-            stored_numbers = None if is_all else numbers[here].reshape(-1)[is_stored]
+            has_all = len(offsets) == numbers.size
+            stored_numbers = None if has_all else numbers[tuple(in_box)].reshape(-1)[is_stored]
             of_shards.append(ChunkRanges(shard.stored, offsets, sizes, stored_numbers))
         return of_shards
 
@@ -210,21 +210,21 @@ class ShardFiles(ZarrChunks):
         with self._lock:
             self._shards.clear()
 
-    def _shard(self, at: tuple[int, ...]) -> _Shard:
+    def _shard(self, position: tuple[int, ...]) -> _Shard:
         with self._lock:
-            shard = self._shards.setdefault(at, _Shard())
-            self._shards.move_to_end(at)
+            shard = self._shards.setdefault(position, _Shard())
+            self._shards.move_to_end(position)
             if len(self._shards) > self._most_kept:
                 self._shards.popitem(last=False)
         with shard.lock:
             if shard.index is None:
                 ahead = self._index_nbytes if self._layout.is_index_first else -self._index_nbytes
-                shard.stored = self._folder.open(self._key(at), ahead)
-                shard.index = self._index_of(shard.stored, self._key(at))
+                shard.stored = self._folder.open(self._key(position), ahead)
+                shard.index = self._index_of(shard.stored, self._key(position))
         return shard
 
     def _index_of(self, stored: StoredObject | None, key: str) -> np.ndarray[Any, Any]:
-        """The index of a shard: offset and length of each chunk. Of a shard that is not there all are missing."""
+        """The index of a shard: offset and length of each chunk. All chunks of a shard that does not exist are missing."""
         index, nbytes = np.full((*self._per_shard, 2), _MISSING, dtype="<u8"), self._index_nbytes
         if stored is None:
             return index
@@ -240,7 +240,7 @@ class ShardFiles(ZarrChunks):
 
 
 class _Shard:
-    """A shard that is kept. The first thread that has `lock` opens it, and reads its index."""
+    """A shard that is kept. The first thread that takes `lock` opens it, and reads its index."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

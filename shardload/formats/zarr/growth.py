@@ -1,13 +1,13 @@
 """How does a Zarr store grow along an axis, so that a reader sees the old arrays or the new ones, never a part?
 
 1. `read_store` says how arrays of a store are stored: on one rank, which tells the others.
-2. The rows that come are written as a small store of their own (`GrowthSink`), with the metadata of the old arrays but for the
-   shape. It is beside the old store and has everything that a save has: a mark, fsync, reading back by zarr-python. Its first
-   row is that of a file of the old store: what a file at the old edge has already is written again, with the new rows.
+2. The appended rows are written as a small store of their own (`GrowthSink`), with the metadata of the old arrays but for the
+   shape. It is beside the old store and is written as a save is: a mark, fsync, reading back by zarr-python. It begins with the
+   first row of a file of the old store: the old rows in a file at the old edge are written again, with the new rows.
 3. `commit` moves its files into the old store: those with new names first, which nobody reads; then those at the old edge,
    whose old values are the same; then the metadata, by renames, that of `dim`'s coordinate after the others, and what describes
    several arrays (consolidated metadata) last. If rows are replaced, the metadata first get the length of what stays.
-4. Before all that a file beside the store, made with O_EXCL, says that an append is at work: `storage.locks`.
+4. All that time a lock beside the store says that an append is at work: `storage.changes.AppendLock`.
 
 docs/design/save.md says what is on disk after a kill.
 """
@@ -26,7 +26,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import native_dtype, refusal
 from shardload.formats.sink import ArraySpec, Compression, Growing, meaning_of
-from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_of
+from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_of, metadata_key
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
 from shardload.formats.zarr.store import WatchedStore, open_store
@@ -34,14 +34,14 @@ from shardload.planning.region import unravel
 from shardload.storage.changes import changed_meanwhile
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.new_folder import AddedFolder
-from shardload.storage.target import GROWTH_MARK, named
+from shardload.storage.target import GROWTH_MARK, as_write_error
 
 # --- what there is
 
 
 def read_store(path: str, names: Iterable[str]) -> Json:
     """How the arrays of a store are stored: ``"arrays"`` by name. Of each: shape, names of the axes, and for each axis a text
-    that others with the same axis have too (``"scopes"``). Of those in `names` also metadata, type and fill value.
+    that all arrays with this axis have (``"scopes"``). Of the arrays in `names` also metadata, type and fill value.
 
     Raises
     ------
@@ -50,29 +50,24 @@ def read_store(path: str, names: Iterable[str]) -> Json:
         cannot grow.
     """
     nodes, names = _read_nodes(os.path.realpath(path)), set(names)
-    lengths = [_lengths(nodes, names, of_coordinates=only) for only in (False, True)]
+    lengths = [_lengths(nodes, names, of_coordinates=of_coordinates) for of_coordinates in (False, True)]
     arrays = {}
     for name, node in nodes.items():
         arrays[name] = _details(path, name, node) if name in names else {}
-        scopes = [_scope(name, *axis, *lengths) for axis in _axes(node)]
+        scopes = [_scope(name, *axis, *lengths) for axis in zip(node.dims, node.shape, strict=True)]
         arrays[name] |= {"shape": node.shape, "dims": node.dims if any(node.dims) else None, "scopes": scopes}
     return {"arrays": arrays}
-
-
-def _axes(node: ArrayNode) -> list[tuple[str | None, int]]:
-    """The name and length of each axis of an array."""
-    return list(zip(node.dims, node.shape, strict=True))
 
 
 _Lengths = Mapping[str, set[int | None]]
 
 
 def _lengths(nodes: Mapping[str, ArrayNode], names: set[str], *, of_coordinates: bool) -> _Lengths:
-    """The lengths that an axis has in a group, by group and axis; and None, if an array there is one of `names`."""
+    """By group and axis, the lengths that the axis has there; also None, if one of `names` is among these arrays."""
     lengths: dict[str, set[int | None]] = {}
     for name, node in nodes.items():
         group, _, base = name.rpartition("/")
-        for dim, length in _axes(node):
+        for dim, length in zip(node.dims, node.shape, strict=True):
             if not of_coordinates or dim == base:
                 lengths.setdefault(f"{group}/:{dim}", set()).update({length, None} if name in names else {length})
     return lengths
@@ -149,16 +144,17 @@ def _shared_documents(store: WatchedStore, arrays: Iterable[str]) -> Iterator[tu
 
 
 def _shapes_in(key: str, document: Json, arrays: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-    """The shapes in consolidated metadata, by the names of arrays. They are the document's own lists."""
+    """The name and shape of each array that consolidated metadata describe. The shapes are the document's own lists."""
     group, file = os.path.split(key)
     is_2 = file == ".zmetadata"
-    known = (document if is_2 else document.get("consolidated_metadata") or {}).get("metadata") or {}
+    documents = (document if is_2 else document.get("consolidated_metadata") or {}).get("metadata") or {}
     prefix = f"{group}/" if group else ""
     for name in arrays:
         below = name.strip("/").removeprefix(prefix)
-        described = known.get(f"{below}/.zarray".lstrip("/") if is_2 else below)
-        if name.strip("/").startswith(prefix) and isinstance(described, dict) and isinstance(described.get("shape"), list):
-            yield name, described["shape"]
+        array_document = documents.get(f"{below}/.zarray".lstrip("/") if is_2 else below)
+        shape = array_document.get("shape") if isinstance(array_document, dict) else None
+        if name.strip("/").startswith(prefix) and isinstance(shape, list):
+            yield name, shape
 
 
 # --- what comes
@@ -167,8 +163,8 @@ def _shapes_in(key: str, document: Json, arrays: Iterable[str]) -> Iterator[tupl
 class GrowthEncoder(ZarrEncoder, Growing):
     """See `Encoder` and `Growing`. Its array begins at a file of the old one."""
 
-    def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
-        document, dtype = known["metadata"], np.dtype(known["dtype"])
+    def __init__(self, path: str, name: str, details: Json, axis: int, n_new: int) -> None:
+        document, dtype = details["metadata"], np.dtype(details["dtype"])
         try:
             layout = ZarrLayout.of(document, dtype)
             _ = layout.steps  # made now, for the error
@@ -180,41 +176,40 @@ class GrowthEncoder(ZarrEncoder, Growing):
                 "(array.append), or save to a new store with shardload.save"
             ) from error
         self._per_file = (layout.shards or layout.chunk_shape)[axis]
-        shape = self.begin(known, axis, self._per_file, n_new)
-        fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
+        shape = self.begin(details, axis, self._per_file, n_new)
+        fill = np.frombuffer(bytes.fromhex(details["fill"]), dtype=dtype)[0]
         packed = Compression(codec_of(document)) if layout.chain else None
         spec = ArraySpec(shape, layout.dtype, layout.chunk_shape, layout.shards, packed, fill_value=fill)
         super().__init__(path, name, spec, document | {"shape": list(shape)})
         self.old_document = document
 
-    def beside(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def old_chunks_with(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
         """See `Growing`: a shard is written as a whole."""
         per = self.layout.per_shard
         if per is None:
             return []
-        others = [k % n if axis != self.axis else 0 for axis, (k, n) in enumerate(zip(index, per, strict=True))]
-        if any(others):
-            return []
+        if any(k % n for axis, (k, n) in enumerate(zip(index, per, strict=True)) if axis != self.axis):
+            return []  # not the first chunk of its shard that has a new row
         counts = [min(n, m - k) for k, n, m in zip(index, per, self.spec.grid, strict=True)]
         counts[self.axis] = index[self.axis]
         start = [0 if axis == self.axis else k for axis, k in enumerate(index)]
-        return [tuple(a + b for a, b in zip(start, more, strict=True)) for more in np.ndindex(*counts)]
+        return [tuple(a + k for a, k in zip(start, offset, strict=True)) for offset in np.ndindex(*counts)]
 
     def files_behind(self) -> Iterator[str]:
-        """The name of each file in the old store that only has rows behind the new end."""
+        """The name of each file in the old store that has rows behind the new end alone."""
         new, stored = (-(-shape[self.axis] // self._per_file) for shape in (self.new_shape, self.stored_shape))
         grid = [max(0, stored - new) if k == self.axis else n for k, n in enumerate(self.shard_grid)]
         for index in np.ndindex(*grid):
             yield self.layout.key(tuple(k + new * (axis == self.axis) for axis, k in enumerate(index)))
 
     def files(self) -> Iterator[tuple[str, str, bool]]:
-        """Each file: its name here, its name in the old store, and whether that has one of this name with values."""
+        """Each file: its name here, its name in the old store, and whether it is there already, with values that stay."""
         first = self.base // self._per_file
         for number in range(math.prod(self.shard_grid)):
             index = unravel(number, self.shard_grid)
-            there = tuple(k + first * (axis == self.axis) for axis, k in enumerate(index))
+            old_index = tuple(k + first * (axis == self.axis) for axis, k in enumerate(index))
             is_edge = self.base < self.old and index[self.axis] == 0
-            yield self.layout.key(index), self.layout.key(there), is_edge
+            yield self.layout.key(index), self.layout.key(old_index), is_edge
 
 
 class GrowthSink(ZarrSink):
@@ -224,8 +219,8 @@ class GrowthSink(ZarrSink):
     ----------
     path : str
         The store.
-    known : mapping
-        What `read_store` says.
+    details : mapping
+        The result of `read_store`.
     axes : mapping of str to int
         Along which axis each array grows.
     n_new : mapping of str to int
@@ -235,9 +230,9 @@ class GrowthSink(ZarrSink):
     arrays: dict[str, GrowthEncoder]  # type: ignore[assignment]
     folder: AddedFolder
 
-    def __init__(self, path: str, known: Json, axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
-        arrays = {name: known["arrays"][name] for name in known["arrays"] if name in axes}
-        self.path, self.mode, self.attrs = path, "w", {}
+    def __init__(self, path: str, details: Json, axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
+        arrays = {name: array for name, array in details["arrays"].items() if name in axes}
+        self.path, self.mode = path, "w"
         self.group_attrs, self._texts, self._about = {}, {}, None
         self.version = next(iter(arrays.values()))["metadata"]["zarr_format"]
         self.arrays = {name: GrowthEncoder(path, name, array, axes[name], n_new[name]) for name, array in arrays.items()}
@@ -248,9 +243,9 @@ class GrowthSink(ZarrSink):
         """See `Sink`."""
         super().create()
         try:
-            self._seen = self._look()
+            self._documents = self._read_documents()
             for name, array in self.arrays.items():
-                document = array.old_document | json.loads(self._seen[self.metadata_key(name)][0])
+                document = array.old_document | json.loads(self._documents[metadata_key(name, self.version)][0])
                 if json.dumps(document) != json.dumps(array.old_document):  # as text, because NaN is not equal to itself
                     raise changed_meanwhile(self.path)
         except BaseException:
@@ -258,42 +253,38 @@ class GrowthSink(ZarrSink):
             raise
         return self
 
-    def metadata_key(self, name: str) -> str:
-        """The object with an array's metadata."""
-        return os.path.join(name.strip("/"), "zarr.json" if self.version == 3 else ".zarray")
-
-    def _look(self) -> dict[str, tuple[bytes, Any]]:
-        """The metadata that will change, in that order: coordinates after other arrays, what describes several arrays last. As
-        they are in the store, and when they were written: a store that has taken the place of this one may have the same.
+    def _read_documents(self) -> dict[str, tuple[bytes, Any]]:
+        """The metadata that will change, in that order: coordinates after other arrays, what describes several arrays last. Of
+        each the content in the store, and the state of its file: another store in this place may have the same content.
         """
-        store, arrays, seen = open_store(self.folder.old, Access(allow_external=True)), self.arrays, {}
+        store, arrays, documents = open_store(self.folder.old, Access(allow_external=True)), self.arrays, {}
         names = sorted(arrays, key=lambda name: (len(arrays[name].old_shape) == 1, name))
         keys = [key for key, _ in _shared_documents(store, arrays)]
-        with named(self.path):
-            for key in [*map(self.metadata_key, names), *keys]:
+        with as_write_error(self.path):
+            for key in [*(metadata_key(name, self.version) for name in names), *keys]:
                 state, text = store.state(key), store.read(key)
                 if text is None:
                     raise changed_meanwhile(self.path)
-                seen[key] = (text, state)
-        return seen
+                documents[key] = (text, state)
+        return documents
 
     def finish(self) -> None:
-        """See `Sink`. The new metadata are beside the store too, but for their place."""
+        """See `Sink`. The new metadata are then beside the store, too: `commit` only renames them."""
         super().finish()
-        with named(self.path):
-            self._new_keys = self._put_documents("", {name: one.new_shape for name, one in self.arrays.items()})
-            if any(one.old_shape != one.stored_shape for one in self.arrays.values()):
-                kept = {name: one.old_shape for name, one in self.arrays.items()}
-                self._short_keys = self._put_documents("short-", kept)
+        with as_write_error(self.path):
+            self._new_keys = self._put_documents("", {name: array.new_shape for name, array in self.arrays.items()})
+            if any(array.old_shape != array.stored_shape for array in self.arrays.values()):
+                short_shapes = {name: array.old_shape for name, array in self.arrays.items()}
+                self._short_keys = self._put_documents("short-", short_shapes)
             self.folder.sync()
 
     def _put_documents(self, kind: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """The metadata with these shapes, beside the store: by key in it, the key here."""
-        keys, own = {}, {self.metadata_key(name): name for name in shapes}
-        for k, (key, (text, _)) in enumerate(self._seen.items()):
+        """Put the metadata with these shapes beside the store. Returns from their key in the store to their key here."""
+        keys, names = {}, {metadata_key(name, self.version): name for name in shapes}
+        for k, (key, (text, _)) in enumerate(self._documents.items()):
             document = json.loads(text)
-            if key in own:
-                document["shape"] = list(shapes[own[key]])
+            if key in names:
+                document["shape"] = list(shapes[names[key]])
             for name, shape in _shapes_in(key, document, shapes):
                 shape[:] = shapes[name]
             keys[key] = f"{GROWTH_MARK}-{kind}{k}"
@@ -301,17 +292,17 @@ class GrowthSink(ZarrSink):
         return keys
 
     def _publish(self) -> None:
-        """If rows are replaced, the store first has those alone that stay."""
+        """If rows are replaced, the store first gets the length of the rows that stay."""
         folder = self.folder
-        with named(self.path):
+        with as_write_error(self.path):
             self._refuse_changed()
             if self._short_keys:
-                folder.replace(self._short_keys, {key: text for key, (text, _) in self._seen.items()})
-                self._seen = self._look()
+                folder.replace(self._short_keys, {key: text for key, (text, _) in self._documents.items()})
+                self._documents = self._read_documents()
             try:
                 folder.add(self._moves(at_edge=False), self._moves(at_edge=True))
                 self._refuse_changed()
-                folder.replace(self._new_keys, {key: text for key, (text, _) in self._seen.items()})
+                folder.replace(self._new_keys, {key: text for key, (text, _) in self._documents.items()})
             except OSError as error:
                 if self._short_keys:
                     raise self._half_replaced(error) from error
@@ -329,12 +320,12 @@ class GrowthSink(ZarrSink):
         )
 
     def _moves(self, at_edge: bool) -> Iterator[tuple[str, str]]:
-        """Key here and in the store, of the objects at the old edge, or of the others."""
+        """The key here, and the key in the store, of the objects at the old edge, or of all others."""
         for name, array in self.arrays.items():
-            for source, there, is_edge in array.files():
+            for key, old_key, is_edge in array.files():
                 if is_edge == at_edge:
-                    yield os.path.join(name.strip("/"), source), os.path.join(name.strip("/"), there)
+                    yield os.path.join(name.strip("/"), key), os.path.join(name.strip("/"), old_key)
 
     def _refuse_changed(self) -> None:
-        if self._look() != self._seen:
+        if self._read_documents() != self._documents:
             raise changed_meanwhile(self.path)

@@ -1,8 +1,8 @@
 """What does the metadata of a Zarr array say of its chunks: where they are, and how they are encoded? JSON alone.
 
-`ZarrLayout.of` reads a document (``zarr.json``, or ``.zarray``), of an array that is read, written or grown. It answers only if
-it understands every key, codec and option. Otherwise it raises `NotCovered`: zarr-python reads such an array, which knows more
-or says why it cannot, and nothing is appended to it.
+`ZarrLayout.of` reads a document (``zarr.json``, or ``.zarray``), of an array that is read, written or grown. It raises
+`NotCovered` unless it understands every key, codec and option. Then zarr-python reads the array, or says why it cannot, and
+nothing is appended to it.
 
 May a chunk be decoded? `SURVIVED` has the codecs that did not crash, hang or end the process in many thousands of tests with
 damaged chunks and configurations (``python -m benchmarks fuzz-filters``, docs/trust-files.md). Other codecs, which zarr-python
@@ -33,7 +33,7 @@ Chain = Sequence[tuple[str, Mapping[str, Any]]]
 SURVIVED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_safe)
 SIZED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_sized)
 
-# The index of a shard is read whole and kept. An array whose shards have longer indexes is not covered.
+# The index of a shard is read as a whole, and kept. Only zarr-python reads arrays whose shards have longer indexes.
 MOST_INDEX_NBYTES = 2**24
 INDEX_CODECS: list[Json] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
@@ -48,7 +48,23 @@ _KEYS_3 = {
 
 
 class NotCovered(Exception):
-    """The metadata has something that is left to zarr-python. The text says what, in words that follow "is stored with"."""
+    """The metadata has something that only zarr-python may know. The text says what, in words that follow "is stored with"."""
+
+
+def metadata_key(name: str, version: int) -> str:
+    """The key of the object with the metadata of an array."""
+    return f"{name}/{'zarr.json' if version == 3 else '.zarray'}".strip("/")
+
+
+def json_number(number: float) -> float | str:
+    """A number as Zarr's JSON has it.
+
+    >>> json_number(-1.5), json_number(-math.inf)
+    (-1.5, '-Infinity')
+    """
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 # --- codecs by name
@@ -57,7 +73,7 @@ class NotCovered(Exception):
 def chain_of(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Name and options of each codec of an array."""
     if document.get("zarr_format") == 3:
-        return list(map(_named, document["codecs"]))
+        return list(map(_name_and_options, document["codecs"]))
     entries = [*(document.get("filters") or ()), *filter(None, [document.get("compressor")])]
     return [(str(entry["id"]), {key: value for key, value in entry.items() if key != "id"}) for entry in entries]
 
@@ -66,7 +82,7 @@ def inner_chain(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     """The same of the chunks inside of shards, if the array has some."""
     chain = chain_of(document)
     inside = [options for name, options in chain if name == _SHARDING]
-    return list(map(_named, inside[0]["codecs"])) if inside else chain
+    return list(map(_name_and_options, inside[0]["codecs"])) if inside else chain
 
 
 def codec_of(document: Mapping[str, Any]) -> str:
@@ -75,8 +91,8 @@ def codec_of(document: Mapping[str, Any]) -> str:
     if document["zarr_format"] == 2:
         names.reverse()
     else:  # compressors are behind what makes bytes of values, filters before it
-        at = next((k for k, name in enumerate(names) if name in _SERIALIZERS), 0)
-        names = [*names[at + 1 :], *names[:at]]
+        serializer = next((k for k, name in enumerate(names) if name in _SERIALIZERS), 0)
+        names = [*names[serializer + 1 :], *names[:serializer]]
     return "+".join(names) or "none"
 
 
@@ -85,7 +101,7 @@ def names_of(document: Mapping[str, Any]) -> list[str]:
     names = []
     for name, options in chain_of(document):
         inside = [*options.get("codecs", ()), *options.get("index_codecs", ())] if name == _SHARDING else []
-        names += [name, *(inner for inner, _ in map(_named, inside))]
+        names += [name, *(inner for inner, _ in map(_name_and_options, inside))]
     return list(map(_plain, names))
 
 
@@ -93,19 +109,19 @@ def _plain(name: str) -> str:
     return name.removeprefix("numcodecs.").lower()
 
 
-def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
+def _name_and_options(entry: Any) -> tuple[str, Mapping[str, Any]]:
     """Name and options of an extension point of format 3, which may be given as a name alone."""
     if isinstance(entry, str):
         return entry, {}
-    more = {key: value for key, value in entry.items() if key not in ("name", "configuration")}
-    return str(entry["name"]), more | dict(entry.get("configuration") or {})
+    options = {key: value for key, value in entry.items() if key not in ("name", "configuration")}
+    return str(entry["name"]), options | dict(entry.get("configuration") or {})
 
 
 def grid_of(document: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
     """Elements along each axis of a chunk, and of a shard, if there are shards; None if the grid is not regular."""
     if document["zarr_format"] == 2:
         return _ints(document["chunks"]), None
-    name, grid = _named(document["chunk_grid"])
+    name, grid = _name_and_options(document["chunk_grid"])
     if name != "regular":
         return None
     outer, chain = _ints(grid["chunk_shape"]), chain_of(document)
@@ -128,7 +144,7 @@ def n_in_shard(document: Mapping[str, Any]) -> int:
     inner = [options["chunk_shape"] for name, options in chain_of(document) if name == _SHARDING]
     if not inner:
         return 0
-    outer = _ints(_named(document["chunk_grid"])[1]["chunk_shape"])
+    outer = _ints(_name_and_options(document["chunk_grid"])[1]["chunk_shape"])
     return -(-math.prod(outer) // max(1, math.prod(map(int, inner[0]))))
 
 
@@ -136,7 +152,7 @@ def n_in_shard(document: Mapping[str, Any]) -> int:
 
 
 def parameters_of(name: str, options: Mapping[str, Any], itemsize: int) -> Parameters:
-    """What a codec was told by its options in the metadata. KeyError, IndexError, TypeError or ValueError if they are odd."""
+    """The parameters of a codec from its options in the metadata. LookupError, TypeError or ValueError if they are odd."""
     level, levels = options.get("level", options.get("clevel")), ZARR_CODECS[name].levels
     if levels and (not isinstance(level, int) or (name == "zstd" and level == 0)):
         level = levels[0]
@@ -144,32 +160,32 @@ def parameters_of(name: str, options: Mapping[str, Any], itemsize: int) -> Param
         return Parameters(itemsize=int(options["elementsize"]))
     if name != "blosc":
         return Parameters(level or 0)
-    shuffle, inner = (getattr(found, "value", found) for found in (options.get("shuffle", 1), options.get("cname", "lz4")))
+    shuffle, inner = (getattr(option, "value", option) for option in (options.get("shuffle", 1), options.get("cname", "lz4")))
     if shuffle == -1:  # numcodecs chooses
         shuffle = 2 if itemsize == 1 else 1
     number = BLOSC_SHUFFLES.index(shuffle) if isinstance(shuffle, str) else range(3)[shuffle]
     return Parameters(level, int(options.get("typesize") or itemsize), str(inner), number)
 
 
-def options_of(codec: Codec, told: Parameters, version: int) -> dict[str, Any]:
-    """The options in the metadata that tell a codec the same."""
+def options_of(codec: Codec, parameters: Parameters, version: int) -> dict[str, Any]:
+    """The options in the metadata for the parameters of a codec."""
     if codec.zarr == "blosc":
-        shuffle: Any = told.shuffle if version == 2 else BLOSC_SHUFFLES[told.shuffle]
-        options = {"cname": told.inner, "clevel": told.level, "shuffle": shuffle, "blocksize": 0}
-        return options if version == 2 else {**options, "typesize": told.itemsize}
+        shuffle: Any = parameters.shuffle if version == 2 else BLOSC_SHUFFLES[parameters.shuffle]
+        options = {"cname": parameters.inner, "clevel": parameters.level, "shuffle": shuffle, "blocksize": 0}
+        return options if version == 2 else {**options, "typesize": parameters.itemsize}
     if codec.zarr == "lz4":
         return {"acceleration": 1}
-    return {"level": told.level} | ({"checksum": False} if codec.zarr == "zstd" and version == 3 else {})
+    return {"level": parameters.level} | ({"checksum": False} if codec.zarr == "zstd" and version == 3 else {})
 
 
 def refuse_codecs(names: Iterable[str], access: Access) -> str | None:
     """Why chunks that were encoded with these codecs are not decoded, in words that follow "holds"; None if they are."""
     for name in names:
         if name not in SURVIVED and not access.may_use(name, f"numcodecs.{name}"):
-            told = printable(name[:80])
+            codec = printable(name[:80])
             return (
-                f"chunks encoded with the codec '{told}', which is not decoded by default: it is not known how it handles "
-                f"damaged data. If you trust who wrote the store, pass allow_filters='{told}'"
+                f"chunks encoded with the codec '{codec}', which is not decoded by default: it is not known how it handles "
+                f"damaged data. If you trust who wrote the store, pass allow_filters='{codec}'"
             )
     return None
 
@@ -219,15 +235,15 @@ class ZarrLayout:
             raise NotCovered("chunks without elements")
         return layout
 
-    def key(self, at: tuple[int, ...]) -> str:
-        """Name of the file for position `at`, relative to the array's folder.
+    def key(self, position: tuple[int, ...]) -> str:
+        """Name of the file of a chunk, or shard, at a position in their grid, relative to the array's folder.
 
         >>> ZarrLayout(3, (2, 2), "c/", "/", np.dtype("i4")).key((0, 3))
         'c/0/3'
         """
-        if not at:
+        if not position:
             return self.prefix.rstrip("/.") or "0"
-        return self.prefix + self.separator.join(map(str, at))
+        return self.prefix + self.separator.join(map(str, position))
 
     @property
     def shards(self) -> tuple[int, ...] | None:
@@ -251,21 +267,21 @@ class ZarrLayout:
         return tuple(self._step(name, options) for name, options in self.chain)
 
     def _stage(self, name: str, options: Mapping[str, Any]) -> Stage:
-        codec, told = self._codec(name, options, 1)
+        codec, parameters = self._codec(name, options, 1)
         if codec.decoder is None:
             raise NotCovered(f"the codec {name!r}")
         nbytes = math.prod(self.chunk_shape) * self.dtype.itemsize
-        if codec.zarr == "shuffle" and (told.itemsize < 1 or nbytes % told.itemsize):
-            raise NotCovered(f"a shuffle of elements of {told.itemsize} bytes")
-        return codec.decoder(told)
+        if codec.zarr == "shuffle" and (parameters.itemsize < 1 or nbytes % parameters.itemsize):
+            raise NotCovered(f"a shuffle of elements of {parameters.itemsize} bytes")
+        return codec.decoder(parameters)
 
     def _step(self, name: str, options: Mapping[str, Any]) -> Step:
         with contextlib.suppress(KeyError, ValueError, TypeError, IndexError, ConfigError):
-            codec, told = self._codec(name, options, self.dtype.itemsize)
+            codec, parameters = self._codec(name, options, self.dtype.itemsize)
             if codec.levels:
-                codec.checked_level(told.level, _LEAST_OF_ZSTD if codec.zarr == "zstd" else None)
-            if codec.encoder is not None and told.inner in BLOSC_CODES:
-                return codec.encoder(told)
+                codec.checked_level(parameters.level, _LEAST_OF_ZSTD if codec.zarr == "zstd" else None)
+            if codec.encoder is not None and parameters.inner in BLOSC_CODES:
+                return codec.encoder(parameters)
         raise NotCovered(f"the codec {name!r}" + (f" with {options}" if options else ""))
 
     def _codec(self, name: str, options: Mapping[str, Any], itemsize: int) -> tuple[Codec, Parameters]:
@@ -299,7 +315,8 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
     _check_known("metadata", document, _KEYS_3)
     if document["data_type"] != dtype.name or document.get("storage_transformers"):
         raise NotCovered(f"the data type {document['data_type']!r}, or storage transformers")
-    (grid_name, grid), (key_name, key) = _named(document["chunk_grid"]), _named(document["chunk_key_encoding"])
+    grid_name, grid = _name_and_options(document["chunk_grid"])
+    key_name, key = _name_and_options(document["chunk_key_encoding"])
     separator = key.get("separator", "/" if key_name == "default" else ".")
     if grid_name != "regular" or set(grid) != {"chunk_shape"}:
         raise NotCovered(f"the chunk grid {grid_name!r}")
@@ -311,7 +328,7 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
     options = chain[0][1]
     _check_known("shards", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})
     inner, place = _ints(options["chunk_shape"]), options.get("index_location", "end")
-    index = list(map(_named, options["index_codecs"]))
+    index = list(map(_name_and_options, options["index_codecs"]))
     if len(inner) != len(outer) or 0 in (*inner, *outer) or any(n % m for n, m in zip(outer, inner, strict=True)):
         raise NotCovered("shards that are no multiple of their chunks")
     if index not in (_INDEX_CHAIN, _INDEX_CHAIN[:1]) or place not in ("start", "end"):
@@ -321,7 +338,7 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
         inner,
         prefix,
         separator,
-        *_serialized(list(map(_named, options["codecs"])), dtype),
+        *_serialized(list(map(_name_and_options, options["codecs"])), dtype),
         per_shard=tuple(n // m for n, m in zip(outer, inner, strict=True)),
         has_index_checksum=index == _INDEX_CHAIN,
         is_index_first=place == "start",
@@ -330,12 +347,12 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
 
 def _serialized(chain: Chain, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], Chain]:
     """The type as it is stored, and the codecs behind "bytes", which puts the values in order."""
-    (name, options), *rest = chain
+    (name, options), *codecs = chain
     is_ordered = _part_nbytes(dtype) > 1
     endian = options.get("endian") or (None if is_ordered else sys.byteorder)
     if name != "bytes" or not set(options) <= {"endian"} or endian not in ("little", "big"):
         raise NotCovered(f"the codec {name!r} with {dict(options)}")
-    return dtype.newbyteorder("<" if endian == "little" else ">") if is_ordered else dtype, rest
+    return dtype.newbyteorder("<" if endian == "little" else ">") if is_ordered else dtype, codecs
 
 
 def _part_nbytes(dtype: np.dtype[Any]) -> int:
@@ -347,6 +364,6 @@ def _ints(numbers: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def _check_known(what: str, options: Mapping[str, Any], known: set[str] | frozenset[str]) -> None:
+def _check_known(text: str, options: Mapping[str, Any], known: set[str] | frozenset[str]) -> None:
     if not set(options) <= known:
-        raise NotCovered(f"{what} with {', '.join(sorted(set(options) - known))}")
+        raise NotCovered(f"{text} with {', '.join(sorted(set(options) - known))}")

@@ -1,6 +1,6 @@
-"""What is in a folder of a Zarr store, of format 2 or 3: an array or a group? The one parse of metadata.
+"""What is in a folder of a Zarr store, of format 2 or 3: an array or a group? Metadata are parsed here alone.
 
-`parse_node` reads the files of a folder, from wherever they come. All of Zarr that needs metadata takes it from the nodes.
+`parse_node` makes a node of the metadata files of a folder, wherever these are.
 
 `checked` replaces numcodecs's Blosc decoder by one that compares a chunk's header with its length. numcodecs's own decoder
 reads past the end of a chunk whose header declares more bytes.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from zarr.dtype import ZDType, data_type_registry
 from shardload.errors import printable
 from shardload.formats.codecs.algorithms import blosc_error, check_blosc
 from shardload.formats.contract.array import is_added, refusal
-from shardload.formats.zarr.metadata import SURVIVED, Json, names_of
+from shardload.formats.zarr.metadata import SURVIVED, Json, json_number, names_of
 
 if hasattr(zarr.errors, "DataTypeValidationError"):
     NotThisTypeError = zarr.errors.DataTypeValidationError
@@ -51,7 +50,7 @@ class UnknownCodecError(ValueError):
 
 @dataclass(frozen=True)
 class GroupNode:
-    """A group. Its attributes are parsed when they are asked for: arrays below it can be read if these are damaged."""
+    """A group. Its attributes are parsed when they are needed: if they are damaged, arrays below the group can be read."""
 
     parse: Callable[[], Json]
 
@@ -75,7 +74,7 @@ class ArrayNode:
 
     @classmethod
     def of(cls, array: Any) -> ArrayNode:
-        """That of an open array of zarr-python."""
+        """The node of an open array of zarr-python."""
         files = array.metadata.to_buffer_dict(default_buffer_prototype())
         node = parse_node(lambda key: files[key].to_bytes() if key in files else None)
         if not isinstance(node, ArrayNode):
@@ -108,15 +107,15 @@ class ArrayNode:
 
     @cached_property
     def metadata(self) -> Any:
-        """What zarr-python makes of it. `UnknownCodecError` if it does not know a codec or the type; others for damage."""
+        """zarr-python's object. `UnknownCodecError` if it does not know a codec or the type; its own errors for damage."""
         try:
             with quiet():
                 return (ArrayV2Metadata if self.version == 2 else ArrayV3Metadata).from_dict(self.document)
         except (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError) as error:
             names = [name for name in names_of(self.document) if name not in SURVIVED]
-            told = next((name for name in names if name in str(error).lower()), "")[:80]
+            codec = next((name for name in names if name in str(error).lower()), "")[:80]
             raise UnknownCodecError(
-                f"chunks encoded with the codec '{printable(told)}', which is not installed here: install the package that it "
+                f"chunks encoded with the codec '{printable(codec)}', which is not installed here: install the package that it "
                 "comes from",
                 is_type=False,
             ) from error
@@ -141,8 +140,8 @@ class ArrayNode:
 
     @property
     def marker(self) -> Any:
-        """In format 2 the fill value of numbers marks missing data as well, for xarray: as a scalar; else None."""
-        is_number = refusal(self.dtype) is None and not is_added(self.dtype)  # xarray knows no others
+        """The fill value as a scalar if it also marks missing data, as for xarray that of numbers in format 2; else None."""
+        is_number = refusal(self.dtype) is None and not is_added(self.dtype)  # of a type that xarray knows
         if self.version == 3 or self.fill is None or not is_number:
             return None
         return np.asarray(self.fill, self.dtype)[()]
@@ -153,7 +152,7 @@ Node = ArrayNode | GroupNode | Exception
 
 
 def parse_node(read: Callable[[str], bytes | None]) -> ArrayNode | GroupNode | None:
-    """The node of a folder, of which `read` gives files; None if it has no metadata. ValueError if these are damaged."""
+    """The node of a folder, of which `read` returns files; None if it has no metadata. ValueError if these are damaged."""
     if (text := read("zarr.json")) is not None:
         document = _parsed("zarr.json", text)
         if document["node_type"] == "group":
@@ -207,13 +206,13 @@ class CheckedBlosc(numcodecs.Blosc):  # type: ignore[misc]
 
 def checked(metadata: Any) -> Any:
     """The same metadata, with decoders that damaged chunks cannot harm."""
-    made = copy.copy(metadata)
+    safe = copy.copy(metadata)
     if metadata.zarr_format == 2:
-        object.__setattr__(made, "compressor", _checked_decoder(metadata.compressor))
-        object.__setattr__(made, "filters", metadata.filters and tuple(_checked_decoder(codec) for codec in metadata.filters))
+        object.__setattr__(safe, "compressor", _checked_decoder(metadata.compressor))
+        object.__setattr__(safe, "filters", metadata.filters and tuple(_checked_decoder(codec) for codec in metadata.filters))
     else:
-        object.__setattr__(made, "codecs", tuple(map(_checked_codec, metadata.codecs)))
-    return made
+        object.__setattr__(safe, "codecs", tuple(map(_checked_codec, metadata.codecs)))
+    return safe
 
 
 def _checked_decoder(decoder: Any) -> Any:
@@ -226,21 +225,21 @@ def _checked_decoder(decoder: Any) -> Any:
 
 def _checked_codec(codec: Any) -> Any:
     """Replace Blosc in a codec of format 3: zarr-python's Blosc, numcodecs's, or shards with Blosc inside."""
-    kept = next((name for name in ("_blosc_codec", "_codec") if type(getattr(codec, name, None)) is numcodecs.Blosc), None)
+    attribute = next((name for name in ("_blosc_codec", "_codec") if type(getattr(codec, name, None)) is numcodecs.Blosc), None)
     inside = getattr(codec, "codecs", None)
-    if kept is None and not isinstance(inside, tuple):
+    if attribute is None and not isinstance(inside, tuple):
         return codec
-    made = copy.copy(codec)
-    if kept is not None:
-        made.__dict__[kept] = _checked_decoder(getattr(codec, kept))  # these classes cache their decoder there
+    safe = copy.copy(codec)
+    if attribute is not None:
+        safe.__dict__[attribute] = _checked_decoder(getattr(codec, attribute))  # these classes cache their decoder there
     elif inside is not None:
-        object.__setattr__(made, "codecs", tuple(map(_checked_codec, inside)))
-    return made
+        object.__setattr__(safe, "codecs", tuple(map(_checked_codec, inside)))
+    return safe
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Added(ZDType[Any, Any]):
-    """bfloat16, or a smaller type of JAX, as zarr-python asks for it: known there by its name in ml_dtypes.
+    """bfloat16, or a smaller type of JAX, for zarr-python: it has the name of ml_dtypes.
 
     TensorStore, and what stores JAX's arrays with it, writes these types under these names: bfloat16 in two bytes, each value
     of the others in a byte of its own.
@@ -278,10 +277,10 @@ class _Added(ZDType[Any, Any]):
         if isinstance(data, str) and data.startswith("0x"):  # its bits
             return np.array(int(data, 16), f"u{self.dtype.itemsize}").view(self.dtype)[()]
         number = float(cast(float, data))
-        found = np.asarray(number).astype(self.dtype)[()]
-        if "int" in self.dtype.name and float(found) != number:
+        scalar = np.asarray(number).astype(self.dtype)[()]
+        if "int" in self.dtype.name and float(scalar) != number:
             raise ValueError(f"the fill value {data!r} is no {self.dtype}")
-        return found
+        return scalar
 
     def default_scalar(self) -> Any:
         return self.cast_scalar(0)
@@ -291,9 +290,7 @@ class _Added(ZDType[Any, Any]):
 
     def to_json_scalar(self, data: object, *, zarr_format: Any) -> Any:
         number = float(self.cast_scalar(data))
-        if "int" in self.dtype.name:
-            return int(number)
-        return number if math.isfinite(number) else "NaN" if math.isnan(number) else f"{'-' * (number < 0)}Infinity"
+        return int(number) if "int" in self.dtype.name else json_number(number)
 
 
 def _register() -> None:
@@ -304,8 +301,8 @@ def _register() -> None:
         dtype = np.dtype(scalar)
         bases = (_Added,) if dtype.itemsize == 1 else (_Added, HasEndianness)
         if dtype.name not in data_type_registry.contents:
-            one = type(dtype.name, bases, {"dtype": dtype, "dtype_cls": type(dtype), "_zarr_v3_name": dtype.name})
-            data_type_registry.register(dtype.name, dataclass(frozen=True, kw_only=True)(one))
+            data_type = type(dtype.name, bases, {"dtype": dtype, "dtype_cls": type(dtype), "_zarr_v3_name": dtype.name})
+            data_type_registry.register(dtype.name, dataclass(frozen=True, kw_only=True)(data_type))
 
 
 _register()

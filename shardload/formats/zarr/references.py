@@ -1,10 +1,11 @@
 """How is a set of references read (kerchunk's JSON or Parquet): a Zarr store whose chunks are ranges of other files?
 
-`ReferenceFolder` has its keys. A value is in the set itself, or a range of an object: a file here, or at a URL. Chunks are then
-read from that object as those of a shard are: nearby ranges together, and as one version of it. In JSON all references are in
-one file; in Parquet (`_Tables`) metadata are in one, and references in tables, of which those are read that are needed.
+`ReferenceFolder` has its keys. A value is in the set itself, or it is a range of an object: a local file, or one at a URL.
+Chunks are read from that object as those of a shard are: nearby ranges together, and from one version of it. In JSON all
+references are in one file; in Parquet (`_Tables`) metadata are in one file, and references in tables, which are read when
+they are needed.
 
-Who wrote the set says which objects are read. So those outside of its own folder need ``allow_external=True``.
+The set says which objects are read. Those outside of its own folder need ``allow_external=True``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import zstandard
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.storage.leftovers import METADATA, ROOTS
+from shardload.storage.leftovers import METADATA, NODE_FILES, ROOTS
 from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, state_of
 from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject
 from shardload.storage.remote import is_remote, open_remote, without_secrets
@@ -39,13 +40,12 @@ _MOST_OPEN = 64  # objects
 _HEAD_NBYTES, _FIRST_NBYTES = 1 << 14, 1 << 22
 _MARKS = (b'"refs"', b'.zgroup"', b'.zarray"', b'zarr.json"')
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
 _OF_PARQUET, _COLUMNS = ".zmetadata", ("path", "offset", "size", "raw")
-_MOST_ROWS, _MOST_TABLES = 1 << 24, 8  # of a table; tables that are kept
+_MOST_ROWS, _MOST_TABLES = 1 << 24, 8  # rows of a table; tables that are kept
 
 
 def is_references(path: str) -> bool:
-    """Whether a file is a set of references, by its beginning; or a folder one in Parquet."""
+    """Whether a file is a set of references in JSON, by its beginning, or a folder one in Parquet."""
     if os.path.isdir(path):
         return _is_parquet(path)
     if not path.lower().endswith(_JSON_SUFFIXES) or not os.path.isfile(path):
@@ -74,7 +74,7 @@ class ReferenceFolder:
     Parameters
     ----------
     path : str
-        A file of JSON or a folder of Parquet, or the URL of one: which of them, its name says.
+        A file of JSON or a folder of Parquet, or the URL of one: its suffix says which.
     access : Access
         What the caller allows.
 
@@ -103,66 +103,69 @@ class ReferenceFolder:
         self._version = stored.version if is_remote(path) else None
         stored.close()
         self._tables = _Tables(folder, self.name, content) if is_folder else None
-        self._places = _references_in(_unpacked(content, _MOST_NBYTES)) if self._tables is None else self._tables.metadata
-        self._below: Mapping[str, list[str]] = _folders_of(self._places)
+        self._references = _references_in(_unpacked(content, _MOST_NBYTES)) if self._tables is None else self._tables.metadata
+        self._folders: Mapping[str, list[str]] = _folders_of(self._references)
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
 
     def version(self, key: str) -> tuple[int, ...] | None:
         """See `ObjectFolder`: that of the set."""
         file = self._path if self._tables is None else os.path.join(self._path, _OF_PARQUET)
-        return (self._version or state_of(file)) if key in self._places else None
+        return (self._version or state_of(file)) if key in self._references else None
 
     def place(self, key: str) -> tuple[StoredObject, int, int] | None:
-        """In which object a value is, where it begins, and its bytes; None if there is none."""
-        found = self._places.get(key)
-        if found is None and self._tables is not None:
-            found = self._tables.reference(key)
-        if found is None:
+        """The object that has a value, its offset there, and its bytes; None if there is none."""
+        reference = self._references.get(key)
+        if reference is None and self._tables is not None:
+            reference = self._tables.reference(key)
+        if reference is None:
             return None
-        if isinstance(found, str | bytes):
-            content = found.encode() if isinstance(found, str) else found
+        if isinstance(reference, str | bytes):
+            content = reference.encode() if isinstance(reference, str) else reference
             data = base64.b64decode(content[7:]) if content.startswith(b"base64:") else content
             return MemoryObject(data), 0, len(data)
-        is_place = isinstance(found, list) and len(found) in (1, 3) and isinstance(found[0], str)
-        if not is_place or not all(isinstance(number, int | np.integer) for number in found[1:]):
-            raise ValueError(f"the reference '{key}' is {str(found)[:80]}, expected a text, [URL], or [URL, offset, bytes]")
-        target = self._object(found[0])
-        return (target, 0, target.nbytes) if len(found) == 1 else (target, int(found[1]), int(found[2]))
+        is_place = isinstance(reference, list) and len(reference) in (1, 3) and isinstance(reference[0], str)
+        if not is_place or not all(isinstance(number, int | np.integer) for number in reference[1:]):
+            text = str(reference)[:80]
+            raise ValueError(f"the reference '{key}' is {text}, expected a text, [URL], or [URL, offset, bytes]")
+        target = self._object(reference[0])
+        return (target, 0, target.nbytes) if len(reference) == 1 else (target, int(reference[1]), int(reference[2]))
 
     def open(self, key: str, ahead: int = 1) -> MemoryObject | None:
         """See `ObjectFolder`."""
-        (content,) = self.read_many([key], _MOST_NBYTES)
+        content = self._read(key, _MOST_NBYTES)
         return None if content is None else MemoryObject(content)
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
         """See `ObjectFolder`."""
-        contents: list[Content | None] = []
-        for key in keys:
-            found = self.place(key)
-            if found is not None and found[2] > most_nbytes:
-                raise ValueError(f"'{key}' has {found[2]} bytes, what is stored there {most_nbytes} at most")
-            memory = None if found is None else np.empty(found[2], dtype=np.uint8)
-            if found is not None and memory is not None:
-                found[0].read_into(memory, found[1])
-            contents.append(memory)
-        return contents
+        return [self._read(key, most_nbytes) for key in keys]
+
+    def _read(self, key: str, most_nbytes: int) -> Content | None:
+        place = self.place(key)
+        if place is None:
+            return None
+        stored, offset, nbytes = place
+        if nbytes > most_nbytes:
+            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most_nbytes} at most")
+        memory = np.empty(nbytes, dtype=np.uint8)
+        stored.read_into(memory, offset)
+        return memory
 
     def folders(self, key: str) -> list[str]:
         """See `ObjectFolder`."""
-        return self._below.get(key, [])
+        return self._folders.get(key, [])
 
     def _object(self, url: str) -> StoredObject:
-        """An object that is referred to; the last few stay open."""
+        """An object with values. The last few stay open."""
         with self._lock:
             stored = self._objects.get(url)
             if stored is None:
-                stored = self._objects[url] = self._opened(url)
+                stored = self._objects[url] = self._open(url)
                 if len(self._objects) > _MOST_OPEN:
                     self._objects.popitem(last=False)
             self._objects.move_to_end(url)
         return stored
 
-    def _opened(self, url: str) -> StoredObject:
+    def _open(self, url: str) -> StoredObject:
         """Open an object. A name without a scheme is that of a file beside the set."""
         above = posixpath.dirname(self.name)
         if is_remote(self._path) and "://" not in url and not url.startswith("/"):
@@ -212,8 +215,8 @@ class _Tables:
         try:
             import pyarrow.parquet
         except ImportError:
-            what = f"'{name}' has references in Parquet, which are read with pyarrow, which is not installed"
-            raise ConfigError(f"{what}: pip install pyarrow") from None
+            text = f"'{name}' has references in Parquet, which are read with pyarrow, which is not installed"
+            raise ConfigError(f"{text}: pip install pyarrow") from None
         document = json.loads(content)
         metadata, n_rows = (document.get(key) for key in ("metadata", "record_size")) if isinstance(document, dict) else (0, 0)
         if not isinstance(metadata, dict) or not isinstance(n_rows, int) or not 0 < n_rows <= _MOST_ROWS:
@@ -223,7 +226,7 @@ class _Tables:
         self._lock, self._tables, self._counts = threading.Lock(), OrderedDict[str, _Table | None](), dict[str, list[int]]()
 
     def reference(self, key: str) -> Any:
-        """What the set has of a chunk, as JSON would have it; None if it has nothing."""
+        """The reference of a chunk, as JSON would have it; None if there is none."""
         array, _, index = key.rpartition("/")
         if index in METADATA:
             return None
@@ -245,7 +248,7 @@ class _Tables:
         return [path] if (offset, nbytes) == (0, 0) else [path, offset, nbytes]
 
     def _counts_of(self, array: str) -> list[int]:
-        """How many chunks an array has along each axis; a number has one."""
+        """How many chunks an array has along each axis; [1] for an array without axes."""
         if array not in self._counts:
             document = json.loads(self.metadata.get(f"{array}/.zarray".lstrip("/"), "{}"))
             if not document:
@@ -275,14 +278,14 @@ class _Tables:
         columns = list[Any]()
         for column in _COLUMNS:
             values = table[column] if column in table.column_names else None
-            if values is not None and hasattr(values.type, "index_type"):  # of a dictionary NumPy would get a name for a null
+            if values is not None and hasattr(values.type, "index_type"):  # a dictionary's null would become text in NumPy
                 values = values.cast(values.type.value_type)
             columns.append(None if values is None else values.to_numpy())
         return table.num_rows, columns
 
 
 def _unpacked(content: bytes, most_nbytes: int) -> bytes:
-    """JSON, which may be compressed."""
+    """JSON, decompressed if it is compressed."""
     if not content.startswith(_ZSTD):
         return content
     with zstandard.ZstdDecompressor().stream_reader(content) as reader:
@@ -290,7 +293,7 @@ def _unpacked(content: bytes, most_nbytes: int) -> bytes:
 
 
 def _references_in(text: bytes) -> dict[str, Any]:
-    """Key to text or place, of both versions of kerchunk's JSON. ValueError if it is no such set."""
+    """From key to text or place, in either version of kerchunk's JSON. ValueError if it is no such set."""
     document = json.loads(text)
     refs = document.get("refs", document) if isinstance(document, dict) else None
     if not isinstance(refs, dict):
@@ -298,14 +301,14 @@ def _references_in(text: bytes) -> dict[str, Any]:
     if document.get("gen"):
         raise ValueError("its references are generated ('gen'): write them out, with fsspec's ReferenceFileSystem.save_as_json")
     templates = document.get("templates") or {}
-    found = {}
+    references = {}
     for key, value in refs.items():
         if isinstance(value, dict):  # metadata as JSON, not as text
             value = json.dumps(value)
         elif isinstance(value, list) and value and "{{" in str(value[0]):
             value = [_filled_in(str(value[0]), templates), *value[1:]]
-        found[key] = value
-    return found
+        references[key] = value
+    return references
 
 
 def _filled_in(url: str, templates: Mapping[str, Any]) -> str:
@@ -324,7 +327,7 @@ def _folders_of(keys: Iterable[str]) -> dict[str, list[str]]:
     """The names of the folders with metadata below each folder, sorted."""
     below: dict[str, set[str]] = defaultdict(set)
     for key in keys:
-        if key.rpartition("/")[2] in _METADATA:
+        if key.rpartition("/")[2] in NODE_FILES:
             folder = key.rpartition("/")[0]
             while folder:
                 above, _, name = folder.rpartition("/")

@@ -27,6 +27,7 @@ from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
 from shardload.formats.contract.array import dtype_text, is_added
 from shardload.formats.sink import (
     ArraySpec,
+    Bools,
     Compression,
     Decode,
     Encoder,
@@ -37,16 +38,14 @@ from shardload.formats.sink import (
     Writer,
     with_dims,
 )
-from shardload.formats.zarr.metadata import INDEX_CODECS, Json, ZarrLayout, codec_of, options_of
+from shardload.formats.zarr.metadata import INDEX_CODECS, Json, ZarrLayout, codec_of, json_number, options_of
 from shardload.planning.region import unravel
 from shardload.storage.leftovers import METADATA
 from shardload.storage.new_folder import NewFolder, NewRemoteFolder
-from shardload.storage.objects import ObjectFolder, WritableFolder
+from shardload.storage.objects import Ints, ObjectFolder, WritableFolder
 from shardload.storage.remote import StorageOptions, is_remote
-from shardload.storage.target import FOLDER_MARK, named
+from shardload.storage.target import FOLDER_MARK, as_write_error
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MISSING = np.uint64(2**64 - 1)
 
 _MOST_NAME_NBYTES = 255  # of a file or folder
@@ -106,7 +105,7 @@ class ZarrSink(Sink):
     folder : WritableFolder
         That of the rank that creates it.
     taken_up : set of str
-        The keys of what another job has left, with which this one goes on.
+        The keys of the objects of another job, with which this one goes on.
     """
 
     taken_up: Set[str] = frozenset()
@@ -124,8 +123,8 @@ class ZarrSink(Sink):
         storage: StorageOptions | None = None,
     ) -> None:
         self.path, self.mode, self.version, self._storage = path, mode, version, storage or StorageOptions()
-        self.attrs = plain_attrs("/", attrs or {})
-        self.group_attrs = {name.strip("/"): plain_attrs(name, given) for name, given in (group_attrs or {}).items()}
+        groups = {**(group_attrs or {}), "/": attrs or {}}
+        self.group_attrs = {name.strip("/"): plain_attrs(name, group) for name, group in groups.items()}
         self.arrays: dict[str, ZarrEncoder] = {}
         self._texts: dict[str, ArraySpec] = {}
         for name, checked in with_dims({name: spec.checked(name) for name, spec in specs.items()}).items():
@@ -139,7 +138,7 @@ class ZarrSink(Sink):
                     )
                 checked = replace(checked, chunks=checked.shape)  # one chunk
             self.arrays[name] = ZarrEncoder(path, name, checked, document_of(name, checked, version))
-        # (Several ranks write a shard: its file is whole at the end only.)
+        # (Several ranks write a shard, so that its file is whole at the end only.)
         self._about = None if any(array.is_placed_by_root for array in self.arrays.values()) else about
         self.folder = self.new_folder()
         if not self.folder.has_parts and (sharded := [name for name, array in self.arrays.items() if array.is_placed_by_root]):
@@ -179,13 +178,13 @@ class ZarrSink(Sink):
         return Writer(self, folder, put)
 
     def new_folder(self) -> WritableFolder:
-        """Where it is written. Each rank, and each writer, has its own."""
+        """A folder object to write with. Each rank, and each writer, has its own."""
         if is_remote(self.path):
             return NewRemoteFolder(self.path, self.mode, self._storage)
         return NewFolder(self.path, self.mode, self._about)
 
     def decoding(self, ticket: Ticket, name: str) -> AbstractContextManager[Decode] | None:
-        """See `Sink`. At a URL a store that is an array itself has no metadata yet."""
+        """See `Sink`. At a URL, a store that is an array itself has no metadata before `commit`."""
         return self._decoding(name) if is_remote(self.path) else None
 
     @contextmanager
@@ -209,14 +208,14 @@ class ZarrSink(Sink):
 
     def create(self) -> Self:
         """See `Sink`."""
-        with named(self.path):
+        with as_write_error(self.path):
             address = self.folder.create()
         self._is_finished = False
         self._shards = {name: _Shards(array) for name, array in self.arrays.items() if array.is_placed_by_root}
         self.ticket = Ticket(address, {name: Places([0], [0], 0) for name in self.arrays if name not in self._shards})
         return self
 
-    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+    def allocate(self, name: str, numbers: Sequence[int] | Ints, nbytes: Sequence[int] | Ints, masks: Any = 0) -> Ints:
         """See `Sink`."""
         return self._shards[name].allocate(numbers, nbytes)
 
@@ -224,7 +223,7 @@ class ZarrSink(Sink):
         """See `Sink`."""
         if self._is_finished:
             raise ValueError(f"'{self.path}' is finished")
-        with named(self.path):
+        with as_write_error(self.path):
             for name in self.arrays:
                 if name in self._shards:
                     self._write_indexes(self._shards[name])
@@ -244,11 +243,11 @@ class ZarrSink(Sink):
         shards.check_complete()
         grid = shards.encoder.shard_grid
         for number in range(math.prod(grid)):
-            at = unravel(number, grid)
-            key = os.path.join(shards.name.strip("/"), shards.encoder.layout.key(at))
+            position = unravel(number, grid)
+            key = os.path.join(shards.name.strip("/"), shards.encoder.layout.key(position))
             if self.folder.version(key) is None:
                 raise FileNotFoundError(errno.ENOENT, f"'{key}' is gone")
-            self.folder.write_at(key, shards.index(at), int(shards.ends[number]))
+            self.folder.write_at(key, shards.index(position), int(shards.ends[number]))
 
     def _check_keys(self, name: str) -> None:
         """ValueError unless each chunk has an object."""
@@ -281,9 +280,9 @@ class ZarrSink(Sink):
                 else:
                     yield key, content
         for folder in sorted(groups, reverse=True):
-            documents |= files_of(
-                folder, group_document(self.version, self.group_attrs.get(folder, {}) if folder else self.attrs)
-            )
+            kind = {"node_type": "group"} if self.version == 3 else {}
+            document = {"zarr_format": self.version, **kind, "attributes": self.group_attrs.get(folder, {})}
+            documents |= files_of(folder, document)
         if groups:  # all in one, as zarr-python's `consolidate_metadata` has it
             last = next(reversed(documents))
             root = documents.pop(last)
@@ -313,7 +312,7 @@ def groups_above(names: Iterable[str]) -> set[str]:
 
 def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
     """The files of an array of text, as zarr-python writes it."""
-    import zarr  # here, because numbers need it not
+    import zarr  # here, because a save of numbers does not need it
 
     attrs = plain_attrs("", spec.attrs) | ({"_ARRAY_DIMENSIONS": list(spec.dims or ())} if version == 2 else {})
     files: dict[str, Any] = {}
@@ -347,27 +346,27 @@ class _Shards(PlacedChunks):
         super().__init__(encoder.name, encoder.spec.grid)
         self.encoder, self.ends = encoder, np.zeros(math.prod(encoder.shard_grid), dtype=np.int64)
 
-    def allocate(self, numbers: Any, nbytes: Any) -> Int64s:
-        which, sizes = self.checked(numbers, nbytes)
+    def allocate(self, numbers: Any, nbytes: Any) -> Ints:
+        numbers, sizes = self.checked(numbers, nbytes)
         encoder, per = self.encoder, self.encoder.layout.per_shard or ()
-        index = np.unravel_index(which, encoder.spec.grid)
+        index = np.unravel_index(numbers, encoder.spec.grid)
         shard = np.ravel_multi_index([k // n for k, n in zip(index, per, strict=True)], encoder.shard_grid)
         # A running sum in each shard: of all chunks in the order of their shards, less the sum where the shard begins.
         order = np.argsort(shard, kind="stable")
         sorted_shards, sums = shard[order], np.cumsum(sizes[order]) - sizes[order]
-        offsets = np.empty(len(which), dtype=np.int64)
+        offsets = np.empty(len(numbers), dtype=np.int64)
         offsets[order] = self.ends[sorted_shards] + sums - sums[np.searchsorted(sorted_shards, sorted_shards)]
         np.add.at(self.ends, shard, sizes)
-        self.offsets[which], self.sizes[which] = offsets, sizes
+        self.offsets[numbers], self.sizes[numbers] = offsets, sizes
         return offsets
 
-    def index(self, at: tuple[int, ...]) -> bytes:
+    def index(self, position: tuple[int, ...]) -> bytes:
         """The index of a shard: offset and length of each chunk in C order, then the CRC-32C. Chunks outside of the array are
         missing.
         """
         encoder, per = self.encoder, self.encoder.layout.per_shard or ()
         table = np.full((*per, 2), _MISSING, dtype="<u8")
-        box = tuple(slice(k * n, min((k + 1) * n, m)) for k, n, m in zip(at, per, encoder.spec.grid, strict=True))
+        box = tuple(slice(k * n, min((k + 1) * n, m)) for k, n, m in zip(position, per, encoder.spec.grid, strict=True))
         sizes, offsets = self.sizes.reshape(encoder.spec.grid)[box], self.offsets.reshape(encoder.spec.grid)[box]
         part = table[tuple(slice(n) for n in sizes.shape)]
         part[..., 0], part[..., 1] = offsets, sizes
@@ -428,11 +427,11 @@ def _document_2(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
         )
     if is_added(spec.dtype) and not spec.dtype.isnative:
         raise ConfigError(f"'{name}' is to be big-endian {spec.dtype.name}, which Zarr 2 cannot say")
-    asked, itemsize = spec.compression, spec.dtype.itemsize
-    is_shuffled = asked is not None and asked.shuffle and not has_own_shuffle(asked.name) and itemsize > 1
+    compression, itemsize = spec.compression, spec.dtype.itemsize
+    has_shuffle = compression is not None and compression.shuffle and not has_own_shuffle(compression.name) and itemsize > 1
     compressor: Json | None = None
-    if asked is not None and asked.name != "none":
-        compressor = {"id": asked.name, **_compressor(name, asked, itemsize, 2)}
+    if compression is not None and compression.name != "none":
+        compressor = {"id": compression.name, **_compressor(name, compression, itemsize, 2)}
     return {
         "zarr_format": 2,
         "shape": list(spec.shape),
@@ -440,24 +439,26 @@ def _document_2(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
         "dtype": dtype_text(spec.dtype),
         "fill_value": None if spec.fill_value is None else _fill(spec.fill_value),
         "order": "C",
-        "filters": [{"id": "shuffle", "elementsize": itemsize}] if is_shuffled else None,
+        "filters": [{"id": "shuffle", "elementsize": itemsize}] if has_shuffle else None,
         "dimension_separator": ".",
         "compressor": compressor,
         "attributes": plain_attrs(name, spec.attrs) | {"_ARRAY_DIMENSIONS": list(spec.dims or ())},
     }
 
 
-def _compressor(name: str, asked: Compression, itemsize: int, version: int) -> Json:
+def _compressor(name: str, compression: Compression, itemsize: int, version: int) -> Json:
     """The options of a compressor in the metadata."""
     names = _NAMES[version]
-    codec = ZARR_CODECS[asked.name] if asked.name in names else None
-    if codec is None or (asked.level is not None and not codec.levels):
+    codec = ZARR_CODECS[compression.name] if compression.name in names else None
+    if codec is None or (compression.level is not None and not codec.levels):
         fix = "compression='zstd', or another of these"
-        if asked.name == "lz4":
+        if compression.name == "lz4":
             fix = "compression='lz4'" if "lz4" in names else "compression='blosc(lz4)', which has it inside"
-        level = f" with level {asked.level}" if asked.name in names else ""
-        raise ConfigError(f"compression of '{name}' is {asked.name!r}{level}; Zarr has {', '.join(names)}. Pass {fix}")
-    return options_of(codec, codec.parameters(name, asked, itemsize, "Zarr", -7 if asked.name == "zstd" else None), version)
+        level = f" with level {compression.level}" if compression.name in names else ""
+        raise ConfigError(f"compression of '{name}' is {compression.name!r}{level}; Zarr has {', '.join(names)}. Pass {fix}")
+    return options_of(
+        codec, codec.parameters(name, compression, itemsize, "Zarr", -7 if compression.name == "zstd" else None), version
+    )
 
 
 def _fill(value: Any) -> Any:
@@ -465,23 +466,16 @@ def _fill(value: Any) -> Any:
     if isinstance(value, np.complexfloating):
         return [_fill(value.real), _fill(value.imag)]
     number = value.item()
-    if isinstance(number, float) and not math.isfinite(number):
-        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-    return number
-
-
-def group_document(version: int, attrs: Mapping[str, Any]) -> Json:
-    """The metadata of a group."""
-    return {"zarr_format": version, **({"node_type": "group"} if version == 3 else {}), "attributes": dict(attrs)}
+    return json_number(number) if isinstance(number, float) else number
 
 
 def files_of(folder: str, document: Json) -> dict[str, Json]:
     """The files of metadata that say what a document of an array or group says, by their keys, in the order to write them."""
     if document["zarr_format"] == 3:
         return {os.path.join(folder, "zarr.json"): document}
-    others = {key: value for key, value in document.items() if key != "attributes"}
+    metadata = {key: value for key, value in document.items() if key != "attributes"}
     file = ".zarray" if "shape" in document else ".zgroup"
-    return {os.path.join(folder, ".zattrs"): document["attributes"], os.path.join(folder, file): others}
+    return {os.path.join(folder, ".zattrs"): document["attributes"], os.path.join(folder, file): metadata}
 
 
 def plain_attrs(name: str, attrs: Mapping[str, Any]) -> Json:
@@ -490,7 +484,7 @@ def plain_attrs(name: str, attrs: Mapping[str, Any]) -> Json:
 
 
 def _plain(name: str, key: str, value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM":  # a date that is none would become null
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM":  # NaT, a date, would become null
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(name, key, part) for part in value]

@@ -57,6 +57,7 @@ from shardload.formats.zarr.metadata import (
     grid_of,
     inner_chain,
     is_stacked,
+    metadata_key,
     n_in_shard,
     names_of,
     parameters_of,
@@ -72,7 +73,7 @@ from shardload.storage.remote import RemoteFolder, is_remote, without_secrets
 from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 _MARKS = (*ROOTS, ".zmetadata")
-# How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
+# A stored chunk may have so many times the bytes of its values if only zarr-python knows its codecs: some make 8 bytes of one.
 _LONGEST, _HEAD_NBYTES = 8, 4096
 _MOST_AT_ONCE = 1024  # chunks per call: zarr-python holds 2.5 KiB for each, however small it is
 _MOST_INDEX_NBYTES = 1 << 26  # index of a shard, which zarr-python reads whole
@@ -102,9 +103,9 @@ class ZarrSource(Source):
         self._store: WatchedStore = array.store
         self._dtype, self._is_closed = native_dtype(node.dtype), False
         self._missing: list[tuple[int, ...]] = []
-        self._metadata_key = _metadata_key(array.path, node)
-        told = None if info.parts is None else tuple(info.parts["version"])
-        self._opened_in = told or self._store.state_before(self._metadata_key) or self.state()
+        self._metadata_key = metadata_key(array.path, node.version)
+        planned_version = None if info.parts is None else tuple(info.parts["version"])
+        self._opened_in = planned_version or self._store.state_before(self._metadata_key) or self.state()
         if info.chunks is not None:
             nbytes = math.prod(info.shards or info.chunks) * self._dtype.itemsize + 16 * n_in_shard(node.document)
             self._store.most_nbytes = _LONGEST * nbytes + _HEAD_NBYTES
@@ -159,8 +160,8 @@ class ZarrSource(Source):
         outer = self._info.shards or chunks
         prefix, missing = f"{self._array.path}/" if self._array.path else "", []
         for index in itertools.product(*chunks_met(region, chunks)):
-            at = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
-            if prefix + self._array.metadata.encode_chunk_key(at) in self._store.missing:
+            position = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
+            if prefix + self._array.metadata.encode_chunk_key(position) in self._store.missing:
                 missing.append(index)
         return missing
 
@@ -180,24 +181,40 @@ class ZarrSource(Source):
         attrs = {key: _attribute(node, key, MOST_KEPT) for key in node.attributes if key != "_ARRAY_DIMENSIONS"}
         if node.marker is not None and node.dtype.kind != "c":
             attrs["_FillValue"] = json_value(node.marker)
-        own = "/" + self._array.path.strip("/")
-        above = own.rpartition("/")[0]
+        dataset = "/" + self._array.path.strip("/")
+        group = dataset.rpartition("/")[0]
         names = dict.fromkeys([*filter(None, node.dims), *names_in(attrs.get("coordinates"))])
-        places = {name.rpartition("/")[2]: name if name.startswith("/") else f"{above}/{name}" for name in names}
-        coords = {name: Coordinate(place) for name, place in places.items() if place != own}
+        paths = {name.rpartition("/")[2]: name if name.startswith("/") else f"{group}/{name}" for name in names}
+        coords = {name: Coordinate(path) for name, path in paths.items() if path != dataset}
         return Labels(node.dims, attrs, coords)
 
     def group_attrs(self) -> Mapping[str, Any]:
-        """Those of the group above. In format 3 there may be none: a folder is enough."""
-        own = self._array.path.strip("/")
-        group = self._store.node(own.rpartition("/")[0]) if own else None  # else the store is the array
+        """The attributes of the group above. In format 3 there may be no such node: a folder is enough."""
+        path = self._array.path.strip("/")
+        group = self._store.node(path.rpartition("/")[0]) if path else None  # else the store is the array
         attributes = group.attributes if isinstance(group, GroupNode) else {}
         return {key: json_value(value, MOST_KEPT) for key, value in attributes.items()}
 
+    @quiet()
     def properties(self) -> Properties:
         """Codecs with their options, and attributes as JSON has them."""
-        with quiet():
-            return properties_of(self._node, self._array, self.labels())
+        node, labels = self._node, self.labels()
+        attrs, dtype = {key: value for key, value in node.attributes.items() if key != "_ARRAY_DIMENSIONS"}, node.dtype
+        if refusal(dtype) is not None or is_added(dtype):
+            return Properties.of(labels, dtype, attrs, texts=_texts(node, self._array))
+        if "_FillValue" in attrs:
+            attrs["_FillValue"] = _marker(attrs["_FillValue"], native_dtype(dtype))
+        if node.marker is not None:
+            attrs["_FillValue"] = np.asarray(node.marker, native_dtype(dtype))[()]
+        chain = inner_chain(node.document)
+        is_big = any(name == "bytes" and options.get("endian") == "big" for name, options in chain)
+        stored = dtype if node.version == 2 else dtype.newbyteorder(">" if is_big else "<")
+        chain = [(name.removeprefix("numcodecs."), options) for name, options in chain if name not in _NOT_COPIED]
+        compressors = [(name, options) for name, options in chain if name not in ("shuffle", "crc32c")]
+        names = [name for name, _ in chain]
+        words = [ZARR_CODECS[name].word if name in ZARR_CODECS else name for name, _ in compressors]
+        compression = compression_keywords(words, "shuffle" in names, lambda: _options(*compressors[0], dtype.itemsize))
+        return Properties.of(labels, stored, attrs, compression=compression, checksum="crc32c" in names, fill_value=node.fill)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of single chunks, for a local folder with an encoding that `chunks` knows; else None."""
@@ -247,7 +264,7 @@ class ZarrFormat(Format):
         return is_remote(url) and without_secrets(url).rstrip("/").lower().endswith((".zarr", ".zip", *SUFFIXES))
 
     def claims_head(self, head: bytes) -> bool:
-        """True: a store is no object, and any object may lie at the URL of one. Other formats are asked before."""
+        """True: a store is no object, so any object may lie at its URL. Other formats are asked first."""
         return True
 
     def claims_object(self, obj: object) -> bool:
@@ -260,8 +277,8 @@ class ZarrFormat(Format):
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `zarr.Array`."""
-        named = (getattr(obj.store, attribute, None) for attribute in ("root", "path"))
-        path = next((str(name) for name in named if isinstance(name, str | os.PathLike)), f"<{type(obj.store).__name__}>")
+        paths = (getattr(obj.store, attribute, None) for attribute in ("root", "path"))
+        path = next((str(path) for path in paths if isinstance(path, str | os.PathLike)), f"<{type(obj.store).__name__}>")
         if isinstance(obj, zarr.Group):
             members = sorted(name for name, member in obj.members(max_depth=None) if isinstance(member, zarr.Array))
             names = some([repr(f"{obj.name.rstrip('/')}/{name}") for name in members]) or "none"
@@ -283,25 +300,25 @@ class _ZarrStore(OpenFile):
 
     def list_arrays(self) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not read."""
-        return list(_described(self._store, self._path, self._access))
+        return list(self._describe_all())
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same, but at most `most` + 1 arrays; first what a group `like` is that has none."""
+        """The same, but at most `most` + 1 arrays; the first entry is `like` if that is a group without arrays."""
         limit = None if most is None else most + 1
         try:
-            infos = list(itertools.islice(_described(self._store, self._path, self._access), limit))
+            infos = list(itertools.islice(self._describe_all(), limit))
         except NoListingError as error:
             if not like:
                 raise
             raise SourceError(f"'{self._path}' holds no array '{like}'. {error}", path=self._path, dataset=like) from error
         node: object = None
-        with suppress(LookupError, OSError, RuntimeError, TypeError, ValueError):  # the search for the array has said why
+        with suppress(LookupError, OSError, RuntimeError, TypeError, ValueError):  # the search for the array has raised it
             node = self._store.node(like) if like else None
         if isinstance(node, GroupNode):
             below = f"/{like.strip('/')}".rstrip("/") + "/"
-            if not any(info.dataset.startswith(below) for info in _described(self._store, self._path, self._access)):
-                how = f"zarr.open_group({self._path!r}, path={like.strip('/')!r}, mode='r').attrs"
-                infos = [group_info(self._path, like, "Zarr", list(node.attributes), how), *infos][:limit]
+            if not any(info.dataset.startswith(below) for info in self._describe_all()):
+                code = f"zarr.open_group({self._path!r}, path={like.strip('/')!r}, mode='r').attrs"
+                infos = [group_info(self._path, like, "Zarr", list(node.attributes), code), *infos][:limit]
         return infos
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
@@ -310,11 +327,13 @@ class _ZarrStore(OpenFile):
             if planned is not None and planned.parts is not None:
                 node, info = ArrayNode(planned.parts["document"]), planned
             else:
-                found = store.node(dataset)
-                if not isinstance(found, ArrayNode):
+                read_node = store.node(dataset)
+                if not isinstance(read_node, ArrayNode):
                     raise KeyError(dataset)
-                node, info = found, describe(found, self._path, dataset, self._access)
-                version = store.state_before(_metadata_key(dataset, node)) if isinstance(store.folder, RemoteFolder) else None
+                node, info = read_node, describe(read_node, self._path, dataset, self._access)
+                version = (
+                    store.state_before(metadata_key(dataset, node.version)) if isinstance(store.folder, RemoteFolder) else None
+                )
                 if version is not None:  # all that the other ranks must know: they ask for chunks alone
                     info = replace(info, parts={"document": node.document, "version": version})
             return ZarrSource(node, watch(node, store, dataset), info)
@@ -346,32 +365,27 @@ class _ZarrStore(OpenFile):
                 unread.append(f"what is in attributes and groups of '{name}' ({error})")
         return groups, unread
 
+    def _describe_all(self) -> Iterator[ArrayInfo]:
+        """Describe every array, by name. One that cannot be read is listed with the reason."""
+        for name, node in self._store.nodes():
+            if isinstance(node, GroupNode):
+                continue
+            try:
+                if isinstance(node, Exception):
+                    raise node
+                info = describe(node, self._path, name, self._access)
+            except Exception as error:
+                # A type is as one of HDF5's that NumPy does not have: no other array has to wait for it.
+                dtype, refused = "unknown", f"metadata that cannot be read ({error})"
+                if isinstance(error, UnknownCodecError):
+                    dtype, refused = "unknown type" if error.is_type else "unknown", str(error)
+                elif name == "/":
+                    raise
+                info = ArrayInfo(self._path, name, "Zarr", (), dtype, refused=refused)
+            yield info
+
     def close(self) -> None:
         self._store.close()
-
-
-def _described(store: WatchedStore, path: str, access: Access) -> Iterator[ArrayInfo]:
-    """Describe every array of a store, by name. One that cannot be read is listed with the reason."""
-    for name, node in store.nodes():
-        if isinstance(node, GroupNode):
-            continue
-        try:
-            if isinstance(node, Exception):
-                raise node
-            info = describe(node, path, name, access)
-        except Exception as error:
-            # A type is as one of HDF5's that NumPy does not have: no other array has to wait for it.
-            dtype, why = "unknown", f"metadata that cannot be read ({error})"
-            if isinstance(error, UnknownCodecError):
-                dtype, why = "unknown type" if error.is_type else "unknown", str(error)
-            elif name == "/":
-                raise
-            info = ArrayInfo(path, name, "Zarr", (), dtype, refused=why)
-        yield info
-
-
-def _metadata_key(name: str, node: ArrayNode) -> str:
-    return f"{name}/{'zarr.json' if node.version == 3 else '.zarray'}".strip("/")
 
 
 def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> ArrayInfo:
@@ -388,8 +402,8 @@ def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> 
     """
     dtype, attributes, names = node.dtype, node.attributes, names_of(node.document)
     refused = refusal(dtype)
-    if refused is None and (made := _OBJECT_CODECS.intersection(names)):  # whatever type it declares
-        refused = f"values encoded with '{min(made)}', which makes Python objects (and can be a program)"
+    if refused is None and (object_codecs := _OBJECT_CODECS.intersection(names)):  # whatever type it declares
+        refused = f"values encoded with '{min(object_codecs)}', which makes Python objects (and can be a program)"
     refused = refused or refuse_codecs(names, access)
     grid = grid_of(node.document)
     if grid is None:
@@ -445,7 +459,7 @@ def _attribute(node: ArrayNode, key: str, *most: int) -> Any:
 
 
 def _unbounded(node: ArrayNode, access: Access) -> str | None:
-    """Why an array is refused that zarr-python would decode to a size without a limit; None if there is a limit.
+    """Why an array is refused that zarr-python would decode without a limit on the size; None if there is a limit.
 
     Codecs that the caller allows are not counted.
     """
@@ -463,26 +477,6 @@ def _unbounded(node: ArrayNode, access: Access) -> str | None:
 # --- what must be known of an array to make another one like it
 
 
-def properties_of(node: ArrayNode, array: Any, labels: Labels) -> Properties:
-    """The properties of an open array."""
-    attrs, dtype = {key: value for key, value in node.attributes.items() if key != "_ARRAY_DIMENSIONS"}, node.dtype
-    if refusal(dtype) is not None or is_added(dtype):
-        return Properties.of(labels, dtype, attrs, texts=_texts(node, array))
-    if "_FillValue" in attrs:
-        attrs["_FillValue"] = _marker(attrs["_FillValue"], native_dtype(dtype))
-    if node.marker is not None:
-        attrs["_FillValue"] = np.asarray(node.marker, native_dtype(dtype))[()]
-    chain = inner_chain(node.document)
-    is_big = any(name == "bytes" and options.get("endian") == "big" for name, options in chain)
-    stored = dtype if node.version == 2 else dtype.newbyteorder(">" if is_big else "<")
-    chain = [(name.removeprefix("numcodecs."), options) for name, options in chain if name not in _NOT_COPIED]
-    rest = [(name, options) for name, options in chain if name not in ("shuffle", "crc32c")]
-    names = [name for name, _ in chain]
-    others = [ZARR_CODECS[name].word if name in ZARR_CODECS else name for name, _ in rest]
-    compression = compression_keywords(others, "shuffle" in names, lambda: _options(*rest[0], dtype.itemsize))
-    return Properties.of(labels, stored, attrs, compression=compression, checksum="crc32c" in names, fill_value=node.fill)
-
-
 def _texts(node: ArrayNode, array: Any) -> np.ndarray[Any, Any] | None:
     """The values of a short array of text; None for another one. Only codecs are used that make nothing but text."""
     names = set(names_of(node.document))
@@ -491,22 +485,22 @@ def _texts(node: ArrayNode, array: Any) -> np.ndarray[Any, Any] | None:
     if not is_text or not names <= _OF_TEXT or n * node.dtype.itemsize > _MOST_TEXT_NBYTES:
         return None
     array.store.most_nbytes = _MOST_TEXT_NBYTES
-    found = np.asarray(array[...])
-    return found if found.dtype.kind == "S" else found.astype(object)
+    texts = np.asarray(array[...])
+    return texts if texts.dtype.kind == "S" else texts.astype(object)
 
 
-def _marker(found: Any, dtype: np.dtype[Any]) -> Any:
+def _marker(value: Any, dtype: np.dtype[Any]) -> Any:
     """``_FillValue`` as a scalar of the array's type."""
 
     def number(part: Any) -> Any:
         return float(float_of_base64(part)) if isinstance(part, str) else part  # also of "NaN"
 
     try:
-        if dtype.kind == "c" and isinstance(found, list):
-            return dtype.type(complex(*map(number, found)))
-        return np.asarray(number(found), dtype)[()]
+        if dtype.kind == "c" and isinstance(value, list):
+            return dtype.type(complex(*map(number, value)))
+        return np.asarray(number(value), dtype)[()]
     except (TypeError, ValueError, OverflowError):
-        return found
+        return value
 
 
 def float_of_base64(value: Any) -> Any:
@@ -519,6 +513,6 @@ def float_of_base64(value: Any) -> Any:
 
 
 def _options(name: str, options: Mapping[str, Any], itemsize: int) -> dict[str, Any]:
-    """What a compressor was told, in the words of `sink.Compression`."""
+    """The options of a compressor, with the keys of `sink.Compression`."""
     codec = ZARR_CODECS.get(name)
     return {} if codec is None or not codec.levels else codec.keywords(parameters_of(name, options, itemsize))

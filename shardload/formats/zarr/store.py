@@ -3,12 +3,12 @@
 1. `WatchedStore` has the values of a folder of objects, here or at a URL, of a zip file, or of a store of another library. It
    remembers which keys do not exist. It refuses keys and symbolic links that lead out of the store, pipes and other things that
    are not files, and values that are longer than a stored chunk (or metadata) can be.
-2. `WatchedStore.read` gives one file of metadata, `node` what is in one folder (`nodes`), and `nodes` all arrays and groups.
-   At a URL, where each answer takes long, the metadata of many folders are asked for at once, and kept.
-3. `open_store` makes such a store from a folder, a zip file or a URL. `watch` opens an array of it, `watched`
-   puts it under one that is open already.
-4. A store of another library is refused if it leads elsewhere by design (references), or reaches folders in a way that symbolic
-   links cannot be checked.
+2. `WatchedStore.read` gives one file of metadata, `node` what is in one folder (module `nodes`), and `nodes` all arrays and
+   groups. At a URL, where each answer takes long, the metadata of many folders are fetched at once, and kept.
+3. `open_store` makes such a store from a folder, a zip file or a URL. `watch` opens an array of it, `watched` puts it under an
+   array that is open already.
+4. A store of another library is refused if it leads elsewhere by design (references), or reads folders in a way in which
+   symbolic links cannot be checked.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, parse_node
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
+from shardload.storage.leftovers import METADATA, NODE_FILES
 from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, OutsideError, state_of
 from shardload.storage.objects import NoListingError, ObjectFolder
 from shardload.storage.remote import RemoteFolder, is_remote, open_remote, without_secrets
@@ -40,8 +41,6 @@ from shardload.storage.remote import RemoteFolder, is_remote, open_remote, witho
 State = tuple[int, ...] | None
 
 _NO_STORE = "there is no Zarr store: none of zarr.json, .zarray, .zgroup and .zmetadata"
-_OF_NODES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
-_METADATA = (*_OF_NODES, ".zmetadata")
 _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
@@ -78,8 +77,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     ) -> None:
         super().__init__(store)
         self.fence, self._opened_in = fence or Fence(), opened_in
-        self._seen: dict[str, State] = {}
-        self._told: dict[str, tuple[bytes | OSError | None, State]] = {}  # metadata of a URL
+        self._states: dict[str, State] = {}  # of metadata files, before they were read
+        self._remote_files: dict[str, tuple[bytes | OSError | None, State]] = {}  # metadata at a URL: content, state
         below = _unwrapped(store)
         is_local = folder is None and type(below) is zarr.storage.LocalStore
         self.folder = LocalFolder(os.fspath(below.root), self.fence) if is_local else folder
@@ -88,9 +87,9 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def another_watch(self) -> WatchedStore:
         """A new watch over the same store, so that each array has its own `missing` and `most_nbytes`."""
-        made = self._with_store(self._store)
-        made._told = self._told
-        return made
+        watch = self._with_store(self._store)
+        watch._remote_files = self._remote_files
+        return watch
 
     def _with_store(self, store: Any) -> WatchedStore:
         return type(self)(store, self.fence, self._opened_in, None if isinstance(self.folder, LocalFolder) else self.folder)
@@ -107,57 +106,57 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """A file of metadata; None if it does not exist. Errors are those of `get`."""
         if isinstance(self.folder, RemoteFolder):
             return self._read_remote(key)
-        self._seen.setdefault(key, self.state(key))
+        self._states.setdefault(key, self.state(key))
         value = self._value(key, None) if self._is_here else sync(self.get(key, default_buffer_prototype()))
         return value if value is None or isinstance(value, bytes) else bytes(value.to_bytes())
 
     def _read_remote(self, key: str) -> bytes | None:
-        """The same at a URL. Where keys may not be listed, S3 refuses those that are absent: others in that folder tell."""
+        """The same at a URL. Where keys may not be listed, S3 refuses those that are absent: no error if others are there."""
         folder, _, name = key.rpartition("/")
-        if name in _OF_NODES:
-            self._ask_for([folder])
+        if name in NODE_FILES:
+            self._fetch_nodes([folder])
         else:
-            self._ask([key])
-        found, _ = self._told.get(key, (None, None))
-        if isinstance(found, OSError):
-            others = [self._told.get(_in(folder, other), (None,))[0] for other in _OF_NODES]
-            if found.errno != errno.EACCES or not any(isinstance(other, bytes) for other in others):
-                raise found
+            self._fetch([key])
+        content, _ = self._remote_files.get(key, (None, None))
+        if isinstance(content, OSError):
+            siblings = [self._remote_files.get(os.path.join(folder, sibling), (None,))[0] for sibling in NODE_FILES]
+            if content.errno != errno.EACCES or not any(isinstance(sibling, bytes) for sibling in siblings):
+                raise content
             return None
-        return found
+        return content
 
-    def _ask_for(self, folders: Iterable[str]) -> None:
-        """Ask for the metadata of some folders at a URL, all at once: those of format 2 where there are none of format 3."""
+    def _fetch_nodes(self, folders: Iterable[str]) -> None:
+        """Fetch the metadata of some folders at a URL, all at once: those of format 2 where there are none of format 3."""
         if isinstance(self.folder, RemoteFolder):
-            all_folders = list(folders)
-            self._ask([_in(folder, "zarr.json") for folder in all_folders])
-            without = [folder for folder in all_folders if not isinstance(self._told[_in(folder, "zarr.json")][0], bytes)]
-            self._ask([_in(folder, name) for folder in without for name in _OF_NODES])
+            documents = {folder: os.path.join(folder, "zarr.json") for folder in folders}
+            self._fetch(list(documents.values()))
+            others = [folder for folder, key in documents.items() if not isinstance(self._remote_files[key][0], bytes)]
+            self._fetch([os.path.join(folder, name) for folder in others for name in NODE_FILES])
 
-    def _ask(self, keys: Sequence[str]) -> None:
-        """Ask for files of metadata at a URL, if that was not done before, and keep them."""
-        wanted = [key for key in keys if key not in self._told]
-        if isinstance(self.folder, RemoteFolder) and wanted:
-            for key, found in zip(wanted, self.folder.look(wanted, MOST_METADATA_NBYTES), strict=True):
-                content, version = found if isinstance(found, tuple) else (found, None)
+    def _fetch(self, keys: Sequence[str]) -> None:
+        """Fetch files of metadata at a URL, and keep them, unless they were fetched before."""
+        new_keys = [key for key in keys if key not in self._remote_files]
+        if isinstance(self.folder, RemoteFolder) and new_keys:
+            for key, answer in zip(new_keys, self.folder.look(new_keys, MOST_METADATA_NBYTES), strict=True):
+                content, version = answer if isinstance(answer, tuple) else (answer, None)
                 if isinstance(content, bytes):
                     self._check(key, len(content), partial(bytes, content))
-                self._told[key] = content, version
+                self._remote_files[key] = content, version
 
     def node(self, name: str) -> ArrayNode | GroupNode | None:
         """The array or group of this name; None if there is none. KeyError for names that Zarr cannot have."""
         folder = name.strip("/")
         if folder and any(part in ("", ".", "..") for part in folder.split("/")):
             raise KeyError(name)
-        return parse_node(lambda key: self.read(_in(folder, key)))
+        return parse_node(lambda key: self.read(os.path.join(folder, key)))
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """All arrays and groups by their names, sorted.
 
         zarr-python's own walk stops at the first array that it cannot read, warns of every stray file, and leaves out what is
-        below folders without metadata. Here the error stands for what cannot be read, unless it is the root. A folder may have
-        arrays below it without metadata of its own. Consolidated metadata may be old: where folders cannot be listed, they name
-        the arrays, and no more.
+        below folders without metadata. Here the error stands in the place of a node that cannot be read, unless it is the root,
+        and folders without metadata are listed, too. Consolidated metadata may be out of date: they only name the arrays, where
+        folders cannot be listed.
 
         Raises
         ------
@@ -169,7 +168,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         else:
             yield from self._nodes_below("/")
 
-    def _tried(self, name: str) -> Node | None:
+    def _node_or_error(self, name: str) -> Node | None:
         """The node of a folder; the error if it cannot be read."""
         try:
             return self.node(name)
@@ -179,8 +178,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             return error
 
     def _nodes_below(self, name: str) -> Iterator[tuple[str, Node]]:
-        """Those of a folder, which is a node itself perhaps."""
-        node = self._tried(name)
+        """The nodes of a folder, itself perhaps one, and of all folders below it."""
+        node = self._node_or_error(name)
         if node is not None:
             yield name, node
         if self.folder is None or isinstance(node, ArrayNode | Exception):
@@ -190,41 +189,41 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             if name == "/" and node is None and not below and isinstance(self.folder, RemoteFolder):
                 raise FileNotFoundError(_NO_STORE)
         except NoListingError as error:
-            yield from ((other, found) for other, found in self._nodes_of(self._keys_told(error)) if other != name)
+            yield from (entry for entry in self._nodes_of(self._consolidated_keys(error)) if entry[0] != name)
             return
         except OSError as error:
             if name == "/":
                 raise
             yield name, error
             return
-        self._ask_for(entry.strip("/") for entry in below)
+        self._fetch_nodes(entry.strip("/") for entry in below)
         for entry in below:
             yield from self._nodes_below(entry)
 
-    def _keys_told(self, error: NoListingError) -> list[str]:
-        """The keys of metadata that the root's consolidated metadata name."""
+    def _consolidated_keys(self, error: NoListingError) -> list[str]:
+        """The keys of metadata files that the root's consolidated metadata name. `error` says why folders cannot be listed."""
         for file in ("zarr.json", ".zmetadata"):
             document = json.loads(self.read(file) or b"{}")
-            told = document.get("consolidated_metadata") or {} if file == "zarr.json" else document
-            if isinstance(names := told.get("metadata"), dict):
+            consolidated = document.get("consolidated_metadata") or {} if file == "zarr.json" else document
+            if isinstance(names := consolidated.get("metadata"), dict):
                 return list(names) if file == ".zmetadata" else [f"{name}/zarr.json" for name in names]
-        if not any(isinstance(found, bytes) for found, _ in self._told.values()):
+        if not any(isinstance(content, bytes) for content, _ in self._remote_files.values()):
             raise FileNotFoundError(_NO_STORE)
         raise NoListingError(
             f"{error}, and its root has no consolidated metadata, which would name the arrays. Pass the name of one: URL:/NAME"
         )
 
     def _nodes_of(self, keys: Iterable[str]) -> Iterator[tuple[str, Node]]:
-        """Those of which these keys name metadata."""
+        """The nodes of the folders in which these keys are metadata."""
         folders = {key.rpartition("/")[0] for key in keys if key.rpartition("/")[2] in ("zarr.json", ".zarray", ".zgroup")}
-        self._ask_for(folders)
+        self._fetch_nodes(folders)
         array: str | None = None  # the last one: no other is below it
         for folder in sorted(folders, key=lambda folder: folder.split("/")):
             if {"", ".", ".."} & set(folder.split("/")) and folder:
                 continue
             if array is not None and (not array or f"{folder}/".startswith(f"{array}/")):
                 continue
-            node = self._tried(f"/{folder}")
+            node = self._node_or_error(f"/{folder}")
             if node is not None:
                 yield f"/{folder}", node
             array = folder if isinstance(node, ArrayNode) else array
@@ -232,7 +231,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     # --- states
 
     def state(self, key: str) -> tuple[int, ...] | None:
-        """The state of a file, or of the zip file that it is in, whatever has its path now; None if it is not known."""
+        """The present state of a file, or of the zip file that it is in; None if it is not known."""
         if self.folder is not None:
             return self.folder.version(key)
         archive = _unwrapped(self._store)
@@ -245,8 +244,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             return None
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
-        """The state that a metadata file, or the zip file that it is in, had before it was read; None if it is not known."""
-        return self._opened_in or self._seen.get(key) or self._told.get(key, (None, None))[1]
+        """The state of a metadata file, or of the zip file that it is in, before it was read; None if it is not known."""
+        return self._opened_in or self._states.get(key) or self._remote_files.get(key, (None, None))[1]
 
     # --- values, as zarr-python asks for them
 
@@ -262,15 +261,15 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """
         if self._is_here:
             value = await asyncio.to_thread(self._value, key, byte_range)
-            found = None if value is None else prototype.buffer.from_bytes(value)
+            buffer = None if value is None else prototype.buffer.from_bytes(value)
         else:
             _check_key(key)
-            found = await self._store.get(key, prototype, byte_range)
-            if found is not None:
-                self._check(key, len(found), found.to_bytes)
-        if found is None:
+            buffer = await self._store.get(key, prototype, byte_range)
+            if buffer is not None:
+                self._check(key, len(buffer), buffer.to_bytes)
+        if buffer is None:
             self.missing.add(key)
-        return found
+        return buffer
 
     @property
     def _is_here(self) -> bool:
@@ -282,7 +281,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         _check_key(key)
         if self.folder is None:
             return _of_zip(_unwrapped(self._store), key, byte_range, self._check)
-        if byte_range is None and isinstance(self.folder, RemoteFolder):  # (what is opened is asked for its size first)
+        if byte_range is None and isinstance(self.folder, RemoteFolder):  # (where opening it is a request more)
             (content,) = self.folder.read_many([key], self._most(key) or _MOST_VALUE_NBYTES)
             return None if content is None else bytes(content)
         file = self.folder.open(key)
@@ -297,11 +296,11 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def _most(self, key: str) -> int | None:
         """The most bytes that a value can have."""
-        return MOST_METADATA_NBYTES if key.rpartition("/")[2] in _METADATA else self.most_nbytes
+        return MOST_METADATA_NBYTES if key.rpartition("/")[2] in METADATA else self.most_nbytes
 
     def _check(self, key: str, nbytes: int, content: Callable[[], bytes] | None = None) -> None:
         """ValueError if a value is longer than it can be, or metadata have so many values that Python would take far more."""
-        is_metadata, most = key.rpartition("/")[2] in _METADATA, self._most(key)
+        is_metadata, most = key.rpartition("/")[2] in METADATA, self._most(key)
         if most is not None and nbytes > most:
             raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most} at most")
         if is_metadata and content is not None and (n := sum(map(content().count, (b",", b"[", b"{")))) > _MOST_VALUES:
@@ -311,7 +310,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """Byte ranges of several values."""
         return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
-    _get_many = Store._get_many  # one by one, by `get`
+    _get_many = Store._get_many  # calls `get` for each
 
 
 def _check_key(key: str) -> None:
@@ -331,10 +330,6 @@ def open_store(path: str, access: Access = STRICT) -> WatchedStore:
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, access.allow_external))
     opened_in = state_of(path)
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
-
-
-def _in(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
 
 
 def _of_zip(store: zarr.storage.ZipStore, key: str, byte_range: Any, check: Callable[..., None]) -> bytes | None:
@@ -412,17 +407,19 @@ def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
         return Fence.around_store(os.fspath(store.root))
     layers = {kind.__name__ for layer in _layers(store) for kind in type(layer).__mro__}  # neither library need be installed
     if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
-        why = (
+        reason = (
             f"a {type(store).__name__} may read files anywhere, and symbolic links are not looked at there. Pass the path of "
             "the folder or file, or the store below it, or"
         )
     elif "ReferenceFileSystem" in layers:
-        why = "it names a place for each chunk, which may be anywhere;"
+        reason = "it names a place for each chunk, which may be anywhere;"
     elif layers & {"LocalFileSystem", "LocalStore"}:
-        why = "it reads a folder through another layer, where symbolic links are not looked at. Pass the path of the folder, or"
+        reason = (
+            "it reads a folder through another layer, where symbolic links are not looked at. Pass the path of the folder, or"
+        )
     else:
         return Fence()
-    raise SourceError(f"'{name}' cannot be loaded: {why} {TARGET_HINT}.")
+    raise SourceError(f"'{name}' cannot be loaded: {reason} {TARGET_HINT}.")
 
 
 def _unwrapped(store: Any) -> Any:

@@ -327,7 +327,7 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
     spec = ArraySpec(values.shape, values.dtype, (2, 2), (16, 16), Compression.of("zstd"))
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec})
     one, synced, opened, os_open = sink.arrays["/x"], [], [], os.open
-    monkeypatch.setattr(new_folder, "_MOST_BEHIND", 100)
+    monkeypatch.setattr(new_folder, "_MOST_UNSYNCED", 100)
     with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
         monkeypatch.setattr(new_folder.os, "fsync", synced.append)
         monkeypatch.setattr(new_folder.os, "open", lambda *arguments: opened.append(arguments) or os_open(*arguments))
@@ -399,19 +399,19 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Wrong if a file was closed that a thread writes to: its bytes would go into the one that gets its number."""
-    values, write, n_written = ramp(SHAPE, "f4"), target.put_at, 0
+    values, write, n_written = ramp(SHAPE, "f4"), target.WritableFile.write_at, 0
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one = sink.arrays["/x"]
     with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
 
-        def put_at(descriptor: int, data: Any, offset: int) -> None:
+        def write_at(file: target.WritableFile, data: Any, offset: int) -> None:
             nonlocal n_written
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(writer.sync).result()
-            write(descriptor, data, offset)
+            write(file, data, offset)
             n_written += 1
 
-        monkeypatch.setattr(target, "put_at", put_at)
+        monkeypatch.setattr(target.WritableFile, "write_at", write_at)
         for index in np.ndindex(*one.spec.grid):
             stored, number = one.encode(one.region(index), values[one.region(index).slices()]), one.number(one.region(index))
             offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_placed_by_root else 0
