@@ -11,7 +11,7 @@ stored_chunks  fetches and decodes stored chunks, wherever a format says that th
 codecs       one object for each codec: decodes and encodes chunks
 labelling    reads the coordinates of an array
 concatenation  several files as one, in the place of a path
-sink, saving the opposite direction: a new file, written by many (docs/design/save.md), or what an append adds to one
+sink, saving the opposite direction: a new file, which many ranks write (docs/design/save.md), or what an append adds to one
 untrusted    opens a file in helper processes, which run `untrusted_process`
 
 The names that this package exports are for writing a format in a package of its own. CONTRIBUTING.md says how;

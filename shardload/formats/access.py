@@ -55,7 +55,7 @@ class Access:
         True if the system limits the memory of this process (a helper process). Then no other limit is needed on how far
         stacked compressors can expand a few bytes.
     storage : StorageOptions
-        How stores are reached (`storage.remote`): keys, region. Its text is the names alone.
+        How stores are reached (`storage.remote`): keys, region. Its text has the names alone, not the values.
 
     Examples
     --------
@@ -71,10 +71,10 @@ class Access:
     storage: StorageOptions = field(default_factory=StorageOptions)
 
     def __post_init__(self) -> None:
-        given: object = self.allow_filters
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes):  # a text would become its letters
-            raise TypeError(f"allow_filters is {given!r}; expected a collection of names")
-        object.__setattr__(self, "allow_filters", frozenset(given))
+        names: object = self.allow_filters
+        if not isinstance(names, Iterable) or isinstance(names, str | bytes):  # a text would become its letters
+            raise TypeError(f"allow_filters is {names!r}; expected a collection of names")
+        object.__setattr__(self, "allow_filters", frozenset(names))
 
     def may_use(self, *names: str) -> bool:
         """True if the caller allows a filter that has one of these names."""
@@ -93,7 +93,7 @@ class Access:
         return not self.is_limited and (survived or not self.may_use(*names))
 
     def shared_by(self, n_files: int) -> Access:
-        """For each of so many files that are open at once: their helper processes share the memory that one may take."""
+        """The same for each of `n_files` that are open at once: their helper processes share the memory that one may take."""
         if self.untrusted is None or n_files < 2:
             return self
         return replace(self, untrusted=replace(self.untrusted, memory_nbytes=self.untrusted.memory_nbytes // n_files))
@@ -128,17 +128,13 @@ class Access:
         if named_by is None:
             return open_file(path)
         fence = fence or self.fence(named_by)
-        if not fence.holds(path):
-            raise self._outside(path, named_by)
-        descriptor = open_file(path)
-        if not fence.holds_open(descriptor, path):  # a link that was put there in between
-            os.close(descriptor)
-            raise self._outside(path, named_by)
-        return descriptor
-
-    def _outside(self, path: str, named_by: str) -> OutsideError:
+        if fence.holds(path):
+            descriptor = open_file(path)
+            if fence.holds_open(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # a link that was put there in between
         folder = "that store" if os.path.isdir(named_by) else "the folder of that file"
-        return OutsideError(f"'{named_by}' leads to '{os.path.realpath(path)}', outside {folder}; {TARGET_HINT}")
+        raise OutsideError(f"'{named_by}' leads to '{os.path.realpath(path)}', outside {folder}; {TARGET_HINT}")
 
 
 STRICT = Access()

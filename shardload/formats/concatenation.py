@@ -1,4 +1,4 @@
-"""What stands for several files wherever a path is taken? A text that has with it the file that they are together.
+"""What stands for several files wherever a path is taken? A text with a file that has the arrays of all of them.
 
 That file says which arrays lie in which part, as virtual datasets of HDF5 (`shardload join` writes the same), and is small: so
 every rank has its bytes in memory, and reads it as any other file.
@@ -18,29 +18,29 @@ SCHEME = "concat://"
 class Concatenation(str):
     """Several files as one. Pass it in the place of a path.
 
-    As text it names the files, and is another one if one of them changes.
+    As text it names the files. The text changes if one of them does.
 
     Attributes
     ----------
     text : str
-        As it is shown.
+        This text.
     image : bytes
-        The HDF5 file that they are together.
+        An HDF5 file with their arrays as virtual datasets.
     versions : tuple
         The absolute path of each file, in order, with its size and time when it was looked at.
     fence : Fence
         The folders that they are in.
-    told : str
-        The names of the files, and a checksum of these and of the shapes in them: the same wherever they are.
+    fingerprint : str
+        The names of the files, with a checksum of the names and of the shapes in them: the same in every folder.
     summary : str
-        Which arrays they have together, and what was left out, for people.
+        The arrays that it has, and what was left out, for people.
     """
 
     text: str
     image: bytes
     versions: tuple[tuple[str, tuple[int, ...]], ...]
     fence: Fence
-    told: str
+    fingerprint: str
     summary: str
 
     def __new__(cls, text: str, *_: Any) -> Concatenation:

@@ -1,4 +1,4 @@
-"""Which error is raised if no format claims a file, if no single array is meant, or if it cannot be loaded?
+"""Which error says that no format claims a file, that no single array is meant, or that an array cannot be loaded?
 
 Each error says what was found instead and what to type: similar names, the largest arrays, or how to convert a file of another
 kind. This module opens files to see their first bytes, never to read values.
@@ -27,7 +27,7 @@ from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
 # Other kinds of files that scientists have: the mark's offset, the mark, what the file is, and what to do.
-_OTHERS = (
+_OTHER_KINDS = (
     (0, b"CDF", "a netCDF-3 classic file", "Convert it: `nccopy -k nc4 in.nc out.nc`."),
     (0, b"\x93NUMPY", "a NumPy .npy file", "Pass the array itself: `numpy.load(path, mmap_mode='r')`."),
     (0, b"SIMPLE  =", "a FITS file", "Write its array to HDF5 or Zarr first, with astropy and h5py for instance."),
@@ -44,9 +44,9 @@ _OTHERS = (
 )
 
 
-# What Python and the formats' libraries raise about what they have read. A server's refusal is of a type of its client's own.
+# What Python and the formats' libraries raise about content. A server's refusal is of another type, that of its client.
 _OF_CONTENT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_SAYS_ALL = (ChangedError, HelperError, ImportError, NoListingError, NotAFileError, OutsideError)
+_WITH_FULL_TEXT = (ChangedError, HelperError, ImportError, NoListingError, NotAFileError, OutsideError)
 
 
 @contextlib.contextmanager
@@ -54,40 +54,41 @@ def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
     """Turn any error of a format's library into a SourceError; ``KeyError(dataset)`` (no such name) passes."""
     try:
         yield
-    except (ShardloadError, KeyError, MemoryError) as error:
-        let_interruption_pass(error)
-        # KeyError for "no such name" has the dataset as argument; a library's KeyError about incomplete metadata has not.
-        if not isinstance(error, KeyError) or (dataset is not None and error.args == (dataset,)):
-            raise
-        raise _damaged(path, dataset, error) from error
     except Exception as error:
         let_interruption_pass(error)
+        # KeyError for "no such name" has the dataset as argument; a library's KeyError about incomplete metadata has not.
+        is_no_such_name = isinstance(error, KeyError) and dataset is not None and error.args == (dataset,)
+        if is_no_such_name or isinstance(error, ShardloadError | MemoryError):
+            raise
         raise _damaged(path, dataset, error) from error
 
 
 def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     """The error about a file that its library cannot open."""
-    what = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
-    said = f"{type(error).__name__}: {error}"
+    place = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError):
-        text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
+        text = f"{place} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
     elif isinstance(error, RemoteError):  # which names the object
         text = f"{error}"
-    elif isinstance(error, _SAYS_ALL):
-        text = f"{what} cannot be opened: {error}."
+    elif isinstance(error, _WITH_FULL_TEXT):
+        text = f"{place} cannot be opened: {error}."
     elif isinstance(error, PermissionError) and "://" not in path:
-        text = f"{what} may not be read by this user ({error}). Ask for access."
+        text = f"{place} may not be read by this user ({error}). Ask for access."
     elif isinstance(error, FileNotFoundError) and "://" not in path and not os.path.exists(path):
         text = _what_is_there_instead(path)
     elif is_unread(error):
-        why = "Its device or file server failed, or it is gone there"
+        cause = "Its device or file server failed, or it is gone there"
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            why = "Not the file, but this process or machine has reached a limit: `ulimit -a` and `free -h` show them"
-        text = f"{what} cannot be read: {said}. {why}"
+            cause = "Not the file, but this process or machine has reached a limit: `ulimit -a` and `free -h` show them"
+        text = f"{place} cannot be read: {message}. {cause}"
     elif "://" in path and (isinstance(error, OSError) or not isinstance(error, _OF_CONTENT)):
-        text = f"{what} cannot be read: {said}. Check the address, your access to it and the network."
+        text = f"{place} cannot be read: {message}. Check the address, your access to it and the network."
     else:
-        text = f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library says: {said}"
+        text = (
+            f"{place} cannot be opened: its metadata is damaged, or asks for something unknown here. "
+            f"The library says: {message}"
+        )
     return SourceError(text, path=path, dataset=dataset)
 
 
@@ -107,9 +108,9 @@ def check_readable(path: str) -> None:
 
 
 def _what_is_there_instead(path: str) -> str:
-    """The message about a file that does not exist, with similar names from the same folder."""
+    """The message about a file that does not exist: what else is at that path, or similar names in its folder."""
     try:
-        there = os.path.dirname(os.path.abspath(path))
+        parent = os.path.dirname(os.path.abspath(path))
     except FileNotFoundError:
         return f"there is no file '{path}': the working folder is gone (removed, or made anew). Type: cd \"$PWD\""
     if os.path.islink(path):
@@ -127,11 +128,11 @@ def _what_is_there_instead(path: str) -> str:
         )
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
-    if beside := whole_beside(path):
-        return f"there is no file '{path}'.{beside}"
-    near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
-    names = ", ".join(repr(os.path.join(folder, other)) for other in near)
-    return f"there is no file '{path}' (in the folder '{there}'). Near it: {names or 'nothing'}."
+    if leftovers := whole_beside(path):
+        return f"there is no file '{path}'.{leftovers}"
+    similar = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
+    names = ", ".join(repr(os.path.join(folder, entry)) for entry in similar)
+    return f"there is no file '{path}' (in the folder '{parent}'). Near it: {names or 'nothing'}."
 
 
 def _above(path: str) -> Iterator[str]:
@@ -142,22 +143,21 @@ def _above(path: str) -> Iterator[str]:
         folder = os.path.dirname(folder)
 
 
-def unclaimed(path: str, formats: Sequence[str], failed: Sequence[str]) -> SourceError:
-    """The error about a file that no format claims, with the formats that can be loaded, and the installed ones that failed."""
-    left = None if "://" in path else find_leftover(path)
-    if left is not None:
-        return SourceError(str(left), path=path)
-    more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
-    return SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {', '.join(formats)}.{more}", path=path)
+def unclaimed(path: str, formats: Sequence[str], failures: str) -> SourceError:
+    """The error about a file that no format claims, with the formats that can be loaded, and those that failed (`claiming`)."""
+    leftover = None if "://" in path else find_leftover(path)
+    if leftover is not None:
+        return SourceError(str(leftover), path=path)
+    return SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {', '.join(formats)}.{failures}", path=path)
 
 
 def _what_it_is(path: str) -> str:
-    """The message that says what a file is that no format claims."""
+    """The message about what a file is that no format claims."""
     if "://" in path:
-        how = "Open it with zarr-python and pass the array"
+        advice = "Open it with zarr-python and pass the array"
         if "reference" in path.lower().split("://")[0].split("::"):
-            how = "Pass the file of references itself"
-        return f"'{path}' is a URL of an unknown kind: those of S3, Google, Azure and HTTP can be loaded. {how}."
+            advice = "Pass the file of references itself"
+        return f"'{path}' is a URL of an unknown kind: those of S3, Google, Azure and HTTP can be loaded. {advice}."
     if os.path.isdir(path):
         inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr", ".zip"))]
         hint = f" In it: {some([repr(os.path.join(path, n)) for n in inside])}." if inside else _store_around(path)
@@ -166,9 +166,9 @@ def _what_it_is(path: str) -> str:
         head = file.read(512)
     if not head:
         return f"'{path}' is empty (0 bytes): its writer was interrupted, or wrote elsewhere."
-    for offset, mark, what, fix in _OTHERS:
+    for offset, mark, kind, fix in _OTHER_KINDS:
         if head[offset:].startswith(mark):
-            return f"'{path}' is {what}, which cannot be loaded. {fix}"
+            return f"'{path}' is {kind}, which cannot be loaded. {fix}"
     return f"'{path}' is of an unknown format: it starts with {head[:8]!r}.{_store_around(path)}"
 
 
@@ -193,13 +193,13 @@ def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayIn
         n, which = f"{len(arrays)}", "largest first"
         if has_more:
             n, which = f"more than {n}", f"of the first {len(infos)}, largest first"
-        texts = some([_told(info) for info in arrays], "many" * has_more)
+        texts = some([_text_of(info) for info in arrays], "many" * has_more)
         name = arrays[0].dataset
-        how = f"dataset='{name}'" if isinstance(path, Concatenation) else f"'{path}:{name}'"
-        raise ConfigError(f"'{path}' holds {n} arrays; name one, as in {how} ({which}): {texts}.")
-    others = [f"{_told(i)}: {i.refused}" if i.refused else f"{_told(i)}: a coordinate" for i in infos]
-    there = f"It holds {some(others)}. A coordinate can be loaded by its name." if others else "It holds none at all."
-    raise SourceError(f"'{path}' holds no array that can be loaded without being named. {there}", path=path)
+        argument = f"dataset='{name}'" if isinstance(path, Concatenation) else f"'{path}:{name}'"
+        raise ConfigError(f"'{path}' holds {n} arrays; name one, as in {argument} ({which}): {texts}.")
+    refused = [f"{_text_of(i)}: {i.refused}" if i.refused else f"{_text_of(i)}: a coordinate" for i in infos]
+    content = f"It holds {some(refused)}. A coordinate can be loaded by its name." if refused else "It holds none at all."
+    raise SourceError(f"'{path}' holds no array that can be loaded without being named. {content}", path=path)
 
 
 def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
@@ -210,33 +210,33 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
     more = "many" * has_more
     below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
     if below:
-        texts = some([_told(info) for info in below], more)
+        texts = some([_text_of(info) for info in below], more)
         return ConfigError(f"'{name}' in '{path}' is a group, not an array ('{name.rstrip('/')}/*' are all in it): {texts}.")
     empty = next((info for info in infos if info.dtype == GROUP and info.dataset == name), None)
-    what = f"'{path}' holds no array '{name}'" if empty is None else f"'{name}' in '{path}' is {empty.refused}"
+    text = f"'{path}' holds no array '{name}'" if empty is None else f"'{name}' in '{path}' is {empty.refused}"
     by_name = {info.dataset: info for info in infos if info is not empty}
-    near = some([_told(by_name[other]) for other in _nearest(name, list(by_name))], more)
-    return ConfigError(f"{what}. Arrays in the file (nearest first): {near or 'none'}.")
+    near = some([_text_of(by_name[other]) for other in _nearest(name, list(by_name))], more)
+    return ConfigError(f"{text}. Arrays in the file (nearest first): {near or 'none'}.")
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
-    """Full names of arrays or groups, those that are most like `name` first.
+    """Full names of arrays or groups, those most similar to `name` first.
 
     >>> _nearest("velocity", ["/gas/density", "/gas/Velocities"])
     ['/gas/Velocities', '/gas/density']
     """
 
-    def likeness(other: str) -> float:
+    def similarity(other: str) -> float:
         pairs = (other, name), (other.rpartition("/")[2], name.rpartition("/")[2])
         return max(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs)
 
-    return sorted(names, key=likeness, reverse=True)
+    return sorted(names, key=similarity, reverse=True)
 
 
 def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> ConfigError:
     """The error about a pattern that stands for no array. `infos` has what the file holds."""
     name = group or "/"
-    if inside := [f"{_told(info)}: {info.refused}" for info in infos if info.dataset.startswith(f"{group}/")]:
+    if inside := [f"{_text_of(info)}: {info.refused}" for info in infos if info.dataset.startswith(f"{group}/")]:
         return ConfigError(f"'{path}' holds no array that can be loaded below '{name}'. It holds there {some(inside)}.")
     if any(info.dataset == group for info in infos):
         return ConfigError(f"'{group}' in '{path}' is an array, not a group. Leave out '/*'.")
@@ -248,12 +248,12 @@ def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> Config
     )
 
 
-def _told(info: ArrayInfo) -> str:
+def _text_of(info: ArrayInfo) -> str:
     return f"'{printable(info.dataset)}' {info.shape} {info.dtype}"
 
 
 def holds_numbers(info: ArrayInfo) -> bool:
-    """True if the type of an array could be loaded, or is not known, so that it was refused for another reason."""
+    """True if the type of an array can be loaded, or is not known. If it is refused, it is for another reason."""
     if info.dtype == "unknown":
         return True
     try:
@@ -272,14 +272,14 @@ def check_loadable(info: ArrayInfo) -> ArrayInfo:
 
 
 def _read_otherwise(info: ArrayInfo) -> str:
-    """What to type for an array of elements that are no numbers; empty for one that is refused for another reason."""
+    """What to type for an array whose elements are no numbers; empty for one that is refused for another reason."""
     is_unread = info.dtype in ("time", "unknown type", NOTHING) or info.dtype.endswith("-bit number")  # by h5py, too
     if holds_numbers(info) or is_unread:
         return ""
     if info.format.startswith("Zarr"):
-        how = f"zarr.open_array({info.path!r}, path={info.dataset.strip('/')!r}, mode='r')[...]"
+        code = f"zarr.open_array({info.path!r}, path={info.dataset.strip('/')!r}, mode='r')[...]"
     elif info.format in ("HDF5", "netCDF4"):
-        how = f"h5py.File({info.path!r})[{info.dataset!r}][()]"
+        code = f"h5py.File({info.path!r})[{info.dataset!r}][()]"
     else:
         return ""
-    return f" shardload loads numbers only. Read this array by {how}; shardload.scatter takes the numbers in it."
+    return f" shardload loads numbers only. Read this array by {code}; shardload.scatter takes the numbers in it."

@@ -1,4 +1,4 @@
-"""What are the axes of an array called, and what do other arrays of its file say of it? Coordinates are read, within bounds.
+"""What are the axes of an array called, and which coordinates do they have? Coordinates are read if they are small.
 
 `Source.labels` has the names of an array's coordinates; a `Labeller` opens these arrays, and reads those that are small.
 """
@@ -31,23 +31,25 @@ _DAMAGED = (LookupError, OSError, RuntimeError, TypeError, ValueError)  # names 
 
 
 def bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_IN_FULL) -> dict[str, Any]:
-    """The attributes that fit together into `most_nbytes` of JSON; of the others a note. Bounded once more, they stay the same.
+    """The first attributes, as many as fit into `most_nbytes` of JSON, and notes for the others. A second call changes nothing.
 
     >>> bounded({"a": "x" * 100, "b": 1}, 50)
     {'a': 'attributes are too long, not shown', 'b': 1}
     """
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     most = MOST_ATTRS if len(attrs) <= MOST_ATTRS else MOST_ATTRS - 1
-    n_left = 0  # that have no place of their own
+    n_dropped = 0  # without a note of their own
     for key, value in attrs.items():
-        if len(key) > LONGEST_NAME or len(found) >= most:
-            n_left += 1
+        if len(key) > LONGEST_NAME or len(attributes) >= most:
+            n_dropped += 1
             continue
         nbytes = 0 if isinstance(value, Note) else len(json.dumps([key, value]))
         if nbytes > most_nbytes:
             value, nbytes = Note("attributes are too long, not shown"), 0
-        found[key], most_nbytes = value, most_nbytes - nbytes
-    return found if not n_left else found | {f"... and {n_left} more": Note("too many, or their names are too long; not shown")}
+        attributes[key], most_nbytes = value, most_nbytes - nbytes
+    if n_dropped:
+        attributes[f"... and {n_dropped} more"] = Note("too many, or their names are too long; not shown")
+    return attributes
 
 
 def list_labelled(path: str, access: Access, most: int, group: str = "") -> list[ArrayInfo]:
@@ -71,7 +73,7 @@ def labelled(infos: Iterable[ArrayInfo], path: str, access: Access) -> list[Arra
 
 
 def _all_labelled(infos: Iterable[ArrayInfo], path: str, finder: Finder) -> list[ArrayInfo]:
-    """Arrays with their labels. One that cannot be loaded may be there for its attributes alone (CF's grid mapping)."""
+    """Arrays with their labels. One that cannot be loaded may still have attributes that matter (CF's grid mapping)."""
     labeller, with_labels = Labeller(finder), []
     for info in infos:
         try:
@@ -99,7 +101,7 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT) -
 
 
 class Labeller:
-    """Adds labels to what was found: names of axes, all attributes, coordinates.
+    """Adds labels to descriptions of arrays: names of axes, all attributes, coordinates.
 
     Collective: no. One rank uses it, and tells the others.
 
@@ -114,7 +116,7 @@ class Labeller:
     axis : str or int, optional
         The name or number of an axis whose coordinate is read with those of `names`.
     of_groups : bool
-        Whether the attributes of an array's group are asked for, too. Then long attributes are kept.
+        Whether to read the attributes of an array's group, too, and to keep long attributes.
     """
 
     def __init__(
@@ -153,18 +155,18 @@ class Labeller:
         except _DAMAGED as error:  # the values may be fine
             if is_unread(error):
                 raise
-            noted = {"attributes": Note(f"cannot be read ({error})")}
-            labels = Labels((None,) * len(info.shape), {**info.attributes, **noted})
-        if source.state() != read_in:  # these may be of two versions, and no values belong to them
+            attrs = {"attributes": Note(f"cannot be read ({error})")}
+            labels = Labels((None,) * len(info.shape), {**info.attributes, **attrs})
+        if source.state() != read_in:  # they may be of two versions: they belong to no values
             read_in = MIXED
         return replace(info, labels=replace(labels, read_in=read_in))
 
     def _labels(self, info: ArrayInfo, source: Source, path: str) -> Labels:
         labels = source.labels()
         coords = dict(labels.coords)
-        own_name = info.dataset.rpartition("/")[2]
-        if labels.dims == (own_name,):  # the coordinate of an axis is its own coordinate
-            coords[own_name] = Coordinate(info.dataset)
+        base_name = info.dataset.rpartition("/")[2]
+        if labels.dims == (base_name,):  # the coordinate of an axis is its own coordinate
+            coords[base_name] = Coordinate(info.dataset)
         if self._names is not None:
             axis = self._axis
             if isinstance(axis, int):
@@ -186,8 +188,8 @@ class Labeller:
 
     def _read(self, coords: Mapping[str, Coordinate], path: str) -> dict[str, Coordinate]:
         """Coordinates with what their arrays say. Those that cannot be opened are left out."""
-        found: dict[str, Coordinate] = {}
-        room = max(_MOST_ALL_NBYTES, self._small_nbytes)
+        read_coords: dict[str, Coordinate] = {}
+        left_nbytes = max(_MOST_ALL_NBYTES, self._small_nbytes)
         for name, coordinate in list(coords.items())[:_MOST_COORDS] if os.path.exists(path) or "://" in path else ():
             try:
                 source = self._finder.file(path).open(coordinate.dataset)
@@ -196,12 +198,12 @@ class Labeller:
                     raise
                 continue
             with closing(source):
-                values = _values_of(source, min(self._small_nbytes, room))
+                values = _values_of(source, min(self._small_nbytes, left_nbytes))
                 labels = source.labels()
-            room -= 0 if values is None else values.nbytes
+            left_nbytes -= 0 if values is None else values.nbytes
             attrs = bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE)
-            found[name] = Coordinate(coordinate.dataset, labels.dims, attrs, values)
-        return found
+            read_coords[name] = Coordinate(coordinate.dataset, labels.dims, attrs, values)
+        return read_coords
 
 
 def _values_of(source: Source, most_nbytes: int) -> np.ndarray[Any, Any] | None:

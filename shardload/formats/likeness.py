@@ -1,11 +1,11 @@
-"""What must be asked of a new file so that an array in it is like one of another file, maybe of another format?
+"""Which spec makes an array of a new file like one of another file, maybe of another format?
 
 The layout and the compression are those of the source (`Properties`), unless others are asked for. Attributes keep their
 types where the format has them. What marks missing data is said as the format says it, so that xarray and others read the same
 values.
 
-What a format cannot hold and nobody would miss (an attribute that is NaN, in JSON) is left out, with a note. Everything else is
-an error of the sink.
+What a format cannot hold and nobody would miss (an attribute that is NaN, in JSON) is left out, with a note. For
+everything else the sink raises an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
 
 KEEP = "keep"
-"""In `Overrides`: as in the source."""
+"""As a value of `Overrides`: as in the source."""
 
 # Attributes whose words are names of other variables, in CF. A word with a colon behind it says what the next ones are.
 NAMING = (
@@ -40,7 +40,7 @@ _IN_BLOSC = {"gzip": "zlib", "zstd": "zstd", "lz4": "lz4"}  # compressors that B
 
 @dataclass(frozen=True)
 class Overrides:
-    """What a caller asks for in place of what the source has.
+    """What the new array has in place of what the source has.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Overrides:
     chunks, shards : tuple of int, None or ``"keep"``
         None for a contiguous array, or without shards. With other chunks, shards are those that are asked for, or none.
     compression : object
-        What `Compression.of` takes, or ``"keep"``. With another one there are no checksums.
+        What `Compression.of` takes, or ``"keep"``. Chunks that are compressed in another way have no checksums.
     unlimited : tuple of int
         Axes of the new array that can grow, beside those of the source. Zarr arrays can grow along each.
     """
@@ -71,18 +71,18 @@ def spec_like(
     ConfigError
         If a value that marks missing data is none of the type that is asked for, or no array can be compressed like this one.
     """
-    kept, notes, attrs = selection.kept, list(properties.unread), dict(properties.attrs)
+    axes, notes, attrs = selection.kept, list(properties.unread), dict(properties.attrs)
     layout: dict[str, Any] = {}
     fill = None
     if properties.texts is not None:
         if kind != "hdf5" and attrs.pop("_FillValue", None) is not None:
             notes.append(f"attribute '_FillValue' of {info} (which is text)")
         texts, n_axes = _texts_like(info, properties.texts, selection, kind)
-        if n_axes < len(kept):
-            notes.append(f"the axis {properties.dims[kept[-1]]!r} of {info} (of the characters of each text)")
-        kept, shape, dtype = kept[:n_axes], texts.shape, texts.dtype
+        if n_axes < len(axes):
+            notes.append(f"the axis {properties.dims[axes[-1]]!r} of {info} (of the characters of each text)")
+        axes, shape, dtype = axes[:n_axes], texts.shape, texts.dtype
         layout["texts"] = texts
-        attrs, _, lost = attrs_for(kind, str(info), attrs)
+        attrs, _, lost_attrs = attrs_for(kind, str(info), attrs)
     else:
         shape, dtype = selection.shape, properties.dtype if overrides.dtype is None else overrides.dtype
         if overrides.dtype is not None:
@@ -91,40 +91,39 @@ def spec_like(
             if attrs.pop("_FillValue", None) is not None:  # xarray would take what is missing for True
                 notes.append(f"attribute '_FillValue' of {info} (one of two values, which cannot mark missing ones)")
             dtype, attrs = np.dtype("i1"), {**attrs, "dtype": "bool"}
-        attrs, fill, lost = attrs_for(kind, str(info), attrs, dtype, properties.fill_value)
+        attrs, fill, lost_attrs = attrs_for(kind, str(info), attrs, dtype, properties.fill_value)
         if overrides.dtype is not None and fill is not None:
             fill = cast_value(fill, dtype)  # without one: all chunks are written, so that it only pads
-        layout |= _layout_like(info, properties, kept, kind, overrides)
-    grows = {n for n, k in enumerate(kept) if k in properties.unlimited} | set(overrides.unlimited)
+        layout |= _layout_like(info, properties, axes, kind, overrides)
+    growing_axes = {n for n, k in enumerate(axes) if k in properties.unlimited} | set(overrides.unlimited)
     can_grow = not kind.startswith("zarr") and (properties.texts is not None or layout["chunks"] or overrides.unlimited)
     if kind == "hdf5":  # the only one that says of axes more than names
-        layout["scales"], layout["axis_labels"] = (
-            tuple(of_axes[k] for k in kept) if of_axes else () for of_axes in (properties.scales, properties.axis_labels)
-        )
+        layout["scales"] = tuple(properties.scales[k] for k in axes) if properties.scales else ()
+        layout["axis_labels"] = tuple(properties.axis_labels[k] for k in axes) if properties.axis_labels else ()
         layout["scale_name"] = properties.scale_name
     spec = ArraySpec(
         shape=shape,
         dtype=dtype,
-        dims=tuple(properties.dims[k] for k in kept),
+        dims=tuple(properties.dims[k] for k in axes),
         attrs=attrs,
         fill_value=fill,
-        unlimited=tuple(sorted(grows)) if can_grow else (),
+        unlimited=tuple(sorted(growing_axes)) if can_grow else (),
         **layout,
     )
-    return spec, [f"{what} was left out" for what in (*notes, *lost)]
+    return spec, [f"{text} was left out" for text in (*notes, *lost_attrs)]
 
 
 def _layout_like(
-    info: ArrayInfo, properties: Properties, kept: Sequence[int], kind: str, overrides: Overrides
+    info: ArrayInfo, properties: Properties, axes: Sequence[int], kind: str, overrides: Overrides
 ) -> dict[str, Any]:
     """Chunks, shards, compression and checksums, for `ArraySpec`."""
     chunks: Any = overrides.chunks
     shards: Any = overrides.shards
     if isinstance(shards, str):
         shards = info.shards if isinstance(chunks, str) and kind == "zarr" and info.shards is not None else None
-        shards = None if shards is None else tuple(shards[k] for k in kept)
+        shards = None if shards is None else tuple(shards[k] for k in axes)
     if isinstance(chunks, str):
-        chunks = None if info.chunks is None else tuple(info.chunks[k] for k in kept)
+        chunks = None if info.chunks is None else tuple(info.chunks[k] for k in axes)
     if not (isinstance(overrides.compression, str) and overrides.compression == KEEP):
         return {"chunks": chunks, "shards": shards, "compression": Compression.of(overrides.compression)}
     if chunks is None:  # if chunks are given up, so is what is done to them
@@ -167,7 +166,7 @@ def _texts_like(
 
 
 def _attr_cast(info: ArrayInfo, key: str, value: Any, before: np.dtype[Any], dtype: np.dtype[Any]) -> Any:
-    """An attribute that has the type of the values, in their new type."""
+    """An attribute. One that has the type of the values gets their new type."""
     is_number = isinstance(value, np.ndarray | np.generic) and native_dtype(value.dtype) == native_dtype(before)
     if key not in OF_STORED or not is_number:
         return value
@@ -182,7 +181,7 @@ def _attr_cast(info: ArrayInfo, key: str, value: Any, before: np.dtype[Any], dty
 def attrs_for(
     kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any] | None = None, fill: Any = None
 ) -> tuple[dict[str, Any], Any, list[str]]:
-    """Attributes as a format holds them, its fill value, and which attributes it cannot hold.
+    """Attributes as a format holds them, the fill value, and which attributes it cannot hold, in words.
 
     Parameters
     ----------
@@ -205,9 +204,9 @@ def attrs_for(
     >>> attrs_for("zarr", "x", {"_FillValue": np.float32(-9)}, f4, 0.0)
     ({'_FillValue': 'AAAAAAAAIsA='}, 0.0, [])
     """
-    others, converted, notes = dict(attrs), {}, []
-    marker = others.pop("_FillValue", None) if dtype is not None and kind != "hdf5" else None
-    for key, value in others.items():
+    author_attrs, converted, notes = dict(attrs), {}, []
+    marker = author_attrs.pop("_FillValue", None) if dtype is not None and kind != "hdf5" else None
+    for key, value in author_attrs.items():
         try:
             converted[key] = _plain(value) if kind.startswith("zarr") else _typed(key, value, is_netcdf=kind == "netcdf4")
         except (TypeError, ValueError) as error:
@@ -220,34 +219,34 @@ def attrs_for(
 
 
 def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[dict[str, Any], Any]:
-    """Attributes and fill value with which a ``_FillValue`` among `attrs` marks missing data, as a format says it.
+    """The attributes and the fill value by which a format marks missing data, for a ``_FillValue`` among `attrs`.
 
-    It gets the array's type, as CF asks for; numbers without a type of their own are rounded to it. In plain HDF5 it is an
-    attribute like others, and stays what it is if it has no value of that type. None marks nothing, as in xarray.
+    ``_FillValue`` gets the array's type, as CF asks for; numbers without a type of their own are rounded to it. In plain HDF5
+    it is an attribute like others, and stays unchanged if the array's type cannot hold it. None marks nothing, as in xarray.
 
     Raises
     ------
     ConfigError
-        If it has none in another format.
+        If the array's type cannot hold it, in another format.
 
     Examples
     --------
     >>> marked("netcdf4", "/x", {"_FillValue": 1e20, "units": "K"}, np.dtype("f4"))
     ({'units': 'K'}, np.float32(1e+20))
     """
-    others = dict(attrs)
-    value = others.pop("_FillValue", None)
+    other_attrs = dict(attrs)
+    value = other_attrs.pop("_FillValue", None)
     if value is None:
-        return others, None
+        return other_attrs, None
     if kind == "zarr" and _is_as_xarray(value, dtype):
-        return others | {"_FillValue": value}, None
+        return other_attrs | {"_FillValue": value}, None
     marker = cast_value(value, dtype) if np.size(value) == 1 else None
     if marker is None and kind != "hdf5":
         raise ConfigError(f"the fill value of {name!r} is {value!r}; expected one value of type {dtype}")
     marker = value if marker is None else marker
     if kind in ("netcdf4", "zarr2"):
-        return others, marker
-    return others | {"_FillValue": _as_xarray(marker) if kind == "zarr" else marker}, None
+        return other_attrs, marker
+    return other_attrs | {"_FillValue": _as_xarray(marker) if kind == "zarr" else marker}, None
 
 
 def _as_xarray(value: Any) -> Any:
@@ -273,26 +272,26 @@ def _base64(value: Any) -> str:
 
 
 def as_text(value: Any) -> Any:
-    """An attribute, with bytes as text: the same text may be either, as its author's library writes it."""
+    """An attribute, with bytes as text: some libraries write text as bytes."""
     if isinstance(value, np.ndarray) and value.dtype.kind == "S" and value.size == 1:
         value = value.reshape(-1)[0]
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def same_value(one: Any, other: Any) -> bool:
-    """True if two attributes say the same, with the same type. NaN is itself.
+def same_value(value: Any, other_value: Any) -> bool:
+    """True if two attributes have the same value and type. NaN is equal to itself.
 
     >>> same_value(np.float32("nan"), np.float32("nan")), same_value(1.0, 1), same_value("K", np.bytes_("K"))
     (True, False, True)
     """
-    first, second = np.asarray(as_text(one)), np.asarray(as_text(other))
+    first, second = np.asarray(as_text(value)), np.asarray(as_text(other_value))
     if first.dtype.kind in "OSU" or second.dtype.kind in "OSU":
         return bool(first.tolist() == second.tolist())
     return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
 
 
 def bounds_of(name: str, properties: Properties) -> list[str]:
-    """The full names of what CF calls the bounds of a coordinate, in the coordinate's group."""
+    """The full names of the arrays that CF calls the bounds of a coordinate. They are in its group."""
     above, texts = name.rpartition("/")[0], (properties.attrs.get(key) for key in ("bounds", "climatology"))
     return [f"{above}/{word}" for text in texts for word in names_in(as_text(text))]
 
@@ -308,18 +307,18 @@ def named_by(attrs: Mapping[str, Any]) -> list[str]:
 
 
 def named_beside(dataset: str, attrs: Mapping[str, Any]) -> list[list[str]]:
-    """Where each of these variables may be: in the group of the array, or in the nearest one above.
+    """The full names that each variable of `named_by` may have: it is in the array's group, or in the nearest one above.
 
     >>> named_beside("/a/x", {"coordinates": "lat /b/lon"})
     [['/a/lat', '/lat'], ['/b/lon']]
     """
     candidates = []
     for name in named_by(attrs):
-        above, places = dataset, []
+        above, paths = dataset, []
         while above and not name.startswith("/"):
             above = above.rpartition("/")[0]
-            places.append(f"{above}/{name}")
-        candidates.append(places or [name])
+            paths.append(f"{above}/{name}")
+        candidates.append(paths or [name])
     return candidates
 
 
@@ -345,12 +344,12 @@ def _plain(value: Any) -> Any:
 
 
 def is_empty_text(value: Any) -> bool:
-    """True for what h5py gives for an attribute of netCDF that is text without a character: it has no elements and no shape."""
+    """True for `h5py.Empty`, which has no shape: h5py reads an empty text attribute of netCDF as that."""
     return getattr(value, "shape", ()) is None and value.dtype.kind in "SOU"
 
 
 def _typed(key: str, value: Any, *, is_netcdf: bool) -> Any:
-    """An attribute as HDF5, or netCDF4, has it. TypeError or ValueError if it has none such.
+    """An attribute as HDF5, or netCDF4, has it. TypeError or ValueError if they cannot hold it.
 
     >>> [_typed("x", value, is_netcdf=False) for value in (["a", "b"], 1.5, [[1, 2]])]
     [['a', 'b'], 1.5, array([[1, 2]])]
@@ -371,7 +370,7 @@ def _typed(key: str, value: Any, *, is_netcdf: bool) -> Any:
             value = array.astype(object) if array.ndim > 1 else value
         elif not isinstance(value, int):
             value = array
-    why = refused_attribute(key, value, is_netcdf=is_netcdf)
-    if why is not None:
-        raise ValueError(why)
+    reason = refused_attribute(key, value, is_netcdf=is_netcdf)
+    if reason is not None:
+        raise ValueError(reason)
     return value

@@ -3,7 +3,7 @@
 1. The first format that claims the file gets it (`registry`). An open object goes to the format of its library.
 2. `open_file` opens a file once, for all questions about it and its arrays. `open_source` opens a single array.
 3. `find_array` finds the array from metadata alone. It runs on one rank, which tells the others. A `Finder` finds many.
-4. Values that are so few that they travel with the metadata are read by who finds them (`is_small`, `values_of`).
+4. Values that are so few that they travel with the metadata are read by the rank that finds them (`is_small`).
 5. Untrusted files (`Access.untrusted`) have a format of their own, which passes all questions on to a helper process.
 
 If the caller can fix it by passing something else, the error is a `ConfigError`. If the file is wrong, it is a `SourceError`,
@@ -69,10 +69,12 @@ def split_path(path: str) -> tuple[str, str | None]:
     (('s3://bucket/store.zarr', None), ('http://localhost:8000/run.h5', '/gas/rho'))
     """
     path = without_scheme(path)
-    scheme, found, rest = path.partition("://")
-    if found:
-        at = max((match.start() for match in re.finditer(":/(?!/)", rest)), default=0)  # not that of a port, or of another URL
-        return (f"{scheme}://{rest[:at]}", rest[at + 1 :]) if at else (path, None)
+    scheme, separator, rest = path.partition("://")
+    if separator:
+        colon = max(
+            (match.start() for match in re.finditer(":/(?!/)", rest)), default=0
+        )  # not that of a port, or of another URL in it
+        return (f"{scheme}://{rest[:colon]}", rest[colon + 1 :]) if colon else (path, None)
     path = os.path.expanduser(path)
     if os.path.exists(path):
         return path, None
@@ -93,11 +95,11 @@ def absolute(path: str | os.PathLike[str]) -> str:
     ('s3://bucket/store.zarr', '/data/a.h5:/rho', True)
     """
     text = os.path.expanduser(without_scheme(os.fsdecode(path)))
-    return text if "://" in text or os.path.isabs(text) else os.path.join(os.getcwd(), text)  # which may be gone
+    return text if "://" in text or os.path.isabs(text) else os.path.join(os.getcwd(), text)
 
 
 def file_of(path: str) -> str:
-    """The file of a path: equal for ``"data.h5:/a"``, ``"./data.h5"`` and ``"data.h5"`` with the name of another array.
+    """The file of a path, in one spelling for ``"data.h5:/a"``, ``"./data.h5"`` and ``"data.h5:/b"``.
 
     >>> file_of("/data/no-such.h5:/a") == file_of("/data/../data/no-such.h5:/b")
     True
@@ -107,7 +109,7 @@ def file_of(path: str) -> str:
 
 def _place_of(path: str) -> str:
     """A path without the name of an array, in one spelling."""
-    with suppress(FileNotFoundError):  # the working folder is gone: who opens the file says so
+    with suppress(FileNotFoundError):  # the working folder is gone: opening the file raises that
         return path if "://" in path else os.path.abspath(path)
     return path
 
@@ -146,7 +148,7 @@ def find_array(
     access : Access
         What the caller allows.
     is_counted : bool
-        True to say how many bytes are stored (`Source.nbytes_stored`) of an array with a name.
+        True to count the stored bytes (`Source.nbytes_stored`) of an array in a file.
 
     Returns
     -------
@@ -184,7 +186,7 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
     access : Access
         What the caller allows.
     planned : ArrayInfo, optional
-        What `find_array` has found, maybe on another rank.
+        The result of `find_array`, maybe of another rank.
 
     Raises
     ------
@@ -209,15 +211,14 @@ def open_object(array: Any, access: Access = STRICT) -> Source:
         )
     if isinstance(array, np.ndarray):
         return MemorySource(array)
-    found, failed = registry.claiming(lambda file_format: file_format.claims_object(array))
-    if found is None:
-        more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
+    file_format, failures = registry.claiming(lambda candidate: candidate.claims_object(array))
+    if file_format is None:
         raise ConfigError(
             f"nothing can be loaded from an object of type {kind.__module__}.{kind.__qualname__}. Pass a "
-            f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray.{more}"
+            f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray.{failures}"
         )
     with as_source_error(kind.__name__):
-        return found.open_object(array, access)
+        return file_format.open_object(array, access)
 
 
 def open_file(path: str | os.PathLike[str], access: Access = STRICT, planned: ArrayInfo | None = None) -> OpenFile:
@@ -228,11 +229,11 @@ def open_file(path: str | os.PathLike[str], access: Access = STRICT, planned: Ar
     Parameters
     ----------
     path : str or os.PathLike
-        The file, maybe with the name of an array in it, which does not count here.
+        The file. The name of an array in it, if there is one, is ignored.
     access : Access
         What the caller allows.
     planned : ArrayInfo, optional
-        An array of it that was found before: its format is known.
+        An array of it that was found before: it tells the format.
 
     Raises
     ------
@@ -247,7 +248,6 @@ class _CheckedFile(OpenFile):
 
     def __init__(self, path: str, access: Access, planned: ArrayInfo | None = None) -> None:
         self._path = without_secrets(path)
-        self.opened_in: State = None  # of a `Finder` that keeps it
         file_format = format_of(path, access, planned)
         with as_source_error(path):
             self._file = file_format.open_file(path, access)
@@ -265,11 +265,11 @@ class _CheckedFile(OpenFile):
             return self._file.list_linked(group, in_full)
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
-        # An array that was found before: SourceError if it is gone, or cannot be loaded any more.
         name = _full_name(dataset)
         if planned is None:
             with as_source_error(self._path, name):
                 return self._file.open(name)
+        # An array that was found before: SourceError if it is gone, or cannot be loaded any more.
         with naming_what_is_gone(self._path, name):
             source = self._file.open(name, planned)
         return source if planned.refused is not None else _checked(source)
@@ -315,9 +315,9 @@ def _checked(source: Source) -> Source:
 
 
 class FoundArray(NamedTuple):
-    """An array that was found, and values of it if these are small: all, or those of `region`.
+    """An array that was found, and its values (all, or those of `region`) if they are small.
 
-    `read_in` is the state in which they were read: of the file, if a `Finder` keeps these, else of the source.
+    `read_in` is the state before they were read: of the file, if a `Finder` keeps states, else of the source.
     """
 
     info: ArrayInfo
@@ -326,8 +326,8 @@ class FoundArray(NamedTuple):
     read_in: State = None
 
 
-# What is to be loaded of an array that was found, given its open source if there is one: its metadata, perhaps with labels, and
-# the region (None: nothing is known, so no values are read).
+# Says what will be loaded of an array that was found (its open source is passed, if there is one): its metadata, perhaps with
+# labels, and the region (None: not known yet, so no values are read).
 Look = Callable[[ArrayInfo, Source | None], tuple[ArrayInfo, Region | None]]
 
 
@@ -349,9 +349,9 @@ class Finder:
     most_nbytes : int, optional
         Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
     keeps_states : bool
-        True if the state of each file is kept from when it was opened, to see if it changed (`states`).
+        True to keep the state of each file when it was opened, to see if it changed (`states`).
     tells : bool
-        True if ranks will read what is found: they are told what they need not look up then (`Source.tell`).
+        True if ranks will read what is found. Then its metadata have what these need not look up (`Source.tell`).
     """
 
     def __init__(
@@ -377,13 +377,13 @@ class Finder:
             self._files.popitem()[1].close()
 
     def states(self) -> Iterator[tuple[str, State, State]]:
-        """Of each file that was opened: its place, and its state then and now."""
+        """Of each file that was opened: its path, and its state then and now."""
         for place, before in self._states.items():
             with as_source_error(place):
                 yield place, before, self.file(place).state()
 
     def find(self, path_or_object: Any, dataset: str | None, look: Look = _look_at_all) -> FoundArray:
-        """The array's metadata, as from `find_array`, and its values if what `look` wants of it is small."""
+        """The array's metadata, as from `find_array`, and its values if the region that `look` says is small."""
         path = as_path(path_or_object)
         if path is None:
             info = open_object(path_or_object, self.access).info
@@ -396,7 +396,7 @@ class Finder:
             path, dataset = split_path(path)
         file = self.file(path, is_loaded=True)
         if dataset is None:
-            return self._looked_at(path, file, _only_one(path, file), look)
+            return self._found_unopened(path, file, _only_one(path, file), look)
         name = _full_name(dataset)
         try:
             source = file.open(name)
@@ -404,12 +404,13 @@ class Finder:
             infos = file.sketch(_MOST_LISTED, name)
             raise no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
         with closing(source):
-            return self._found(file, check_loadable(source.info), source, look)
+            check_loadable(source.info)
+            return self._found_open(path, source, look)
 
     def find_below(
         self, path_or_object: Any, group: str, with_dimensions: bool = False
     ) -> tuple[list[FoundArray], list[ArrayInfo]]:
-        """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
+        """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers, in the file's order.
 
         Links to the group are followed, those below it are not. A netCDF dimension without a variable holds no numbers, unless
         `with_dimensions`.
@@ -419,7 +420,7 @@ class Finder:
         ConfigError
             If there is no such array, with the nearest groups.
         SourceError
-            If one of them holds numbers, but is refused for another reason: it would be left out of the tree unseen.
+            If an array of numbers is refused for another reason: it would silently be left out of the tree.
         """
         path = as_path(path_or_object)
         if path is None:
@@ -440,51 +441,57 @@ class Finder:
                 for info in below
             ]
         left_out = [info for info in below if info.refused is not None and not holds_numbers(info)]
-        found = [check_loadable(info) for info in below if info.refused is None or holds_numbers(info)]
-        if not found:
+        arrays = [check_loadable(info) for info in below if info.refused is None or holds_numbers(info)]
+        if not arrays:
             raise no_arrays_below(path, group, infos)
-        return [self._looked_at(path, file, info, _look_at_all) for info in found], left_out
+        return [self._found_unopened(path, file, info, _look_at_all) for info in arrays], left_out
 
-    def _looked_at(self, path: str, file: _CheckedFile, info: ArrayInfo, look: Look) -> FoundArray:
-        """An array that was found without being opened here. If values of it may be small, it is opened."""
-        is_large = look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning)
+    def _found_unopened(self, path: str, file: _CheckedFile, info: ArrayInfo, look: Look) -> FoundArray:
+        """An array that was found without opening it. It is opened if its values may be small, or ranks must be told of it."""
+        is_large = (
+            look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning, Region.whole(info.shape))
+        )
         if (self._tuning is None or is_large) and not (self._tells and is_remote(path)):
             return FoundArray(look(info, None)[0])
         try:
             with closing(file.open(info.dataset, info)) as source:
-                return self._found(file, source.info, source, look)
+                return self._found_open(path, source, look)
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
         return FoundArray(look(info, None)[0])
 
-    def _found(self, file: _CheckedFile, info: ArrayInfo, source: Source, look: Look) -> FoundArray:
-        read_in = file.opened_in if self._keeps_states else source.opened_in()
-        info, region = look(info, source)
+    def _found_open(self, path: str, source: Source, look: Look) -> FoundArray:
+        read_in = self._states[_place_of(path)] if self._keeps_states else source.opened_in()
+        info, region = look(source.info, source)
         if region is None:
             return FoundArray(info)
-        part = None if region.shape == info.shape else region
-        values = self._values(source, part)
+        values = self._values(source, region)
         if values is None and self._tells:
             source.expect(region)
             info = replace(info, parts=source.tell(region))
-        return FoundArray(info, values, part, read_in)
+        return FoundArray(info, values, None if region.shape == info.shape else region, read_in)
 
-    def _values(self, source: Source, region: Region | None) -> np.ndarray[Any, Any] | None:
-        """All values, or those of a region, if they are small and fit beside those that others have."""
-        if self._tuning is None or not is_small(source.info, self._tuning, region):
-            return None
-        nbytes = nbytes_of(source.info, None if region is None else region.shape)
-        if nbytes > self._left_nbytes:
+    def _values(self, source: Source, region: Region) -> np.ndarray[Any, Any] | None:
+        """The values of a region if they are small, and fit into what is left of the cap; None also if they cannot be read,
+        chunks are missing, or the file changes meanwhile.
+        """
+        info, nbytes = source.info, nbytes_of(source.info, region.shape)
+        if self._tuning is None or not is_small(info, self._tuning, region) or nbytes > self._left_nbytes:
             return None
         self._left_nbytes -= nbytes
         try:
-            return values_of(source, region)
-        except Exception as error:
+            before = source.opened_in()
+            values = np.empty(region.shape, source.dtype)
+            if region.shape != info.shape:
+                source.expect(region)
+            is_whole = _read(source, region, values) and source.state() == before
+            return values if is_whole else None
+        except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
             return None
 
     def file(self, path: str, is_loaded: bool = False) -> _CheckedFile:
-        """A file that is opened here once. SourceError for a temporary of a save, if something is to be loaded from it."""
+        """An open file; the last few stay open. With `is_loaded`, SourceError if it is a temporary of a save."""
         place = _place_of(path)
         file = self._files.get(place)
         if file is None:
@@ -494,7 +501,7 @@ class Finder:
                 self._files.pop(next(iter(self._files))).close()
             file = self._files[place] = _CheckedFile(path, self.access)
             if self._keeps_states:
-                file.opened_in = self._states.setdefault(place, file.state())
+                self._states.setdefault(place, file.state())
         return file
 
 
@@ -520,8 +527,8 @@ def without_scheme(path: str) -> str:
     >>> without_scheme("file:///data/store.zarr"), without_scheme("s3://bucket/store.zarr")
     ('/data/store.zarr', 's3://bucket/store.zarr')
     """
-    scheme, found, rest = path.partition("://")
-    return rest if found and scheme.lower() in ("file", "local") else path
+    scheme, separator, rest = path.partition("://")
+    return rest if separator and scheme.lower() in ("file", "local") else path
 
 
 def _full_name(dataset: str) -> str:
@@ -532,7 +539,7 @@ def _full_name(dataset: str) -> str:
 def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = None) -> Format:
     """The format that claims the file. If none does, SourceError says what the file is instead.
 
-    An untrusted file is not looked at here: its helper process asks the formats. `planned`: see `open_file`.
+    This process does not look at an untrusted file: its helper process asks the formats. `planned`: see `open_file`.
     """
     if access.untrusted is not None:
         if is_remote(path):
@@ -549,72 +556,50 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
     is_url = "://" in path
     if not is_url:
         check_readable(path)
-    with _naming_what_is_unread(path):
-        if is_url:
-            found, failed = _claiming_url(path, access, planned)
-        else:
-            found, failed = registry.claiming(lambda file_format: file_format.claims_path(path))
-        if found is None and (is_url or not complete_append(path)):
-            raise unclaimed(path, registry.names(), failed)
-    return found or format_of(path)
-
-
-def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[Format | None, list[str]]:
-    """What `registry.claiming` gives for a URL. If its text does not tell, its first bytes are asked for."""
-    found, failed = registry.claiming(lambda file_format: file_format.claims_url(url), plugins_first=True)
-    if found is not None or not is_remote(url):
-        return found, failed
-    if planned is not None:
-        return registry.claiming(lambda file_format: file_format.describes(planned), plugins_first=True)
-    head = b""
-    with suppress(OSError), closing(open_remote(url, access.storage).object()) as stored:  # what a store needs, Zarr says
-        head = stored.read_at_most(0, _HEAD_NBYTES)
-    return registry.claiming(lambda file_format: file_format.claims_head(head), plugins_first=True)
-
-
-@contextmanager
-def _naming_what_is_unread(path: str) -> Iterator[None]:
-    """Turn the system's errors into SourceErrors. Others are not the file's."""
     try:
-        yield
-    except OSError:
+        if is_url:
+            file_format, failures = _claiming_url(path, access, planned)
+        else:
+            file_format, failures = registry.claiming(lambda candidate: candidate.claims_path(path))
+        if file_format is None and (is_url or not complete_append(path)):
+            raise unclaimed(path, registry.names(), failures)
+    except OSError:  # only these are about the file
         with as_source_error(path):
             raise
+    return file_format or format_of(path)
 
 
-_WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
+def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[Format | None, str]:
+    """`registry.claiming` for a URL. If no format claims its text, its first bytes are fetched."""
+    file_format, failures = registry.claiming(lambda candidate: candidate.claims_url(url), plugins_first=True)
+    if file_format is not None or not is_remote(url):
+        return file_format, failures
+    if planned is not None:
+        return registry.claiming(lambda candidate: candidate.describes(planned), plugins_first=True)
+    head = b""
+    with suppress(OSError), closing(open_remote(url, access.storage).object()) as stored:  # Zarr raises the error again
+        head = stored.read_at_most(0, _HEAD_NBYTES)
+    return registry.claiming(lambda candidate: candidate.claims_head(head), plugins_first=True)
 
 
-def is_small(info: ArrayInfo, tuning: Tuning, region: Region | None = None) -> bool:
-    """True if the array, or a region of it, is small, and so are the chunks that are decoded for it, in so much time."""
-    wanted = Region.whole(info.shape) if region is None else region
-    nbytes, unit = nbytes_of(info, wanted.shape), info.shards or info.chunks
+_WORTH_BATCHES = 8  # a small array with so many chunks is read by batches of chunks, not by the format's library
+
+
+def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:
+    """True if a region is small, and one process reads and decodes it in less time than a load takes to start."""
+    nbytes, unit = nbytes_of(info, region.shape), info.shards or info.chunks
     if not 0 < nbytes <= tuning.small_nbytes or nbytes_of(info, unit or ()) > tuning.small_chunk_nbytes:
         return False
-    if nbytes <= tuning.tiny_nbytes and wanted.shape == info.shape:
+    is_whole = region.shape == info.shape
+    if nbytes <= tuning.tiny_nbytes and is_whole:
         return True
     if info.chunks is None:
-        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, wanted.shape)) <= START_SECONDS
-    n_chunks = math.prod(map(len, chunks_met(wanted, info.chunks)))
-    decoded = nbytes if wanted.shape == info.shape else n_chunks * nbytes_of(info, info.chunks)
+        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, region.shape)) <= START_SECONDS
+    n_chunks = math.prod(map(len, chunks_met(region, info.chunks)))
+    decoded = nbytes if is_whole else n_chunks * nbytes_of(info, info.chunks)
     if decoded > tuning.small_nbytes:  # perhaps at once
         return False
     return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
-
-
-def values_of(source: Source, region: Region | None = None) -> np.ndarray[Any, Any] | None:
-    """All values of an open array, or those of a region; None if chunks are missing, or the file changes meanwhile.
-
-    Raises what reading raises.
-    """
-    before, info = source.opened_in(), source.info
-    whole = Region.whole(info.shape)
-    wanted = whole if region is None else region
-    values = np.empty(wanted.shape, source.dtype)
-    if wanted != whole:
-        source.expect(wanted)
-    is_whole = _read(source, wanted, values) and source.state() == before
-    return values if is_whole else None
 
 
 def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:

@@ -26,7 +26,7 @@ class MemorySource(Source):
     read_in : tuple of int, optional
         The state of that file (`OpenFile.state`) before it was read.
     origin : tuple of int, optional
-        Where `array` begins, if it is a part of the array of `info`; only regions inside of it can be read then.
+        Where `array` begins in the array of `info`, if it is a part of it: then only regions inside this part can be read.
 
     Raises
     ------
@@ -50,13 +50,13 @@ class MemorySource(Source):
         origin: tuple[int, ...] | None = None,
     ) -> None:
         self.read_in, self._origin = read_in, origin
-        why = None
+        reason = None
         if refused := refusal(array.dtype):
-            why = f"holds {refused}. Pass an array of booleans, integers, floats or complex numbers"
+            reason = f"holds {refused}. Pass an array of booleans, integers, floats or complex numbers"
         elif np.ma.is_masked(array):  # netCDF4-python returns masked arrays, most of them without a masked element
-            why = "has masked elements, and a jax.Array has no mask. Pass array.filled(value), with NaN for instance"
-        if why is not None:
-            raise SourceError(f"the array of shape {array.shape} in memory {why}.", path=_PATH, dataset=_NAME)
+            reason = "has masked elements, and a jax.Array has no mask. Pass array.filled(value), with NaN for instance"
+        if reason is not None:
+            raise SourceError(f"the array of shape {array.shape} in memory {reason}.", path=_PATH, dataset=_NAME)
         self._array = np.asarray(array)
         self._dtype = native_dtype(array.dtype)
         self._info = info or ArrayInfo(
@@ -96,12 +96,13 @@ class MemorySource(Source):
         return self._array[index] if self._array.dtype.isnative and self._dtype.kind != "b" else None
 
     def _inside(self, region: Region) -> tuple[slice, ...]:
-        """The index of a region. ValueError if this object does not have it: NumPy would give less without a word."""
+        """The index of a region in `array`. ValueError if it reaches outside: NumPy would silently give less."""
         start = (0,) * region.ndim if self._origin is None else self._origin
-        here = Region(start, tuple(a + n for a, n in zip(start, self._array.shape, strict=True)))
-        if not here.contains(region):
-            what = f"{self._info}, which has shape {self._info.shape}"
-            raise ValueError(f"region {region} reaches outside {what if self._origin is None else f'{here} of {what}'}")
+        present = Region(start, tuple(a + n for a, n in zip(start, self._array.shape, strict=True)))
+        if not present.contains(region):
+            array = f"{self._info}, which has shape {self._info.shape}"
+            array = array if self._origin is None else f"{present} of {array}"
+            raise ValueError(f"region {region} reaches outside {array}")
         return region.slices(start)
 
     def state(self) -> None:

@@ -1,6 +1,4 @@
-"""What does the netCDF library not read, though HDF5 holds it? Names, types, and attributes of several axes. What does HDF5 not
-hold? Long attributes, and those that it keeps for itself.
-"""
+"""Which names and attributes does HDF5 hold, but the netCDF library not read? Which can HDF5 itself not hold?"""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from shardload.formats.contract.array import is_added
 RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
 _MOST_ATTR_NBYTES = 65_350  # name and values; with its type an attribute has less than 64 KiB in a file that every HDF5 reads
-_MOST_NAME_NBYTES = 255  # the library cuts a longer one off, without an end of the text
+_MOST_NAME_NBYTES = 255  # the library cuts a longer name, and loses the end of the text
 
 
 def unreadable_name(name: str) -> str | None:
@@ -26,9 +24,8 @@ def unreadable_name(name: str) -> str | None:
 def refused_attribute(key: str, value: Any, *, is_netcdf: bool = False) -> str | None:
     """Why HDF5 cannot hold an attribute, or netCDF programs cannot show it, in words that follow "is"; None if they can.
 
-    Text by itself may have any length: it is stored elsewhere in the file. HDF5 holds attributes of several axes and of all
-    types. But the netCDF library does not open a file with one of two axes at all, and shows none of a type that it does not
-    have.
+    Text may have any length: HDF5 stores it elsewhere in the file. HDF5 holds attributes of several axes and of all types. But
+    the netCDF library does not open a file that has an attribute of two axes, and does not show one of a type that it lacks.
 
     >>> refused_attribute("table", np.zeros(9000)), refused_attribute("history", "x" * 72000)
     ('of 72,005 bytes; in HDF5 an attribute that is no text has less than 64 KiB', None)
@@ -37,29 +34,29 @@ def refused_attribute(key: str, value: Any, *, is_netcdf: bool = False) -> str |
     """
     if key in RESERVED or not key:
         return "without a name" if not key else "of a name that HDF5 and netCDF keep for themselves"
-    if is_netcdf and (why := unreadable_name(key)) is not None:
-        return f"one with a name {why}"
+    if is_netcdf and (reason := unreadable_name(key)) is not None:
+        return f"one with a name {reason}"
     if value is None or np.ma.is_masked(value):  # HDF5 would write what is behind the mask
         return f"{'None' if value is None else 'masked in part'}, which HDF5 does not have"
     if getattr(value, "shape", ()) is None:  # h5py.Empty
         return None
     try:
-        found = np.asarray(value, dtype=object if isinstance(value, str) else None)
+        array = np.asarray(value, dtype=object if isinstance(value, str) else None)
     except ValueError:
         return "no array: its rows have different lengths"
-    texts = found.reshape(-1).tolist() if found.dtype.kind in "OU" else []
+    texts = array.reshape(-1).tolist() if array.dtype.kind in "OU" else []
     if "\0" in key or any(isinstance(text, str) and "\0" in text for text in texts):
         return "text with a zero byte, which ends it in HDF5"
     if isinstance(value, str | bytes):
         return None
-    if is_added(found.dtype):
-        return f"{found.dtype.name}, which HDF5 would hold as bytes without a meaning; float32 has a type there"
-    is_known = found.dtype.kind in "bOSU" or f"{found.dtype.kind}{found.dtype.itemsize}" in NETCDF_TYPES
-    if is_netcdf and found.ndim > 1:
-        return f"an array of {found.ndim} axes; in netCDF4 an attribute has one"
-    if is_netcdf and not is_known:
-        return f"{found.dtype.name}, which netCDF4 does not have"
-    nbytes = found.size * 16 if found.dtype.kind in "OU" else found.nbytes  # of each text, where it is
+    if is_added(array.dtype):
+        return f"{array.dtype.name}, which HDF5 would hold as bytes without a meaning; float32 has a type there"
+    is_netcdf_type = array.dtype.kind in "bOSU" or f"{array.dtype.kind}{array.dtype.itemsize}" in NETCDF_TYPES
+    if is_netcdf and array.ndim > 1:
+        return f"an array of {array.ndim} axes; in netCDF4 an attribute has one"
+    if is_netcdf and not is_netcdf_type:
+        return f"{array.dtype.name}, which netCDF4 does not have"
+    nbytes = array.size * 16 if array.dtype.kind in "OU" else array.nbytes  # of each text, where it is
     nbytes += len(key.encode(errors="replace"))
     if nbytes <= _MOST_ATTR_NBYTES:
         return None

@@ -50,16 +50,12 @@ class Entry(NamedTuple):
         return f"'{self.name}' of {self.package}" if self.package else f"'{self.name}'"
 
 
-_OWN = (
-    Entry("HDF5", "shardload.formats.hdf5.file:FORMAT"),
-    Entry("Zarr", "shardload.formats.zarr.source:FORMAT"),
-)
 _warned: set[Entry] = set()
 
 
 def own() -> tuple[Entry, ...]:
     """Our own formats, in the order of asking."""
-    return _OWN
+    return Entry("HDF5", "shardload.formats.hdf5.file:FORMAT"), Entry("Zarr", "shardload.formats.zarr.source:FORMAT")
 
 
 @functools.cache
@@ -74,17 +70,17 @@ def installed() -> tuple[Entry, ...]:
     return tuple(sorted(entries))
 
 
-def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) -> tuple[Format | None, list[str]]:
-    """The first format for which `is_claimed` is true, and the formats that failed before it, with the reasons.
+def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) -> tuple[Format | None, str]:
+    """The first format for which `is_claimed` is true.
 
-    If a format is found after others failed, a warning names each of those once per process.
+    If other formats failed before it, a warning names each of them once per process.
 
     Returns
     -------
     Format or None
         None if no format claims it.
-    list of str
-        The failed formats: ``"'npy' of shardload-npy 0.1 (ModuleNotFoundError: ...)"``.
+    str
+        If none does: the end of the error about that, with the formats that failed; empty if none failed.
     """
     failed: dict[Entry, str] = {}
     order = (installed, own) if plugins_first else (own, installed)
@@ -103,14 +99,14 @@ def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) 
             continue
         if is_its_own:
             _warn(failed)
-            return file_format, list(failed.values())
-    return None, list(failed.values())
+            return file_format, ""
+    return None, f" Installed, but not to be used: {'; '.join(failed.values())}." if failed else ""
 
 
 def names() -> list[str]:
     """The names of the formats that files can have, for messages."""
-    found = [load(entry) for entry in (*own(), *installed())]
-    return [file_format.name for file_format in found if not isinstance(file_format, str)]
+    formats = [load(entry) for entry in (*own(), *installed())]
+    return [file_format.name for file_format in formats if not isinstance(file_format, str)]
 
 
 @functools.cache
@@ -118,8 +114,8 @@ def load(entry: Entry) -> Format | str:
     """Import a format. If that fails, return the reason as text."""
     module, _, attribute = entry.target.partition(":")
     try:
-        found: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-        file_format = found() if isinstance(found, type) and issubclass(found, Format) else found
+        target: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        file_format = target() if isinstance(target, type) and issubclass(target, Format) else target
         if not isinstance(file_format, Format) or not isinstance(getattr(file_format, "name", None), str):
             raise TypeError(
                 f"{entry.target} is a {type(file_format).__name__}; expected a shardload.formats.Format with a name"

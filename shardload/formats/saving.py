@@ -44,7 +44,7 @@ def format_for(path: str, name: str | None = None) -> str:
 
 
 def check_target(path: str) -> None:
-    """ConfigError if the path of a new file names an array too: a load takes FILE:/NAME, and would not find such a file."""
+    """Raise ConfigError if the path of a new file has the form FILE:/NAME: a load would take NAME for an array in FILE."""
     file, colon, name = path.rpartition(":")
     if colon and file.lower().endswith(SUFFIXES) and not name.lower().endswith(SUFFIXES):
         raise ConfigError(
@@ -65,7 +65,7 @@ def make_sink(
     about: Mapping[str, str] | None = None,
     storage: StorageOptions | None = None,
 ) -> Sink:
-    """The sink of a new file. Touches no disk. Not collective: each rank makes its own, of the same arguments.
+    """The sink of a new file. Touches no disk. Not collective: each rank makes its own, with the same arguments.
 
     Parameters
     ----------
@@ -93,38 +93,38 @@ def make_sink(
     """
     kind, path = format_for(path, format), os.fspath(path)
     if "://" in path and not (kind.startswith("zarr") and is_remote(path)):
-        what = "a URL of S3, Google or Azure, to which Zarr is saved alone: name it .zarr" if is_remote(path) else "a URL"
-        raise ConfigError(f"'{without_secrets(path)}' is {what}. Or save to a file in a folder, and upload it")
-    full: dict[str, ArraySpec] = {}
+        place = "a URL of S3, Google or Azure, to which Zarr is saved alone: name it .zarr" if is_remote(path) else "a URL"
+        raise ConfigError(f"'{without_secrets(path)}' is {place}. Or save to a file in a folder, and upload it")
+    full_specs: dict[str, ArraySpec] = {}
     for name, spec in specs.items():
         full_name = "/" + name.strip("/")
         is_root = full_name == "/" and len(specs) == 1 and kind.startswith("zarr")
         if not is_root and any(map(_is_no_name, full_name.split("/")[1:])):
             raise ConfigError(f"an array is called {name!r}; expected a name such as 'rho' or 'group/rho'")
-        if full_name in full:
+        if full_name in full_specs:
             raise ConfigError(f"two arrays are called '{full_name}'. Rename one of them")
-        full[full_name] = spec
-    if not full:
+        full_specs[full_name] = spec
+    if not full_specs:
         raise ConfigError("there are no arrays to save")
-    for name in full:
+    for name in full_specs:
         for group in _groups_above(name):
-            if group in full:
+            if group in full_specs:
                 raise ConfigError(f"'{group}' and '{name}' are both arrays, and an array holds no other. Rename one of them")
-    for name in group_attrs or {}:
-        why = refused_group(kind, name, full)  # (an axis that gets its name later is in the way later: see `name_axes`)
-        if why is not None:
-            raise ConfigError(f"a group is called {name!r}, {why}. Leave its attributes out, or choose another name")
-    # Here, because whoever loads needs neither the libraries nor their compressors.
+    for name in group_attrs or {}:  # (an axis that gets its name later is in the way later: see `name_axes`)
+        reason = refused_group(kind, name, full_specs)
+        if reason is not None:
+            raise ConfigError(f"a group is called {name!r}, {reason}. Leave its attributes out, or choose another name")
+    # Imported here, because a load needs neither the libraries nor their compressors.
     if kind.startswith("zarr"):
         from shardload.formats.zarr.sink import ZarrSink
 
         version = 2 if kind == "zarr2" else 3
-        more: dict[str, Any] = {"attrs": attrs, "group_attrs": group_attrs, "about": about, "storage": storage}
-        return ZarrSink(path, full, mode=mode, version=version, **more)
+        options: dict[str, Any] = {"attrs": attrs, "group_attrs": group_attrs, "about": about, "storage": storage}
+        return ZarrSink(path, full_specs, mode=mode, version=version, **options)
     from shardload.formats.hdf5.sink import Hdf5Sink
 
     is_netcdf = kind == "netcdf4"
-    return Hdf5Sink(path, full, mode=mode, is_netcdf=is_netcdf, alignment=alignment, attrs=attrs, group_attrs=group_attrs)
+    return Hdf5Sink(path, full_specs, mode=mode, is_netcdf=is_netcdf, alignment=alignment, attrs=attrs, group_attrs=group_attrs)
 
 
 def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[str | None] = ()) -> str | None:
@@ -135,13 +135,13 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
     >>> refused_group("zarr", "/g/..", ["/x"]), refused_group("zarr", "/g", ["/x"])
     ("which is no name: one between slashes is empty, '.' or '..', or has a zero byte", None)
     """
-    group, full = f"/{name.strip('/')}", set(arrays)
-    if group == "/" or any(one.startswith(f"{group}/") for one in full):
+    group, full_names = f"/{name.strip('/')}", set(arrays)
+    if group == "/" or any(array.startswith(f"{group}/") for array in full_names):
         return None
     parts = group.split("/")[1:]
     if any(map(_is_no_name, parts)):
         return "which is no name: one between slashes is empty, '.' or '..', or has a zero byte"
-    if not full.isdisjoint((group, *_groups_above(group))):
+    if not full_names.isdisjoint((group, *_groups_above(group))):
         return "which is an array, or below one"
     if kind == "netcdf4":
         if parts[0] in axes:

@@ -1,6 +1,6 @@
 """How are arrays written by many ranks, one chunk by one rank? Through one small interface, the opposite of `Source`.
 
-1. An `ArraySpec` says what an array of the new file shall be. A `Sink` is made of the specs of all, the same on every rank.
+1. An `ArraySpec` says what an array of the new file will be. A `Sink` is made of the specs of all, the same on every rank.
 2. Any thread of any rank encodes values: ``sink.arrays[name].encode(region, values)``.
 3. One rank creates the file: its `Sink` makes the temporary, says where stored chunks go, writes the metadata, and renames.
 4. Any rank has a `Writer`: it writes stored chunks where that rank said.
@@ -26,13 +26,12 @@ from shardload.formats.codecs.algorithms import Step
 from shardload.formats.codecs.table import has_own_shuffle, parse_compression
 from shardload.formats.contract.array import ArrayInfo, cast_value, json_value, native_dtype, refusal
 from shardload.planning.region import Region, ravel, unravel
-from shardload.storage.objects import ObjectFolder
-from shardload.storage.target import named
+from shardload.storage.objects import Ints, ObjectFolder
+from shardload.storage.target import as_write_error
 from shardload.system.scratch import shared_scratch
 from shardload.values.decoding import PACKING, packed_by, typed
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Decode = Callable[[Region], np.ndarray[Any, Any]]
 ONE_LENGTH = "Axes of one name have one length: pass other dims=, or cut the longer one (padding is not saved)"
 _ONE_NAME = "Call one of them by another name"
@@ -49,7 +48,7 @@ class Compression:
         ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, or the name of another compressor of the format. ``"none"`` is for a
         shuffle alone.
     level : int or None
-        How hard to try; None for the compressor's usual level.
+        The compressor's level; None for its usual one.
     shuffle : bool
         Whether the bytes of the elements are sorted first: the first byte of each, then the second, ...
     options : mapping
@@ -62,29 +61,29 @@ class Compression:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: object) -> Compression | None:
+    def of(cls, value: object) -> Compression | None:
         """From what a caller writes: ``"gzip"``, ``"gzip:6+shuffle"``, ``{"name": "gzip", "level": 6}``, None.
 
         >>> Compression.of("gzip:6"), Compression.of(None)
         (Compression(name='gzip', level=6, shuffle=False, options={}), None)
         """
-        if found is None or isinstance(found, Compression):
-            return found
-        if isinstance(found, str):
-            if found.strip().lower() == "none":
+        if value is None or isinstance(value, Compression):
+            return value
+        if isinstance(value, str):
+            if value.strip().lower() == "none":
                 return None
-            found = parse_compression(found) or found
-        if not isinstance(found, Mapping) or not set(found) <= _KEYS or not isinstance(found.get("name"), str):
+            value = parse_compression(value) or value
+        if not isinstance(value, Mapping) or not set(value) <= _KEYS or not isinstance(value.get("name"), str):
             raise ConfigError(
-                f"compression is {found!r}; expected a name such as 'gzip' or 'gzip:6+shuffle', None, or "
+                f"compression is {value!r}; expected a name such as 'gzip' or 'gzip:6+shuffle', None, or "
                 "{'name': 'gzip', 'level': 6, 'shuffle': True}"
             )
-        return cls(**{"shuffle": has_own_shuffle(found["name"]), **found})
+        return cls(**{"shuffle": has_own_shuffle(value["name"]), **value})
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What one array of a new file shall be.
+    """What one array of a new file will be.
 
     Attributes
     ----------
@@ -136,9 +135,9 @@ class ArraySpec:
     def checked(self, name: str) -> ArraySpec:
         """This spec with plain types, and chunks no larger than the array. ConfigError if it makes no sense in any format."""
         shape, dtype = tuple(int(n) for n in self.shape), np.dtype(self.dtype)
-        why = refusal(dtype) if self.texts is None else None
-        if why is not None:
-            raise ConfigError(f"{name!r} holds {why}, which cannot be saved")
+        refused = refusal(dtype) if self.texts is None else None
+        if refused is not None:
+            raise ConfigError(f"{name!r} holds {refused}, which cannot be saved")
         if self.dims is not None and len(self.dims) != len(shape):
             raise ConfigError(f"dims of {name!r} are {self.dims!r}; expected {len(shape)} names, one for each axis of {shape}")
         if not set(self.unlimited) <= set(range(len(shape))):
@@ -147,8 +146,8 @@ class ArraySpec:
         is_plain = chunks is None and not self.unlimited
         compression, checksum = Compression.of(self.compression), self.checksum
         if is_plain and shape and 0 not in shape and (compression is not None or checksum):
-            what, why = ("compression", "are compressed") if compression else ("checksums", "have them")
-            raise ConfigError(f"{name!r} has {what} but no chunks; only chunks {why}. Pass chunks={_example(shape)} or so")
+            feature, verb = ("compression", "are compressed") if compression else ("checksums", "have them")
+            raise ConfigError(f"{name!r} has {feature} but no chunks; only chunks {verb}. Pass chunks={_example(shape)} or so")
         if chunks is None and self.unlimited and self.texts is None:
             raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks={_example(shape)} or so")
         if chunks is None:
@@ -179,9 +178,9 @@ class ArraySpec:
             if self.shards is not None:
                 raise ConfigError(f"{name!r} has shards {self.shards!r} but no chunks. Pass chunks= too")
             return None, None
-        for what, found in (("chunks", self.chunks), ("shards", self.shards or self.chunks)):
-            if len(found) != len(shape) or any(int(n) < 1 for n in found):
-                raise ConfigError(f"{what} of {name!r} are {found!r}; expected a size of 1 or more for each axis of {shape}")
+        for option, sizes in (("chunks", self.chunks), ("shards", self.shards or self.chunks)):
+            if len(sizes) != len(shape) or any(int(n) < 1 for n in sizes):
+                raise ConfigError(f"{option} of {name!r} are {sizes!r}; expected a size of 1 or more for each axis of {shape}")
         if not shape or (0 in shape and not self.unlimited):
             return None, None
 
@@ -216,29 +215,29 @@ def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
     they have the same length.
     """
     taken = {dim for spec in specs.values() for dim in spec.dims or () if dim}
-    made: dict[tuple[int, int, bool], str] = {}
+    new_names: dict[tuple[int, int, bool], str] = {}
     with_names = {}
     for name, spec in specs.items():
-        seen: dict[tuple[int, bool], int] = {}
+        counts: dict[tuple[int, bool], int] = {}
         dims = []
         for k, n in enumerate(spec.shape):
             dim = (spec.dims or (None,) * len(spec.shape))[k]
             if dim is None:
                 grows = k in spec.unlimited
-                number = seen[n, grows] = seen.get((n, grows), 0) + 1
+                number = counts[n, grows] = counts.get((n, grows), 0) + 1
                 key = (n, number, grows)
-                if key not in made:
-                    made[key] = next(dim for m in range(len(made), 2**31) if (dim := f"dim_{m}") not in taken)
-                    taken.add(made[key])
-                dim = made[key]
+                if key not in new_names:
+                    new_names[key] = next(dim for m in range(len(new_names), 2**31) if (dim := f"dim_{m}") not in taken)
+                    taken.add(new_names[key])
+                dim = new_names[key]
             dims.append(dim)
         with_names[name] = replace(spec, dims=tuple(dims))
     return with_names
 
 
 def unopened_by_xarray(specs: Mapping[str, ArraySpec]) -> list[tuple[str, str]]:
-    """Why xarray would not open a group of Zarr, and what to do, in words: axes that have one name but two lengths, or the name
-    of a single number. Zarr has such groups.
+    """Why xarray would not open a Zarr group with these arrays, and what to do: two axes have one name but two lengths, or an
+    axis has the name of a single number. Zarr has such groups.
 
     >>> x, y, t = (ArraySpec(shape, np.dtype("f4"), dims=("t",) * len(shape)) for shape in ((3,), (4,), ()))
     >>> [what for what, _ in unopened_by_xarray({"/x": x, "/y": y, "/t": t})]
@@ -251,15 +250,15 @@ def unopened_by_xarray(specs: Mapping[str, ArraySpec]) -> list[tuple[str, str]]:
     for name, spec in specs.items():
         for dim, n in zip(spec.dims or (), spec.shape, strict=False):
             axis = (name.rpartition("/")[0], dim or "")
-            known, other = first.setdefault(axis, (n, name))
-            if dim and known != n:
-                clashes.setdefault(axis, f"axis {dim!r} has {n} elements in '{name}', but {known} in '{other}'")
+            length, first_name = first.setdefault(axis, (n, name))
+            if dim and length != n:
+                clashes.setdefault(axis, f"axis {dim!r} has {n} elements in '{name}', but {length} in '{first_name}'")
     numbers = {
         f"axis {dim!r} of '{name}' has the name of '{group}/{dim}', a single number"
         for (group, dim), (_, name) in first.items()
         if dim and f"{group}/{dim}" in specs and not specs[f"{group}/{dim}"].shape
     }
-    return [*((what, ONE_LENGTH) for what in clashes.values()), *((what, _ONE_NAME) for what in sorted(numbers))]
+    return [*((text, ONE_LENGTH) for text in clashes.values()), *((text, _ONE_NAME) for text in sorted(numbers))]
 
 
 def _example(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -283,7 +282,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """How many bytes it has."""
         return memoryview(self.data).nbytes
 
 
@@ -299,15 +298,15 @@ class Encoder:
     format, codec : str
         As in `ArrayInfo`.
     steps : sequence of callable
-        What is done to the bytes of a chunk, in order. Each takes a flat array of bytes and returns something bytes-like.
+        Functions that encode the bytes of a chunk, in order. Each takes a flat array of bytes and returns something bytes-like.
 
     Attributes
     ----------
     info : ArrayInfo
         The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding.
     is_placed_by_root : bool
-        True if the rank that created the file must be asked where a chunk goes, because that depends on the sizes of others.
-        Otherwise `Ticket.places` has it.
+        True if the rank that created the file says where a chunk goes, because that depends on the sizes of other chunks.
+        Otherwise `Ticket.places` says it.
     """
 
     def __init__(
@@ -342,18 +341,18 @@ class Encoder:
         data: Any = self._packed(values)
         for step in self._steps:
             data = step(data)
-        # A step may leave its result in scratch memory, for the next step. After the last one it must stay what it is.
+        # A step may leave its result in scratch memory, which the next chunk overwrites.
         is_scratch = bool(self._steps) and isinstance(data, np.ndarray) and data.base is not None
         return Stored(data.copy() if is_scratch else data)
 
     def _packed(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         dtype, shape = self.spec.dtype, self.spec.chunks or values.shape
-        # First, because in a contiguous array nothing else is done for a chunk.
+        # First, because this is all that is done for a contiguous array.
         if values.dtype == dtype and values.flags.c_contiguous and values.shape == shape:
             return values.reshape(-1).view(np.uint8)
         if native_dtype(values.dtype) != native_dtype(dtype):
             raise ValueError(f"values of type {values.dtype} for an array of {dtype}: nothing is converted silently")
-        # Bytes that go on to a step are gone when `encode` returns, so that the next chunk can use their memory.
+        # If a step follows, nobody needs these bytes after `encode`: then they are in memory that the next chunk uses again.
         nbytes = math.prod(shape) * dtype.itemsize
         room = self._scratch.bytes("encode", nbytes) if self._steps else np.empty(nbytes, dtype=np.uint8)
         out = room.view(dtype).reshape(shape)
@@ -381,10 +380,11 @@ class Encoder:
 
 
 class Growing(Encoder):
-    """An array that grows: an `Encoder` of what comes, planned as an array of its own, counted from `base` on.
+    """An array that grows: an `Encoder` of the appended rows, which are planned as an array of their own. It begins at row
+    `base` of the old array.
 
-    It begins where a file of chunks (or, without such files, a chunk) begins that has room for more. So its chunks are those of
-    the old array, and its first one may have rows already.
+    A file of chunks (or, without such files, a chunk) begins there, into which new rows go. So its chunks are those of the old
+    array, and its first one may have old rows already.
 
     Attributes
     ----------
@@ -395,7 +395,7 @@ class Growing(Encoder):
     old_shape : tuple of int
         The shape of what stays of it: the same, unless rows are replaced.
     base : int
-        Where what comes begins, in the old array.
+        The row of the old array at which it begins.
     """
 
     axis: int
@@ -403,10 +403,10 @@ class Growing(Encoder):
     old_shape: tuple[int, ...]
     base: int
 
-    def begin(self, known: Mapping[str, Any], axis: int, unit: int, n_new: int) -> tuple[int, ...]:
-        """Set the attributes; returns the shape of what comes. `unit` is how many rows are written as a whole."""
-        self.axis, self.old_shape = axis, tuple(int(n) for n in known["shape"])
-        self.stored_shape = tuple(int(n) for n in known.get("stored_shape", self.old_shape))
+    def begin(self, details: Mapping[str, Any], axis: int, unit: int, n_new: int) -> tuple[int, ...]:
+        """Set the attributes; returns the shape of the appended rows. `unit` is how many rows are written as a whole."""
+        self.axis, self.old_shape = axis, tuple(int(n) for n in details["shape"])
+        self.stored_shape = tuple(int(n) for n in details.get("stored_shape", self.old_shape))
         self.base = self.old // unit * unit
         shape = list(self.old_shape)
         shape[axis] = self.old + n_new - self.base
@@ -430,19 +430,19 @@ class Growing(Encoder):
         return tuple(shape)
 
     def in_file(self, region: Region) -> Region:
-        """A region of what comes, as one of the array."""
+        """A region of the appended rows, in the coordinates of the whole array."""
         return region.moved([self.base * (axis == self.axis) for axis in range(region.ndim)])
 
-    def beside(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The chunks that have old rows alone, and are in one file with this one, if it is the first in that file with a new
-        row: who writes it writes them, too.
+    def old_chunks_with(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The chunks with old rows alone that must be written with this one: those in its file, if it is the first chunk there
+        that has a new row.
         """
         return []
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the chunks of an array are that all have the same size: in runs, of which the offsets follow each other.
+    """Where the chunks of an array are that all have the same size: in runs of chunks at equal distances.
 
     Attributes
     ----------
@@ -465,7 +465,7 @@ class Places:
     step: int
 
     @classmethod
-    def of(cls, offsets: Int64s) -> Places:
+    def of(cls, offsets: Ints) -> Places:
         """The places of chunks, given in the order of their numbers."""
         steps = np.diff(offsets)
         step = int(np.min(steps[steps > 0], initial=2**62)) if len(steps) else 0
@@ -479,7 +479,7 @@ class Places:
 
 
 class PlacedChunks:
-    """Where the chunks of one array have been placed; a size of 0 if nowhere yet.
+    """Where the chunks of one array have been placed. A chunk without a place has size 0.
 
     Parameters
     ----------
@@ -490,23 +490,25 @@ class PlacedChunks:
     """
 
     most_nbytes = 1 << 62
-    """Bytes that a chunk can have."""
+    """The most bytes that a chunk can have."""
 
     def __init__(self, name: str, grid: Sequence[int]) -> None:
         self.name, self.grid = name, tuple(grid)
         self.offsets, self.sizes = np.zeros((2, math.prod(grid)), np.int64)
 
-    def checked(self, numbers: Any, nbytes: Any) -> tuple[Int64s, Int64s]:
+    def checked(self, numbers: Any, nbytes: Any) -> tuple[Ints, Ints]:
         """Numbers and sizes of chunks, as arrays. ValueError unless each can get a place of that size."""
-        which = np.asarray(numbers, dtype=np.int64)
-        sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape)
-        if len(which) and (which.min() < 0 or which.max() >= len(self.sizes)):
-            raise ValueError(f"'{self.name}' has chunks 0 to {len(self.sizes) - 1}; asked for {which.min()} to {which.max()}")
-        if len(which) and (sizes.min() < 1 or sizes.max() > self.most_nbytes):
+        numbers = np.asarray(numbers, dtype=np.int64)
+        sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), numbers.shape)
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(self.sizes)):
+            raise ValueError(
+                f"'{self.name}' has chunks 0 to {len(self.sizes) - 1}; asked for {numbers.min()} to {numbers.max()}"
+            )
+        if len(numbers) and (sizes.min() < 1 or sizes.max() > self.most_nbytes):
             raise ValueError(f"a chunk of '{self.name}' has {sizes.min()} to {sizes.max()} bytes; expected 1 or more")
-        if np.any(self.sizes[which]) or len(np.unique(which)) < len(which):
-            raise ValueError(f"a chunk of '{self.name}' has a place already, among {which.min()} to {which.max()}")
-        return which, sizes
+        if np.any(self.sizes[numbers]) or len(np.unique(numbers)) < len(numbers):
+            raise ValueError(f"a chunk of '{self.name}' has a place already, among {numbers.min()} to {numbers.max()}")
+        return numbers, sizes
 
     def check_complete(self) -> None:
         """ValueError if a chunk has no place. A contiguous array has its own from the beginning, or no elements."""
@@ -518,15 +520,15 @@ class PlacedChunks:
 
 @dataclass(frozen=True)
 class Ticket:
-    """What other ranks must know of a file that was created: small, and plain integers and text.
+    """What other ranks must know of a file that was created. It is small: integers and text.
 
     Attributes
     ----------
     temporary : str
-        Path of the temporary file or folder. It has a random word, which is in there too: a rank that finds another file
-        notices.
+        Path of the temporary file or folder. It has a random word, which its content has, too: so a rank notices if it sees
+        another file there.
     places : mapping
-        Where the chunks of the arrays are for which that is known already. A contiguous array counts as one chunk.
+        Where the chunks are, of each array for which this is known when the file is created. A contiguous array is one chunk.
     """
 
     temporary: str
@@ -541,9 +543,9 @@ class Writer:
     sink : Sink
         What is written.
     storage : object
-        Where to: has ``sync()`` and ``close()``.
+        Where it is written. It has ``sync()`` and ``close()``.
     put : callable
-        Puts some bytes there, of an array, the number of its chunk, and their offset.
+        Writes bytes there. Its arguments are the array, the number of its chunk, their offset, and the bytes.
     """
 
     def __init__(self, sink: Sink, storage: Any, put: Callable[[str, int, int, Any], None]) -> None:
@@ -558,18 +560,18 @@ class Writer:
         if not self._is_open:
             raise ValueError(f"the writer of '{self._sink.path}' is closed")
         spec = self._sink.arrays[name].spec
-        with named(self._sink.path, name, lambda: unravel(number, spec.grid) if spec.chunks else None):
+        with as_write_error(self._sink.path, name, lambda: unravel(number, spec.grid) if spec.chunks else None):
             self._put(name, number, offset, stored.data)
 
     def sync(self) -> None:
         """Wait until all that was put is on disk. Raises SourceError if it is not. Other threads may put meanwhile."""
-        with named(self._sink.path):
+        with as_write_error(self._sink.path):
             self._storage.sync()
 
     def close(self) -> None:
         """Close what is open. May be called again."""
         self._is_open = False
-        with named(self._sink.path):
+        with as_write_error(self._sink.path):
             self._storage.close()
 
     def __enter__(self) -> Self:
@@ -582,8 +584,8 @@ class Writer:
 class Sink(abc.ABC):
     """A new file: what is in it and how each array is stored. The same on every rank.
 
-    One rank calls `create`. What follows from there is that rank's alone, from one thread at a time: where each chunk goes, the
-    metadata, the name. In a ``with`` statement it removes its temporary at the end, if that was not committed.
+    One rank calls `create`. The same rank alone, one thread at a time, then says where each chunk goes, writes the metadata,
+    and gives the file its name. A ``with`` statement removes the temporary at its end, if it was not committed.
 
     Attributes
     ----------
@@ -608,7 +610,7 @@ class Sink(abc.ABC):
         """Make the temporary; returns this object. Before it, nothing is touched on disk."""
 
     @abc.abstractmethod
-    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+    def allocate(self, name: str, numbers: Sequence[int] | Ints, nbytes: Sequence[int] | Ints, masks: Any = 0) -> Ints:
         """Give each of some chunks its place; returns their offsets.
 
         Call it any number of times, with chunks in any order. ``masks`` are those of `Stored`, one for all or one for each.
@@ -617,7 +619,7 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Write the metadata, and what makes the file a file (the superblock, the root's metadata) last; check it; fsync.
+        """Write the metadata, last what makes the file readable (the superblock, the root's metadata); check it; fsync.
 
         Call it when all writers have synced. Raises ValueError if chunks have no place.
         """
@@ -648,17 +650,17 @@ class Sink(abc.ABC):
     # --- on any rank
 
     def take_up(self) -> dict[str, Bools] | None:
-        """Take up what a job that was killed has left of this file: `create` goes on with it. On one rank.
+        """Take up what a job that was killed has left of this file, so that `create` goes on with it. On one rank.
 
         Returns
         -------
         dict of ndarray or None
-            Of each array which of its chunks are on disk, whole; None if nothing was left.
+            Of each array, for each chunk whether it is on disk, whole; None if nothing was left.
 
         Raises
         ------
         ConfigError
-            If what was left is of something else, if another job is writing it, or if files like this one begin anew.
+            If what was left is of another source, if another job is writing it, or if files of this kind always begin anew.
         """
         raise ConfigError(
             f"a copy to '{self.path}' cannot go on after a kill: only one to a Zarr store without shards can. "
@@ -675,7 +677,7 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def key_of(self, ticket: Ticket, name: str, number: int) -> str:
-        """The object there that has a chunk: its offset is counted from the beginning of that object."""
+        """The key in `stored` of the object that has a chunk, from whose beginning the chunk's offset is counted."""
 
     def decoding(self, ticket: Ticket, name: str) -> AbstractContextManager[Decode] | None:
         """How the format's library reads values of an array after `finish`, and before `commit`; None if it simply opens
@@ -713,5 +715,5 @@ def units_of(attrs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _texts_of(attrs: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
-    told = {key: json_value(attrs[key]) for key in keys if key in attrs}
-    return {key: text for key, text in told.items() if isinstance(text, str)}
+    values = {key: json_value(attrs[key]) for key in keys if key in attrs}
+    return {key: text for key, text in values.items() if isinstance(text, str)}

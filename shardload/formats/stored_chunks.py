@@ -1,7 +1,7 @@
 """How are stored chunks read and decoded, whatever the format? Each format says where they are; the rest is the same.
 
-1. `StoredChunks.locate` says in which objects the chunks of a box are, at which offsets, in how many bytes. Each format has its
-   own: an index of HDF5, the index of a Zarr shard, references to ranges of other files.
+1. `StoredChunks.locate` says in which objects the chunks of a box are, at which offsets, in how many bytes. Each format looks
+   that up in its own way: in an index of HDF5, the index of a Zarr shard, references to ranges of other files.
 2. `fetch` compares these with the objects' sizes, and with the most bytes that such a chunk can have, and reads them with few
    requests.
 3. `decode` undoes the codecs (`codecs.algorithms.Chain`) straight into the caller's buffer. The values of a missing chunk are
@@ -23,7 +23,7 @@ from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, 
 from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.storage.remote import expect as read_ahead
 
-_LEAST_NBYTES = 1 << 14  # of a request; plain chunks that need shorter ones are fetched and decoded as fast
+_LEAST_NBYTES = 1 << 14  # of a request on average, to read plain chunks in place: else fetching and decoding is as fast
 
 
 @dataclass(slots=True)
@@ -112,17 +112,17 @@ class StoredChunks(ChunkReader):
         if not len(offsets):
             return
         most, end_of_object = self.chain.most_stored_nbytes, chunks.stored.nbytes
-        largest, last = (int(sizes[0]), int(offsets[0])) if len(sizes) == 1 else (int(sizes.max()), int(offsets.max()))
+        largest, last_offset = (int(sizes[0]), int(offsets[0])) if len(sizes) == 1 else (int(sizes.max()), int(offsets.max()))
         if largest > most:
             raise ValueError(
                 f"a chunk is declared to be stored in {largest} bytes; its codecs can make {most} at most of the "
                 f"{self.chain.nbytes} that it has: the index of chunks is damaged"
             )
-        stop = last + largest  # at most: where the last chunk would end if it were the largest
-        if stop > end_of_object >= last:
-            stop = int((offsets + sizes).max())
-        if stop > end_of_object:
-            raise OSError(f"the file ends at byte {end_of_object}, but a chunk is stored up to byte {stop}")
+        last_stop = last_offset + largest  # at most: where the last chunk would end if it were the largest
+        if last_stop > end_of_object >= last_offset:
+            last_stop = int((offsets + sizes).max())
+        if last_stop > end_of_object:
+            raise OSError(f"the file ends at byte {end_of_object}, but a chunk is stored up to byte {last_stop}")
 
     def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:
         """Decode what `fetch` returned into `out`. ValueError if a chunk is damaged."""

@@ -1,11 +1,11 @@
-"""How are values read from an untrusted file? By a format whose files and arrays are open in a process that may crash or lie.
+"""How are values read from an untrusted file? By a helper process, which may crash or lie.
 
 1. A `Helper` is such a process. Its parent starts it for one file, with limits on memory and time, and ends it. It runs
    `SCRIPT` (`untrusted_process`), which opens and decodes the file; the parent never does. If the helper dies or takes too
    long, that is a `HelperError`. Requests are packets of JSON. The answer as JSON, and values behind it, come through memory
    that both processes have mapped, and that the helper cannot make shorter. A packet says how many bytes the answer has.
 2. `UntrustedFormat` takes the place of all formats (`lookup.format_of`); the helper asks the real ones which claims the file.
-3. An `UntrustedFile` has one helper, from the first question on. It passes on every question, one at a time.
+3. An `UntrustedFile` starts one helper at the first question, and passes on all questions, one at a time.
 4. A value may be wrong, as in any untrusted file. Everything else that a helper says is checked as if it were an attack:
    lengths, types, shapes. A process that decodes hostile bytes may have been taken over by them. An answer that could be true
    of some file is accepted. An answer that cannot be true of any file is a `HelperError`.
@@ -59,9 +59,9 @@ SCRIPT = os.path.join(_FOLDER, "untrusted_process.py")
 
 # With one of these variables a helper would act as a rank of this job. MPI4PY_... below: a parallel HDF5 would start MPI.
 _LAUNCHERS = ("ALPS_", "FLUX_", "HYDI_", "HYDRA_", "I_MPI_", "MPI", "MV2_", "OMPI_", "OPAL_", "PALS_", "PMI", "PRTE", "SLURM")
-_OTHERS = ("JAX_", "XLA_", "PYTHON", "SHARDLOAD_")  # PYTHON...: the command line and `do_begin` configure Python
-_KEPT = ("PYTHONHOME",)
-_SET = {
+_OTHER_PREFIXES = ("JAX_", "XLA_", "PYTHON", "SHARDLOAD_")  # PYTHON...: the command line and `do_begin` configure Python
+_KEPT_VARIABLES = ("PYTHONHOME",)
+_NEW_VARIABLES = {
     "MPI4PY_RC_INITIALIZE": "0",
     "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of address space, which the limit counts
     "OPENBLAS_NUM_THREADS": "1",
@@ -88,16 +88,16 @@ _KINDS: dict[str, type[Exception]] = {
 Array = np.ndarray[Any, Any]
 
 
-def lie(what: str) -> HelperError:
+def lie(answer: str) -> HelperError:
     """The error about an impossible answer."""
-    return HelperError(f"the helper process that read it gave an answer that cannot be right: {what}")
+    return HelperError(f"the helper process that read it gave an answer that cannot be right: {answer}")
 
 
 @cache
 def _starter(process: int) -> Pool:
     """A thread of this process that starts helpers. It never ends while the process runs.
 
-    (A process can ask for a signal at its parent's death. That signal comes when the thread ends that started the process.)
+    (The system ends a helper at its parent's death: it takes for that the end of the thread that started the helper.)
     """
     return Pool(1, "shardload-helpers")
 
@@ -128,10 +128,10 @@ class Helper:
             # Otherwise the helper could make it shorter, and this process would die of reading memory that no longer exists.
             fcntl.fcntl(self._shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._memory = mmap.mmap(self._shared, 0, prot=mmap.PROT_READ)
-            self._channel, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            self._channel, helper_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
             self._resources.callback(self._channel.close)
-            with other:  # only the helper may hold this end, or its death would not be noticed
-                self._start(other)
+            with helper_end:  # only the helper may keep this end open, or its death would not be noticed
+                self._start(helper_end)
             self._channel.settimeout(_TICK_SECONDS)
             begin = {"do": "begin", "places": _import_paths(), "memory_nbytes": limits.memory_nbytes}
             self._exchange(begin, _START_SECONDS, _START_SECONDS)
@@ -156,14 +156,15 @@ class Helper:
         self._resources.callback(os.close, descriptor)
         return descriptor
 
-    def _start(self, other: socket.socket) -> None:
+    def _start(self, helper_end: socket.socket) -> None:
         with ExitStack() as opened:
-            number = fcntl.fcntl(other, fcntl.F_DUPFD_CLOEXEC, 3)
+            number = fcntl.fcntl(helper_end, fcntl.F_DUPFD_CLOEXEC, 3)
             opened.callback(os.close, number)
             # -S -P: no start-up files, and no imports from the script's folder. It gets this process's import paths.
-            given = [str(n) for n in (number, self._shared, os.getpid())]
-            command = [sys.executable, "-S", "-P", "-s", SCRIPT, *given]
-            environ = {k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith((*_LAUNCHERS, *_OTHERS))} | _SET
+            arguments = [str(n) for n in (number, self._shared, os.getpid())]
+            command = [sys.executable, "-S", "-P", "-s", SCRIPT, *arguments]
+            dropped = (*_LAUNCHERS, *_OTHER_PREFIXES)
+            environ = {k: v for k, v in os.environ.items() if k in _KEPT_VARIABLES or not k.startswith(dropped)}
 
             def start() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(
@@ -171,7 +172,7 @@ class Helper:
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
-                    env=environ,
+                    env=environ | _NEW_VARIABLES,
                     pass_fds=(number, self._shared),
                 )
 
@@ -193,7 +194,7 @@ class Helper:
         """True until the helper is ended."""
         return self._finalize.alive
 
-    def ask(self, do: str, nbytes: int = 0, most: int = _MOST_ANSWER_NBYTES, **what: Any) -> dict[str, Any]:
+    def ask(self, do: str, nbytes: int = 0, most: int = _MOST_ANSWER_NBYTES, **arguments: Any) -> dict[str, Any]:
         """Send one request and return the answer. Not from two threads at once.
 
         Parameters
@@ -204,7 +205,7 @@ class Helper:
             Bytes of the values that the answer puts into the shared memory.
         most : int
             The most bytes of the answer itself.
-        **what
+        **arguments
             Arguments of the request.
 
         Raises
@@ -221,12 +222,12 @@ class Helper:
             if most + nbytes > len(self._memory):
                 os.ftruncate(self._shared, most + nbytes)
                 self._memory = mmap.mmap(self._shared, most + nbytes, prot=mmap.PROT_READ)
-            answer = self._exchange({"do": do, **what}, self._limits.seconds, cpu_seconds, most)
+            answer = self._exchange({"do": do, **arguments}, self._limits.seconds, cpu_seconds, most)
         except BaseException:
             self.end()
             raise
         if "error" in answer:
-            self._raise(answer, what)
+            self._raise(answer, arguments)
         return answer
 
     def values(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -252,15 +253,15 @@ class Helper:
                     packet = self._channel.recv(8)
                     break
                 except TimeoutError:
-                    late = ""
+                    reason = ""
                     if seconds is not None and time.monotonic() - since > seconds:
-                        late = f"it gave no answer for {seconds:g} s (a quarter of timeout=)"
+                        reason = f"it gave no answer for {seconds:g} s (a quarter of timeout=)"
                     elif self._cpu_seconds() - cpu_before > cpu_seconds:
-                        late = (
+                        reason = (
                             f"it computed for more than {cpu_seconds:.0f} s, which no sound chunk takes: a loop without an end"
                         )
-                    if late:
-                        raise HelperError(f"the helper process that read it was ended: {late}{self._last_line()}") from None
+                    if reason:
+                        raise HelperError(f"the helper process that read it was ended: {reason}{self._last_line()}") from None
         except OSError as error:
             if isinstance(error, HelperError):
                 raise
@@ -293,15 +294,15 @@ class Helper:
             status = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return HelperError(f"the helper process that read it stopped listening{self._last_line()}")
-        how = f"ended by itself, with status {status}"
+        end = f"ended by itself, with status {status}"
         if status < 0:
-            how = f"was ended by {next((s.name for s in signal.Signals if s.value == -status), f'signal {-status}')}"
+            end = f"was ended by {next((s.name for s in signal.Signals if s.value == -status), f'signal {-status}')}"
             if status == -signal.SIGABRT:
-                how += f" (as where memory is refused: its limit is {format_nbytes(self._limits.memory_nbytes)})"
-        return HelperError(f"the helper process that read it {how}{self._last_line()}")
+                end += f" (as where memory is refused: its limit is {format_nbytes(self._limits.memory_nbytes)})"
+        return HelperError(f"the helper process that read it {end}{self._last_line()}")
 
     def _last_line(self) -> str:
-        """What the helper, or a library in it, has printed last."""
+        """The last line that the helper, or a library in it, has printed, as the end of a message."""
         try:
             size = os.fstat(self._log).st_size
             lines = os.pread(self._log, _MOST_TEXT, max(0, size - _MOST_TEXT)).decode(errors="replace").splitlines()
@@ -345,17 +346,17 @@ _LONGEST_STATE = 8
 
 
 @contextmanager
-def _checking(what: str) -> Iterator[None]:
-    """Turn what goes wrong while an answer is looked at into the error about it."""
+def _checking(kind: str) -> Iterator[None]:
+    """Turn any error while an answer is checked into the error about an impossible answer."""
     try:
         yield
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise lie(f"no {what} ({printable(str(error))[:200]})") from None
+        raise lie(f"no {kind} ({printable(str(error))[:200]})") from None
 
 
-def _require(is_so: bool, what: str) -> None:
+def _require(is_so: bool, text: str) -> None:
     if not is_so:
-        raise ValueError(what)
+        raise ValueError(text)
 
 
 def _are_ints(values: Any, start: int, stop: int) -> bool:
@@ -462,7 +463,7 @@ class UntrustedFormat(Format):
 class UntrustedFile(OpenFile):
     """A file that is open in a helper process.
 
-    Attributes of groups are not asked for: nobody needs those of a file that is not trusted.
+    Attributes of groups are not read from a file that is not trusted.
 
     Parameters
     ----------
@@ -477,9 +478,9 @@ class UntrustedFile(OpenFile):
         self._limits = access.untrusted or Limits()
         self.lock = threading.RLock()  # around a question, until the values of its answer are copied
         self._helper: Helper | None = None
-        self._n_lost, self._last, self.is_closed = 0, "", False
+        self._n_lost, self._last_error, self.is_closed = 0, "", False
 
-    def ask(self, do: str, nbytes: int = 0, **what: Any) -> dict[str, Any]:
+    def ask(self, do: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
         """Ask the helper, which is started if there is none. See `Helper.ask`.
 
         Raises
@@ -494,12 +495,12 @@ class UntrustedFile(OpenFile):
             if self.is_closed:  # meanwhile, by another thread
                 helper.end()
             try:
-                return helper.ask(do, nbytes, path=self.path, allow_external=self._allow_external, **what)
+                return helper.ask(do, nbytes, path=self.path, allow_external=self._allow_external, **arguments)
             except SourceError as error:
-                error.path, error.dataset = self.path, what.get("dataset")
+                error.path, error.dataset = self.path, arguments.get("dataset")
                 raise
             except HelperError as error:
-                self._last = str(error)
+                self._last_error = str(error)
                 helper.end()
                 raise
 
@@ -509,7 +510,7 @@ class UntrustedFile(OpenFile):
         if self.is_closed:
             raise HelperError("the file was closed")
         if self._n_lost >= _MOST_LOST:
-            raise HelperError(f"{self._n_lost} helper processes were lost in this file before; of the last: {self._last}")
+            raise HelperError(f"{self._n_lost} helper processes were lost in this file before; of the last: {self._last_error}")
         if self._helper is None:
             self._helper = Helper(self._limits)
         return self._helper
@@ -532,8 +533,8 @@ class UntrustedFile(OpenFile):
         """Those below a group to which links lead."""
         return self._list("list_linked", group=group, in_full=in_full)
 
-    def _list(self, how: str, **arguments: Any) -> list[ArrayInfo]:
-        infos = self.ask("list", most=_MOST_LIST_NBYTES, how=how, arguments=arguments).get("infos")
+    def _list(self, method: str, **arguments: Any) -> list[ArrayInfo]:
+        infos = self.ask("list", most=_MOST_LIST_NBYTES, method=method, arguments=arguments).get("infos")
         if not isinstance(infos, list):
             raise lie("no list of arrays")
         return [info_of(info, self.path) for info in infos]
@@ -554,11 +555,11 @@ class UntrustedFile(OpenFile):
             return None
 
     def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
-        """None: that is said."""
+        """No attributes, and a text that says so."""
         return {}, ("what attributes of groups say, which are not read from an untrusted file,",)
 
     def give_up(self) -> None:
-        """End a helper that lies: it is asked no more."""
+        """End the helper. The next question starts another one, unless the file is closed."""
         if self._helper is not None:
             self._helper.end()
 
@@ -624,7 +625,7 @@ class UntrustedSource(Source):
         self._read("plain", region, out)
         return out
 
-    def _read(self, how: str, region: Region, out: Array) -> None:
+    def _read(self, method: str, region: Region, out: Array) -> None:
         check_request(self._info, self.dtype, region, out)
         chunks = self._info.chunks
         for part in self._parts(region) if region.size else ():
@@ -633,8 +634,8 @@ class UntrustedSource(Source):
                 if self._is_closed:
                     raise HelperError("the file was closed")
                 nbytes = part.size * self.dtype.itemsize
-                what = {"start": part.start, "stop": part.stop, "how": how, "values_at": VALUES_AT}
-                answer = self._file.ask("read", nbytes, dataset=self._dataset, **what)
+                arguments = {"start": part.start, "stop": part.stop, "method": method, "values_at": VALUES_AT}
+                answer = self._file.ask("read", nbytes, dataset=self._dataset, **arguments)
                 np.copyto(out[into], self._file.values(part.shape, self.dtype))
                 try:
                     self._missing += missing_of(answer.get("missing"), chunks_met(part, chunks) if chunks else ())

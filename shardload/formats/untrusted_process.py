@@ -3,8 +3,8 @@
 1. `untrusted` starts it as a script, with a socket and shared memory, and imports nothing from it.
 2. Before it opens the file, it gives up what it does not need: it ends with its parent, writes no files and no core dumps, and
    has a limit on memory.
-3. It answers requests, one at a time, until the socket is closed. The answer, as JSON, is put into the
-   shared memory, and values behind it; a packet of 8 bytes says how long that is.
+3. It answers requests, one at a time, until the socket is closed. It puts the answer, as JSON, into the shared memory, and
+   values behind it, and sends the number of bytes of the answer in a packet of 8 bytes.
 
 It finds formats of other packages as the parent does. It imports what reading needs, but neither JAX nor MPI; at the top, only
 the standard library.
@@ -66,12 +66,12 @@ def _give_up_rights(parent: int) -> None:
     _limit(resource.RLIMIT_FSIZE, _LOG_NBYTES)
 
 
-def _limit(what: int, most: int) -> None:
+def _limit(kind: int, most: int) -> None:
     """Set a limit that cannot be raised again. A lower limit stays."""
-    _, hard = resource.getrlimit(what)
+    _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         most = min(most, hard)
-    resource.setrlimit(what, (most, most))
+    resource.setrlimit(kind, (most, most))
 
 
 def _limit_memory(nbytes: int) -> None:
@@ -90,7 +90,6 @@ class _Server:
         self._memory_nbytes = 0
         self._path = ""
         self._access: Any = None
-        self._format: Any = None
         self._file: Any = None
         self._sources: dict[str, Any] = {}
 
@@ -98,20 +97,20 @@ class _Server:
         """Answer until the parent closes the socket."""
         while packet := self._channel.recv(_MOST_REQUEST_NBYTES):
             request: dict[str, Any] = json.loads(packet)
-            todo: Callable[..., Answer] = getattr(self, "do_" + request.pop("do"))
+            method: Callable[..., Answer] = getattr(self, "do_" + request.pop("do"))
             try:
-                if todo != self.do_begin:
+                if method != self.do_begin:
                     self._prepare(request.pop("path"), request.pop("allow_external"))
-                answer = todo(**request)
+                answer = method(**request)
             except Exception as error:
-                kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "Exception")
-                text = str(error) if kind != "Exception" else f"{type(error).__name__}: {error}"
+                error_name = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "Exception")
+                text = str(error) if error_name != "Exception" else f"{type(error).__name__}: {error}"
                 if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-                    kind = "MemoryError"
-                answer = {"error": kind, "text": text[:4096]}
+                    error_name = "MemoryError"
+                answer = {"error": error_name, "text": text[:4096]}
             data = json.dumps(answer).encode()
             with contextlib.suppress(ValueError), mmap.mmap(self._shared, len(data)) as memory:
-                memory[:] = data  # one that is too long is not there, and refused for its length
+                memory[:] = data  # the parent refuses one that is too long, which is not written
             self._channel.send(len(data).to_bytes(8, "little"))
 
     # --- once
@@ -140,19 +139,15 @@ class _Server:
 
         if self._path == path:
             return
-        self._format, self._access = format_of(path), Access(allow_external, **_MORE)
-        self._path = path
+        format_of(path)
+        self._path, self._access = path, Access(allow_external, **_MORE)
         _limit_memory(_BASE_NBYTES + self._memory_nbytes)
 
     # --- of the file
 
-    def do_list(self, how: str, arguments: dict[str, Any]) -> Answer:
+    def do_list(self, method: str, arguments: dict[str, Any]) -> Answer:
         """See the method of `OpenFile` of this name."""
-        from shardload.formats.diagnosis import as_source_error
-
-        file = self._open_file()
-        with as_source_error(self._path):
-            infos = getattr(file, how)(**arguments)
+        infos = getattr(self._open_file(), method)(**arguments)
         return {"infos": [info.to_dict() for info in infos]}
 
     def do_state(self, dataset: str | None = None) -> Answer:
@@ -160,24 +155,19 @@ class _Server:
         return {"state": (self._open_file() if dataset is None else self._source(dataset)).state()}
 
     def _open_file(self) -> Any:
-        from shardload.formats.diagnosis import as_source_error
+        from shardload.formats.lookup import open_file
 
         if self._file is None:
-            with as_source_error(self._path):
-                self._file = self._format.open_file(self._path, self._access)
+            self._file = open_file(self._path, self._access)
         return self._file
 
     # --- of an array
 
     def _source(self, dataset: str) -> Any:
-        from shardload.formats.diagnosis import as_source_error
-
         if dataset not in self._sources:
             while len(self._sources) >= _MOST_OPEN:
                 self._sources.pop(next(iter(self._sources))).close()
-            file = self._open_file()
-            with as_source_error(self._path, dataset):
-                self._sources[dataset] = file.open(dataset)
+            self._sources[dataset] = self._open_file().open(dataset)
         return self._sources[dataset]
 
     def do_open(self, dataset: str) -> Answer:
@@ -196,7 +186,7 @@ class _Server:
         coords = {name: coordinate.dataset for name, coordinate in labels.coords.items()}
         return {"labels": {"dims": labels.dims, "attrs": attrs, "coords": coords}}
 
-    def do_read(self, dataset: str, start: list[int], stop: list[int], how: str, values_at: int) -> Answer:
+    def do_read(self, dataset: str, start: list[int], stop: list[int], method: str, values_at: int) -> Answer:
         """Values of a region, by `Source.read_into` or `Source.plain`, and which of its chunks are missing."""
         import numpy as np
 
@@ -207,7 +197,7 @@ class _Server:
         if self._values is None or len(self._values) < nbytes:
             self._values = mmap.mmap(self._shared, nbytes, offset=values_at)
         out = np.frombuffer(self._values, source.dtype, region.size).reshape(region.shape)
-        if how == "read_into":
+        if method == "read_into":
             source.read_into(region, out)
             return {"missing": sorted(map(list, source.missing(region)))}
         values = np.asarray(source.plain(region))

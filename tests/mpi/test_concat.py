@@ -73,7 +73,7 @@ def test_all_ranks_have_the_same(comm: Any, pattern: str, years: shardload.Conca
     assert [os.path.basename(part) for part in years.parts] == ["c.nc", "a.nc", "b.nc"], "not in the order of time"
     assert comm.allgather((years, years.image)) == [(years, years.image)] * comm.size
     listed = shardload.concat([pattern.replace("*", name) for name in "cab"], "time")
-    assert listed == years and listed.told == years.told
+    assert listed == years and listed.fingerprint == years.fingerprint
 
 
 @pytest.mark.parametrize("readers", ["root", "parallel", "direct", 2])

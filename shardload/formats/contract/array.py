@@ -1,11 +1,11 @@
-"""What is known of an array before any of its values is read?
+"""What is known of an array before its values are read?
 
 1. Which values can JAX hold, and is a buffer fit for them? `refusal`, `check_request`.
 2. What are the axes called, and what do they count? `Labels`: names of dimensions, attributes, and coordinates. netCDF and Zarr
-   name axes, and store the coordinates of an axis (longitudes, times) in an array of that name. A load needs none of it, so it
-   is read only where it is asked for: by `shardload.open`, for a selection by name, and when a plan's names are first looked at
-   (`OnDemand`). `Source.labels` gives a format's own names and attributes, and says which other arrays are coordinates;
-   `labelling.Labeller` reads those coordinates, if they are small.
+   name axes, and store the coordinates of an axis (longitudes, times) in an array of that name. A load needs none of it. So it
+   is read only for `shardload.open`, for a selection by name, and when the labels of a plan are first used (`OnDemand`).
+   `Source.labels` gives a format's own names and attributes, and says which other arrays are coordinates; `labelling.Labeller`
+   reads those coordinates, if they are small.
 3. `ArrayInfo` is what a load needs, `Properties` what another array like it needs besides.
 """
 
@@ -27,12 +27,12 @@ from shardload.planning.region import Region
 from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
 Dims = tuple[str | None, ...]
-LONGEST_NAME, MOST_ATTRS = 4096, 256  # that one rank takes from another process
-MIXED = (-1, -1)  # in the place of the state of a file that changed while labels were read: no file has it
+LONGEST_NAME, MOST_ATTRS = 4096, 256  # that a rank takes from a helper process
+MIXED = (-1, -1)  # as `Labels.read_in`: the file changed while labels were read. No file has this state
 
 
 class Note(str):
-    """In the place of an attribute's value: a text for people that says why the value is not here."""
+    """A text for people in the place of an attribute's value: why the value is left out."""
 
     __slots__ = ()
 
@@ -88,27 +88,27 @@ class Labels:
 
 
 class OnDemand:
-    """Labels that are read from the file when they are first looked at.
+    """Labels that are read from the file when they are first needed.
 
     Parameters
     ----------
     read : callable
         Returns the labels.
     brief : Labels, optional
-        Those in which a selection by names was looked up.
+        The labels that a selection by names used.
     """
 
     def __init__(self, read: Callable[[], Labels], brief: Labels | None = None) -> None:
         self._read, self.brief = read, brief
 
     @cached_property
-    def found(self) -> Labels:
-        """The labels."""
+    def full(self) -> Labels:
+        """All labels."""
         return self._read()
 
     def read_again(self) -> None:
-        """Read them anew, because the file is another one than it was then."""
-        self.__dict__.pop("found", None)
+        """Forget `full`, because the file has changed: it is read again when it is next needed."""
+        vars(self).pop("full", None)
 
 
 def names_in(text: Any) -> list[str]:
@@ -164,7 +164,7 @@ def refusal(dtype: np.dtype[Any]) -> str | None:
 
 
 def is_added(dtype: np.dtype[Any]) -> bool:
-    """True for a type that another package has added to NumPy: bfloat16 and smaller floats, which may have the kind of NumPy's.
+    """True for a type that another package has added to NumPy: bfloat16 and smaller floats. Some have the kind of a NumPy type.
 
     >>> is_added(np.dtype("float16"))
     False
@@ -173,7 +173,7 @@ def is_added(dtype: np.dtype[Any]) -> bool:
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """A type as text of which `np.dtype` makes it again. Added types have a name alone, without a byte order.
+    """A type as text that `np.dtype` takes. The text of an added type is its name, without a byte order.
 
     >>> dtype_text(np.dtype(">f8"))
     '>f8'
@@ -208,7 +208,7 @@ def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def cast_value(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Numbers in another type; None if that has them not. Floating point numbers are rounded.
+    """Numbers in another type; None if that type cannot hold them. Floating point numbers are rounded.
 
     >>> cast_value(1e20, np.dtype("f4")), cast_value(300, np.dtype("u1")), cast_value(1e300, np.dtype("f4"))
     (np.float32(1e+20), None, None)
@@ -256,14 +256,12 @@ def settle_bools(values: np.ndarray[Any, Any]) -> None:
         np.minimum(number, 1, out=number)
 
 
-# `ArrayInfo.attributes`
+# The names in `ArrayInfo.attributes`.
 TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")
 
 
-_MOST_SHOWN = 1024  # values or characters of an attribute to show
-
-
-MOST_KEPT = 1 << 16  # ... to give to the caller
+_MOST_SHOWN = 1024  # values, or characters, of an attribute that people are shown
+MOST_KEPT = 1 << 16  # the same of one that the caller gets
 
 
 @dataclass(frozen=True)
@@ -333,10 +331,10 @@ class ArrayInfo:
         return {**vars(self), "attributes": dict(self.attributes), "packing": dict(self.packing), "labels": None}
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> ArrayInfo:
+    def from_dict(cls, metadata: dict[str, Any]) -> ArrayInfo:
         """The inverse of `to_dict`, also after JSON made lists of its tuples."""
-        sizes = {name: None if found[name] is None else tuple(found[name]) for name in ("shape", "chunks", "shards")}
-        return cls(**found | sizes)
+        sizes = {name: None if metadata[name] is None else tuple(metadata[name]) for name in ("shape", "chunks", "shards")}
+        return cls(**metadata | sizes)
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -348,16 +346,16 @@ class ArrayInfo:
         return cls.from_dict(json.loads(text))
 
     @property
-    def _known_labels(self) -> Labels:
+    def _full_labels(self) -> Labels:
         """The labels, read now if they are read on demand."""
         if self.labels is None:
             return Labels((None,) * len(self.shape), self.attributes)
-        return self.labels.found if isinstance(self.labels, OnDemand) else self.labels
+        return self.labels.full if isinstance(self.labels, OnDemand) else self.labels
 
     @property
     def dims(self) -> tuple[str | None, ...]:
         """The name of each axis; None for an axis without one, or if names were not asked for."""
-        return self._known_labels.dims
+        return self._full_labels.dims
 
     @property
     def n_parts(self) -> int:
@@ -367,17 +365,17 @@ class ArrayInfo:
     @property
     def attrs(self) -> Mapping[str, Any]:
         """All attributes, as plain Python; only those of `attributes` if no more were asked for."""
-        return self._known_labels.attrs
+        return self._full_labels.attrs
 
     @property
     def coords(self) -> Mapping[str, Coordinate]:
         """The coordinates by name, with their values if they are small; none if they were not asked for."""
-        return self._known_labels.coords
+        return self._full_labels.coords
 
     @property
     def group_attrs(self) -> Mapping[str, Any]:
         """The attributes of the group that the array is in (of the file, for the root); none if they were not asked for."""
-        return self._known_labels.of_group
+        return self._full_labels.of_group
 
     def __str__(self) -> str:
         """As messages name it: ``'/density' in 'data.h5'``."""
@@ -386,7 +384,7 @@ class ArrayInfo:
 
 @dataclass(frozen=True)
 class Properties:
-    """What else must be known of an array to make another one like it.
+    """What must be known of an array, besides `ArrayInfo`, to make another one like it.
 
     Attributes
     ----------
@@ -398,8 +396,8 @@ class Properties:
         The author's attributes, with their types. ``_FillValue``, a scalar of the array's type, is there if a value marks
         missing data, however the format says that.
     compression : mapping, str or None
-        How chunks are compressed: the keywords of `sink.Compression`. Text says why no other array can be compressed like this
-        one, in words that follow its name.
+        How chunks are compressed: the keywords of `sink.Compression`. Or why no new array can be compressed in this way, in
+        words that follow the array's name.
     checksum : bool
         Whether chunks have a checksum of the format's own.
     fill_value : object
@@ -411,7 +409,7 @@ class Properties:
     is_dimension : bool
         True for an array without values that stands for an axis (a netCDF dimension without a variable).
     unread : tuple of str
-        What could not be read of the attributes, in words.
+        Which attributes could not be read, in words.
     stored_name : str or None
         The last part of its name in the file, if that is another one: netCDF has its own names over those of HDF5.
     texts : ndarray or None
@@ -437,37 +435,39 @@ class Properties:
     scale_name: str | None = None
 
     @classmethod
-    def of(cls, labels: Labels, dtype: np.dtype[Any], attrs: Mapping[str, Any], **more: Any) -> Properties:
-        """With names of axes and coordinates as an array's labels say them."""
-        return cls(dtype, labels.dims, attrs, coordinates=tuple(one.dataset for one in labels.coords.values()), **more)
+    def of(cls, labels: Labels, dtype: np.dtype[Any], attrs: Mapping[str, Any], **fields: Any) -> Properties:
+        """Make them with the names of axes and coordinates that `labels` has."""
+        return cls(
+            dtype, labels.dims, attrs, coordinates=tuple(coordinate.dataset for coordinate in labels.coords.values()), **fields
+        )
 
 
 MOST_NAMED = 8
 
 
 def some(texts: Sequence[str], more: str = "") -> str:
-    """The first few texts, and how many more there are. `more` replaces that number.
+    """The first few texts, and how many more there are; `more` stands in the place of that number.
 
     >>> some([str(n) for n in range(10)])
     '0, 1, 2, 3, 4, 5, 6, 7 and 2 more'
     """
-    rest = len(texts) - MOST_NAMED
-    return ", ".join(texts[:MOST_NAMED]) + (f" and {more or rest} more" if rest > 0 else "")
+    n_left = len(texts) - MOST_NAMED
+    return ", ".join(texts[:MOST_NAMED]) + (f" and {more or n_left} more" if n_left > 0 else "")
 
 
 GROUP = "group"
-NOTHING = "nothing"  # in the place of a type: there are no values
+NOTHING = "nothing"  # as a type: there are no values
 
 
-def group_info(path: str, name: str, format_name: str, attributes: Sequence[str], how: str) -> ArrayInfo:
-    """What stands for a group without arrays among the arrays that the caller could mean. `how` reads its attributes.
+def group_info(path: str, name: str, format_name: str, attributes: Sequence[str], code: str) -> ArrayInfo:
+    """A group without arrays, in a list of the arrays that the caller could mean. `code` reads its attributes.
 
     >>> group_info("a.h5", "/Header", "HDF5", ["Time"], "f['/Header'].attrs").refused
     "a group without arrays. It has attributes ('Time'), which f['/Header'].attrs reads"
     """
     names = some([f"'{printable(key)}'" for key in attributes])
-    told = f". It has attributes ({names}), which {how} reads" if attributes else ""
-    return ArrayInfo(path, name, format_name, (), GROUP, refused=f"a group without arrays{told}")
+    hint = f". It has attributes ({names}), which {code} reads" if attributes else ""
+    return ArrayInfo(path, name, format_name, (), GROUP, refused=f"a group without arrays{hint}")
 
 
 def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
@@ -480,11 +480,11 @@ def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
 
 
 def json_value(value: Any, most: int = _MOST_SHOWN) -> Any:
-    """An attribute's value as plain Python: text for bytes, numbers for NumPy scalars, lists for arrays.
+    """An attribute's value as plain Python: bytes become text, NumPy scalars numbers, arrays lists.
 
     Other values (references, records) become their text. An array of one element becomes that element, because netCDF stores
-    scalars so. A value longer than `most`, or a list of which a part is, is replaced by a `Note` with its length: attributes
-    are sent to every rank and shown to people.
+    scalars so. A value longer than `most`, or a list with such a part, becomes a `Note` with its length: attributes are sent to
+    every rank and shown to people.
 
     >>> json_value(np.array([1.5], dtype=">f4")), json_value(b"K"), json_value(np.int16(3)), json_value([0] * 5000)
     (1.5, 'K', 3, '5000 values, not shown')
@@ -497,8 +497,8 @@ def json_value(value: Any, most: int = _MOST_SHOWN) -> Any:
     if isinstance(value, bytes):
         value = value[: 4 * most + 1].decode("utf-8", errors="replace")
     if isinstance(value, list | tuple):
-        found = [json_value(part, most) for part in value]
-        return Note(f"{n} values, too long, not shown") if any(isinstance(part, Note) for part in found) else found
+        values = [json_value(part, most) for part in value]
+        return Note(f"{n} values, too long, not shown") if any(isinstance(part, Note) for part in values) else values
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)

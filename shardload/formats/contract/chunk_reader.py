@@ -20,17 +20,18 @@ from shardload.system.scratch import empty_bytes
 
 
 def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """New memory."""
+    """New memory: a `Room` that is never used again."""
     return empty_bytes(nbytes)
 
 
 Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
+"""Gives memory of so many bytes."""
 
 
 class Scratch:
-    """A `Room` that uses its memory again, because new memory is slow. For one thread at a time.
+    """A `Room` that gives the same memory in each call, because new memory is slow. For one thread at a time.
 
-    Each call may give the same bytes as the call before, and so end the use of the earlier ones.
+    What an earlier call gave must not be used any more.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Encoded:
 
     @property
     def has_missing(self) -> bool:
-        """True if a chunk is missing. It takes no step of Python for each chunk."""
+        """True if a chunk is missing. (Without a Python loop over the chunks.)"""
         return any(map(is_, self.data, itertools.repeat(None)))
 
 
@@ -77,11 +78,11 @@ class ChunkReader(abc.ABC):
         """Read the chunks of a box of the file's grid of chunks as they are stored.
 
         `room` gives the memory to read into: memory that was used before is much faster than new memory. What was read is valid
-        until it is called again. Errors in the file are OSError (also for a short read) or ValueError.
+        until `room` is called again. Raises OSError or ValueError if the file is damaged or ends too early.
         """
 
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
-        """Told which boxes will be fetched, in about this order, if the file is in a store. The default does nothing."""
+        """Called if the file is in a store: these boxes will be fetched, in about this order. The default does nothing."""
         return None
 
     @abc.abstractmethod
@@ -104,12 +105,12 @@ def box_of(index: Sequence[int]) -> tuple[range, ...]:
 
 
 def check_box(box: Sequence[range], counts: Sequence[int]) -> None:
-    """Raise ValueError if some chunks of a box are not in a grid of so many chunks along each axis."""
+    """Raise ValueError unless all chunks of a box are in a grid of `counts` chunks along each axis."""
     if len(box) != len(counts) or not all(0 <= axis.start < axis.stop <= n for axis, n in zip(box, counts, strict=True)):
         raise ValueError(f"there are no chunks {tuple(box)} in a grid of {tuple(counts)}")
 
 
-_AT_ONCE_NBYTES = 1 << 20  # decoded, of small chunks that are read together
+_AT_ONCE_NBYTES = 1 << 20  # of the decoded values of small chunks that are read together
 
 
 def chunks_met(region: Region, chunk_shape: Sequence[int]) -> list[range]:
@@ -148,7 +149,7 @@ def read_by_chunks(
 
 
 def region_of(box: Sequence[range], cell: Sequence[int], within: Region, phase: Sequence[int] | None = None) -> Region:
-    """What a region has of a box of chunks, of a grid with `phase` elements of the first chunk before the array.
+    """Where a region and a box of chunks meet. The grid of chunks begins `phase` elements before the array.
 
     >>> within = Region((5,), (20,))
     >>> str(region_of((range(1, 3),), (4,), within)), str(region_of((range(1, 3),), (4,), within, phase=(3,)))
@@ -162,9 +163,8 @@ def region_of(box: Sequence[range], cell: Sequence[int], within: Region, phase: 
 
 
 def as_chunks(view: np.ndarray[Any, Any], box: Sequence[range], cell: Sequence[int]) -> np.ndarray[Any, Any] | None:
-    """The memory of what a region has of a box of chunks, as an array with the axes of the box, then those of a chunk (of a
-    single one those of the chunk alone: NumPy has at most 64); None unless it has all of these chunks, and they lie there one
-    after the other.
+    """`view`, the memory for a region, with the axes of a box of chunks, then those of a chunk; None unless the view is all of
+    these chunks, one after the other. (A single chunk has its own axes alone, because NumPy has at most 64.)
 
     >>> view = np.zeros((4, 6))
     >>> as_chunks(view, [range(2), range(1)], (2, 6)).shape, as_chunks(view, [range(1), range(2)], (4, 3))
@@ -221,7 +221,7 @@ def copy_chunks(
 
 
 def copy_rows(out: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-    """Copy between arrays of one shape. Runs along the last axis are moved as one item each: that is faster for short runs."""
+    """Copy between arrays of one shape. Each run along the last axis is moved as one item: that is faster for short runs."""
     if out.ndim and out.dtype == values.dtype and out.shape[-1] > 1:
         itemsize = out.itemsize
         if out.strides[-1] == values.strides[-1] == itemsize:
@@ -243,7 +243,7 @@ def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Itera
 
 
 def index_in_parts(array: Any, region: Region, parts: Callable[[Region], Iterator[Region]]) -> np.ndarray[Any, np.dtype[Any]]:
-    """The values of a region by the own indexing of a library's open array, a part at a time, as `parts` cuts the region."""
+    """The values of a region, by the indexing of a library's open array, of one part at a time, as `parts` cuts the region."""
     first = itertools.islice(parts(region), 2) if region.ndim and region.size else ()
     if len(list(first)) < 2:
         return np.asarray(array[region.slices()])

@@ -22,7 +22,7 @@ from shardload.planning.region import Region
 
 
 class ChangedError(OSError):
-    """A file is another one than that which was looked at when the plan was made. The text says what to do."""
+    """A file has changed since the plan was made. The text says what to do."""
 
 
 class UndecodedError(ValueError):
@@ -48,7 +48,7 @@ class Source(abc.ABC):
     @property
     @abc.abstractmethod
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values that `read_into` writes: the file's, in native byte order."""
+        """Type of the values that `read_into` writes: that of the file, in native byte order."""
 
     @abc.abstractmethod
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
@@ -64,21 +64,18 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def state(self) -> tuple[int, ...] | None:
         """Size and time of last change of the open file, then other numbers that tell it from another file on this machine.
-        None if there is no such thing. Never raises. See `state_of`.
+        None if the array is in no file. Never raises. See `state_of`.
         """
 
     def opened_in(self) -> tuple[int, ...] | None:
-        """`state` as it was before the metadata of this array were read: what has changed since, also while it was opened, is
-        noticed. Never raises.
+        """`state` before the metadata of this array were read, so that the caller notices any later change. Never raises.
 
-        The default is the state of now. A format that reads metadata when it opens an array takes the state first.
+        The default is the present state. A format that reads metadata when it opens an array takes the state first.
         """
         return self.state()
 
     def interrupt(self) -> None:
-        """Told after an error, also by another thread: nobody waits any more for values that are being read. The default does
-        nothing.
-        """
+        """Called after an error, by any thread: nobody needs the values that are being read now. The default does nothing."""
         return None
 
     @abc.abstractmethod
@@ -86,31 +83,31 @@ class Source(abc.ABC):
         """Close what this object opened. An object that the caller passed in stays open. May be called again."""
 
     def expect(self, region: Region) -> None:
-        """Told once, before anything is read: only `region` will be, or a part of it. The default does nothing.
+        """Called at most once, before anything is read: all reads will be inside `region`. The default does nothing.
 
-        A format may then look for nothing but what lies there. Other reads are still right, if slower.
+        A format may then look up no more than this region. Other reads must still be right, but may be slower.
         """
         return None
 
     def expect_in_order(self, regions: Iterator[Region]) -> None:
-        """Told which regions `read_into` will get, in this order, if the file is in a store. The default does nothing."""
+        """Called if the file is in a store: `read_into` will get these regions, in this order. The default does nothing."""
         return None
 
     def tell(self, region: Region) -> Mapping[str, Any] | None:
-        """What other ranks must know to read values of `region` without opening the file (`ArrayInfo.parts`): they open the
-        array with it. The default is what `info` says.
+        """What other ranks must know to open the array (`ArrayInfo.parts`), and to read values of `region` without looking them
+        up in the file. The default is what `info` says.
         """
         return self.info.parts
 
     def nbytes_stored(self) -> int | None:
-        """Bytes on disk; None if the format does not know them. It may take long. The default is that of `info`."""
+        """Bytes on disk; None if the format does not know them. It may take long. The default is what `info` says."""
         return self.info.nbytes_stored
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values of `region` by the format library's own indexing, without code of this package: for verification.
 
-        In any byte order. The default calls `read_into`; then ``verify="file"`` compares the devices with another read by the
-        same code.
+        They may have any byte order. The default calls `read_into`: ``verify="file"`` then compares the devices with a second
+        read by the same code.
         """
         out = np.empty(region.shape, self.dtype)
         self.read_into(region, out)
@@ -120,8 +117,8 @@ class Source(abc.ABC):
         """The indices of the missing chunks (not stored) that meet `region`; their values are the fill value. ``[()]`` if an
         array without chunks has no stored values. The default is that no chunk is missing.
 
-        It is called right after `read_into` of the same region, so that a format can use what it noticed there. If the format's
-        library hides some missing chunks, the result lacks them.
+        It is called right after `read_into` of the same region, so that a format can use what it noticed there. Missing chunks
+        that the format's library hides are left out.
         """
         return ()
 
@@ -132,21 +129,18 @@ class Source(abc.ABC):
     def labels(self) -> Labels:
         """The names of the axes, all attributes, and the names of the arrays that are its coordinates (without their values).
 
-        Called only if somebody asks. By default axes have no names.
+        By default axes have no names.
         """
         return Labels((None,) * len(self.info.shape), self.info.attributes)
 
     def group_attrs(self) -> Mapping[str, Any]:
-        """The attributes of the group that the array is in, as plain Python. The default is none.
-
-        Called only if somebody asks.
-        """
+        """The attributes of the group that the array is in, as plain Python. The default is none."""
         return {}
 
     def properties(self) -> Properties:
-        """What else must be known to make another array like this one (`Properties`).
+        """What must be known besides `info` to make another array like this one (`Properties`).
 
-        By default as much as `info` and `labels` say: the usual options of its compressor, and attributes as plain Python.
+        The default follows from `info` and `labels`: a compressor with its usual options, attributes as plain Python.
         """
         info, labels = self.info, self.labels()
         attrs = dict(labels.attrs)
@@ -154,13 +148,13 @@ class Source(abc.ABC):
             if kind not in ("number", "text", "unreadable"):
                 attrs[key] = np.array(values[0] if len(values) == 1 else values, dtype=kind)[()]
         words = info.codec.replace("(", "+").replace(")", "").split("+")
-        named = [word for word in words if word not in ("none", "shuffle", "fletcher32", "crc32c")]
+        codecs = [word for word in words if word not in ("none", "shuffle", "fletcher32", "crc32c")]
         compression: dict[str, Any] | None = None
-        if named or "shuffle" in words:
-            name = named[0] if named else "none"
+        if codecs or "shuffle" in words:
+            name = codecs[0] if codecs else "none"
             compression = {"name": name, "shuffle": "shuffle" in words or name == "blosc"}
-            if len(named) > 1:
-                compression["options"] = {"cname": named[1]}
+            if len(codecs) > 1:
+                compression["options"] = {"cname": codecs[1]}
         is_dimension = info.is_coordinate and info.nbytes_stored == 0
         return Properties.of(labels, self.dtype, attrs, compression=compression, is_dimension=is_dimension)
 
@@ -185,8 +179,8 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def claims_path(self, path: str) -> bool:
-        """True if the existing file or folder at `path` has this format, by its content, not its suffix. Raises nothing
-        but OSError, if the content cannot be read.
+        """True if the existing file or folder at `path` has this format, by its content, not its suffix. OSError if the content
+        cannot be read; raises nothing else.
         """
 
     @abc.abstractmethod
@@ -194,17 +188,17 @@ class Format(abc.ABC):
         """Open a file that exists."""
 
     def claims_url(self, url: str) -> bool:
-        """True if `url`, which has a ``://``, is for this format, surely. Decides by the text alone. Never raises."""
+        """True if `url`, which has a ``://``, surely is of this format. Decides by the text alone. Never raises."""
         return False
 
     def claims_head(self, head: bytes) -> bool:
-        """True if an object in a store that begins with these bytes is for this format; empty: there is no such object. Asked
-        if its URL does not tell. Never raises.
+        """True if an object in a store that begins with these bytes is of this format (no bytes: there is no such object).
+        Called if no format claims the URL. Never raises.
         """
         return False
 
     def describes(self, info: ArrayInfo) -> bool:
-        """True if the description of an array is this format's."""
+        """True if this format has described the array."""
         return info.format.startswith(self.name)
 
     def claims_object(self, obj: object) -> bool:
@@ -234,22 +228,22 @@ class OpenFile(abc.ABC):
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         """Open one array by its full name, also one that cannot be loaded. It is valid until it or this file is closed.
 
-        Raises ``KeyError(dataset)`` if there is no array of that name. `planned` is what is known of it, maybe from another
-        rank: what that cost need not be done again. The caller compares shape, dtype and chunks of the source with it.
+        Raises ``KeyError(dataset)`` if there is no array of that name. `planned` is its description, maybe from another rank,
+        which saves looking it up again. The caller compares shape, dtype and chunks of the source with it.
         """
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """At most `most` + 1 arrays of the file, each under one name, to say which the caller could mean. By default a
-        `list_arrays` that is quick.
+        """At most `most` + 1 arrays of the file, each under one name, quickly: for a message about which the caller could mean.
+        By default the first of `list_arrays`.
 
-        If the result has more than `most` arrays, the file has more. The result then includes arrays below `like`, or with a
-        similar name, if the format lists names quickly. If `like` is a group without arrays, the result may begin with
-        `group_info`. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
+        If the file has more than `most` arrays, the result includes arrays below `like`, or with a similar name, if the format
+        lists names quickly. If `like` is a group without arrays, the result may begin with `group_info`. Text attributes may be
+        left out: in some formats it is not safe to read those of a damaged file.
         """
         return self.list_arrays()[: None if most is None else most + 1]
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
-        """The arrays below `group`, if links lead to it, under the names by which `open` opens them. By default none.
+        """The arrays below a `group` to which links lead, under the names by which `open` opens them. By default none.
 
         `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there, else as in
         `sketch`. Raises SourceError for a link without a target, and for one that the caller does not allow.
@@ -257,9 +251,9 @@ class OpenFile(abc.ABC):
         return []
 
     def state(self) -> tuple[int, ...] | None:
-        """The state of the file itself, as `Source.state` has it; None if there is no such thing. Never raises.
+        """The state of the file itself, like `Source.state`; None if it has none. Never raises.
 
-        With it a job sees if the arrays of one file were read in different versions of it.
+        With it a job sees if arrays of one file were read from different versions of it.
         """
         return None
 
@@ -270,10 +264,10 @@ class OpenFile(abc.ABC):
         return {}, ()
 
     def links(self) -> Mapping[str, str]:
-        """The links by which something has another name, or lies in another file: by their full names, and what each leads to,
-        in words. By default none.
+        """The links in the file that give something a second name, or lead to another file: from their full names to what each
+        leads to, in words. By default none.
 
-        What is behind them may not be among the arrays of this file.
+        `list_arrays` need not have what they lead to.
         """
         return {}
 
@@ -289,7 +283,7 @@ class OpenFile(abc.ABC):
 
 
 def open_alone(file: OpenFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
-    """Open an array of a file, which is closed with it, or if it cannot be opened."""
+    """Open an array of a file. The file is closed with it, or at once if the array cannot be opened."""
     try:
         source = file.open(dataset, planned)
     except BaseException:

@@ -232,7 +232,7 @@ def _check_version(plan: Plan, array: Any = None) -> None:
 
 
 def _is_other(labels: Labels | OnDemand, version: tuple[int, ...]) -> bool:
-    labels = labels.found if isinstance(labels, OnDemand) else labels
+    labels = labels.full if isinstance(labels, OnDemand) else labels
     return labels.read_in is not None and version_of_state(labels.read_in) != version
 
 

@@ -428,7 +428,7 @@ class _Appending(Saving):
             return Chunk(chunk.name, region, new_values)
         begin = ahead // array.unit * array.unit
         index = tuple(a // c for a, c in zip(region.start, array.spec.chunks or (), strict=True))
-        self._rewritten += [(chunk.name, array.region(old_index)) for old_index in array.beside(index)]
+        self._rewritten += [(chunk.name, array.region(old_index)) for old_index in array.old_chunks_with(index)]
         if begin == ahead:
             return Chunk(chunk.name, region, new_values)
         old = self._stored(chunk.name, _along(region, axis, array.base + begin, array.old))

@@ -272,7 +272,7 @@ class StreamPlan(PrintedReport):
         for array in self.arrays:
             offsets.setdefault(array.info.dataset, set()).update(array.offsets)
         pool = "all steps" if order.spread >= order.n_blocks else f"mixes {order.spread} blocks of {order.block} steps"
-        files = sorted({array.handle.told for array in self.arrays if isinstance(array.handle, Concatenation)})
+        files = sorted({array.handle.fingerprint for array in self.arrays if isinstance(array.handle, Concatenation)})
         return {
             **({"files": files} if files else {}),
             "order": ORDER_VERSION,

@@ -104,7 +104,7 @@ def test_it_is_a_path_of_its_own(tmp_path: Path) -> None:
     for other in (pickle.loads(pickle.dumps(one)), copy.copy(one)):
         assert other == one and other.image == one.image
     with pytest.raises(dataclasses.FrozenInstanceError):
-        one.told = ""  # type: ignore[misc]
+        one.fingerprint = ""  # type: ignore[misc]
     some = shardload.concat(files[1:])
     two = shardload.load([one, some], Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset="x")
     for x, expected in zip(two, (WHOLE, WHOLE[5:]), strict=True):
