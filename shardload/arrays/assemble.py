@@ -22,10 +22,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from shardload.arrays.sharding import device_regions, region_of
 from shardload.errors import ShardloadError
-from shardload.planning.region import Region
+from shardload.planning.region import Array, Region
 from shardload.transfer.buffers import view_of
 
-Array = np.ndarray[Any, Any]
 _MOST_IN_32_BITS = 2**31 - 1
 
 
@@ -95,8 +94,8 @@ def assemble(
     ShardloadError
         If a device asks for a region that this process has no piece of, or the shape or dtype of a piece or shard is wrong.
     """
-    held = dict(pieces)
-    for region, data in held.items():
+    piece_of = dict(pieces)
+    for region, data in piece_of.items():
         if data.shape != region.shape or data.dtype != dtype:
             raise ShardloadError(
                 f"the piece for {region} has shape {data.shape} and dtype {data.dtype}, expected {region.shape} and {dtype}"
@@ -104,16 +103,16 @@ def assemble(
 
     def answer(index: tuple[slice, ...] | None) -> Any:
         region = region_of(index, shape_global)
-        if not here:  # JAX asks for the values of a replicated array even if this process has no device of the mesh
+        if not devices_here:  # JAX asks for the values of a replicated array even if this process has no device of the mesh
             return np.broadcast_to(np.zeros((), dtype), region.shape)
-        if region not in held:
-            raise ShardloadError(_not_held(region, held, sharding, shape_global))
-        return under_way.get(region, held[region])
+        if region not in piece_of:
+            raise ShardloadError(_not_held(region, piece_of, sharding, shape_global))
+        return early_arrays.get(region, piece_of[region])
 
-    under_way = {} if early is None else early.arrays
-    here = sharding.addressable_devices
+    early_arrays = {} if early is None else early.arrays
+    devices_here = sharding.addressable_devices
     array = jax.make_array_from_callback(shape_global, sharding, answer, dtype=dtype)
-    _verify_shards(array, sharding, held, dtype, shape_global)
+    _verify_shards(array, sharding, piece_of, dtype, shape_global)
     return array
 
 
@@ -122,38 +121,38 @@ def has_host_memory(device: Any) -> bool:
     return bool(device.platform == "cpu")
 
 
-def device_values(data: jax.Array, region: Region, held: Region) -> Array:
-    """The values of `region` on the device; `data` is the shard, which holds the region `held`. On CPU the result is a view."""
-    is_here = has_host_memory(next(iter(data.devices())))
-    return view_of(np.asarray(data), region, held) if is_here else copy_from_device(data, region, held)
+def device_values(data: jax.Array, region: Region, whole: Region) -> Array:
+    """The values of `region` on the device. `data` is the shard, which holds the region `whole`. On CPU they are a view."""
+    is_on_host = has_host_memory(next(iter(data.devices())))
+    return view_of(np.asarray(data), region, whole) if is_on_host else copy_from_device(data, region, whole)
 
 
-def copy_from_device(data: jax.Array, region: Region, held: Region) -> Array:
-    """A copy of `region` alone, of a shard that holds the region `held`."""
-    start = [a - o for a, o in zip(region.start, held.start, strict=True)]
-    here = Mesh(np.array(list(data.devices())), ("device",))  # the caller's mesh (`jax.set_mesh`) has other devices
-    with jax.set_mesh(here), _wide_indices() if max(held.shape, default=0) > _MOST_IN_32_BITS else nullcontext():
+def copy_from_device(data: jax.Array, region: Region, whole: Region) -> Array:
+    """A copy of `region` alone, of a shard that holds the region `whole`."""
+    start = [a - o for a, o in zip(region.start, whole.start, strict=True)]
+    mesh = Mesh(np.array(list(data.devices())), ("device",))  # the caller's mesh (`jax.set_mesh`) has other devices
+    with jax.set_mesh(mesh), _wide_indices() if max(whole.shape, default=0) > _MOST_IN_32_BITS else nullcontext():
         return np.asarray(jax.lax.dynamic_slice(data, start, region.shape))
 
 
 def _wide_indices() -> AbstractContextManager[None]:
     """Let JAX count along an axis with 64 bits. With 32 bits it takes other elements beyond 2**31, without an error."""
-    has: Any = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")  # where older releases have it
-    context: AbstractContextManager[None] = has.enable_x64(True)
+    module: Any = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")  # where older releases have it
+    context: AbstractContextManager[None] = module.enable_x64(True)
     return context
 
 
-def _not_held(region: Region, held: dict[Region, Array], sharding: NamedSharding, shape: tuple[int, ...]) -> str:
-    asking = [str(device) for device, asked in device_regions(sharding, shape).items() if asked == region]
-    who = f"devices {', '.join(asking)} ask" if len(asking) > 1 else f"device {''.join(asking) or '(unknown)'} asks"
+def _not_held(region: Region, pieces: dict[Region, Array], sharding: NamedSharding, shape: tuple[int, ...]) -> str:
+    devices = [str(device) for device, device_region in device_regions(sharding, shape).items() if device_region == region]
+    askers = f"devices {', '.join(devices)} ask" if len(devices) > 1 else f"device {''.join(devices) or '(unknown)'} asks"
     return (
-        f"{who} for {region}, but this process holds "
-        f"{', '.join(str(r) for r in sorted(held)) or 'nothing'}. A wrong piece is never handed over: no array was made"
+        f"{askers} for {region}, but this process holds "
+        f"{', '.join(str(r) for r in sorted(pieces)) or 'nothing'}. A wrong piece is never handed over: no array was made"
     )
 
 
 def _verify_shards(
-    array: jax.Array, sharding: NamedSharding, held: dict[Region, Array], dtype: np.dtype[Any], shape: tuple[int, ...]
+    array: jax.Array, sharding: NamedSharding, pieces: dict[Region, Array], dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> None:
     if array.shape != shape or array.dtype != dtype or array.sharding != sharding:
         raise ShardloadError(
@@ -164,8 +163,8 @@ def _verify_shards(
         region = places.get(shard.device)  # the same as its index, which JAX takes from the sharding too
         if region is None:
             raise ShardloadError(f"JAX put a shard on {shard.device}, which {sharding} does not have here")
-        if region not in held or shard.data.shape != region.shape or shard.data.dtype != dtype:
+        if region not in pieces or shard.data.shape != region.shape or shard.data.dtype != dtype:
             raise ShardloadError(
                 f"{shard.device} holds {region} as {shard.data.shape}, {shard.data.dtype}; expected one of "
-                f"{', '.join(str(r) for r in sorted(held))} as {dtype}"
+                f"{', '.join(str(r) for r in sorted(pieces))} as {dtype}"
             )

@@ -16,15 +16,13 @@ import numpy as np
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.format import Source
-from shardload.planning.region import Grid, Region
+from shardload.planning.region import Array, Grid, Region
 from shardload.planning.selection import Selection
 from shardload.transfer.cast import conversion
 from shardload.values.decoding import Decoding
 
 _REGION_NBYTES = 1 << 16
 _DECODED_AT_MOST = 32  # samples decode at most 1/32 of the region that they are in, or one chunk
-
-Array = np.ndarray[Any, Any]
 
 
 class Truth:
@@ -55,10 +53,10 @@ class Truth:
         conversion(self._decoding)(raw, out, f"{info}, elements {place},")
         return out
 
-    def explain(self, region: Region, before: Array, piece: Array | None, found: Array) -> str:
-        """Say which side is likelier wrong, if the device's values `found` differ from `before`, those read from the file."""
+    def explain(self, region: Region, from_file: Array, piece: Array | None, found: Array) -> str:
+        """Say which side is likelier wrong, if the device's values `found` differ from those that were read, `from_file`."""
         info = self._source.info
-        if first_difference(before, self.values(region)) is not None:
+        if first_difference(from_file, self.values(region)) is not None:
             raise SourceError(
                 f"{info} gives other values each time that {region} of the array is read: somebody writes it, or its storage "
                 "is failing. Nothing that was loaded from it can be trusted",
@@ -103,8 +101,8 @@ def sample_regions(true: Region, chunks: Grid | None, itemsize: int, seed: int, 
     cost = size if chunks is None else math.prod(min(c, n) for c, n in zip(chunks.cell, chunks.shape, strict=True))
     for _ in range(max(1, min(most, true.size // (_DECODED_AT_MOST * max(1, cost))))):
         point = [int(random.integers(a, b)) for a, b in zip(true.start, true.stop, strict=True)]
-        at = Region(tuple(point), tuple(p + 1 for p in point))
-        cell = true if chunks is None else chunks.region(next(iter(chunks.meeting(at)))).intersect(true) or at
+        element = Region(tuple(point), tuple(p + 1 for p in point))
+        cell = true if chunks is None else chunks.region(next(chunks.meeting(element))).intersect(true) or element
         yield _around(point, cell, size, random)
 
 

@@ -17,7 +17,7 @@ from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
 from shardload.errors import ShardloadError, VerifyError
-from shardload.planning.region import Region
+from shardload.planning.region import Array, Region
 from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import Piece, StagedBlock, view_of
@@ -27,7 +27,6 @@ from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
 from shardload.units import first_ranks
 
-Array = np.ndarray[Any, Any]
 _AT_ONCE_NBYTES = 32 << 20
 _NO_DIGEST = 1 << 32
 
@@ -74,42 +73,40 @@ class LocalShards:
     def view(self, number: int, region: Region, copy: int = 0) -> Array:
         """The values of a region of a shard, as one of the devices that hold it has them."""
         data = self._copies[number][copy][1]
-        held = self._regions[number]
-        return view_of(data, region, held) if isinstance(data, np.ndarray) else device_values(data, region, held)
+        whole = self._regions[number]
+        return view_of(data, region, whole) if isinstance(data, np.ndarray) else device_values(data, region, whole)
 
     def shard_with(self, region: Region) -> int:
         """The shard that has all of a region."""
-        for number, held in self._regions.items():
-            if held.contains(region):
+        for number, shard in self._regions.items():
+            if shard.contains(region):
                 return number
         raise ShardloadError(f"no shard of this process has {region}")
 
     def uses(self, piece: Array, number: int, copy: int) -> bool:
         """True if JAX uses the memory of a piece (on CPU)."""
         data = self._copies[number][copy][1]
-        is_here = has_host_memory(next(iter(data.devices())))
-        return is_here and bool(np.asarray(data).ctypes.data == piece.ctypes.data)
+        is_on_host = has_host_memory(next(iter(data.devices())))
+        return is_on_host and bool(np.asarray(data).ctypes.data == piece.ctypes.data)
 
     def checksum(self, number: int, region: Region, copy: int, most_nbytes: int = _AT_ONCE_NBYTES) -> int:
         """The CRC-32 of a region of a shard, on one of the devices that hold it; so many bytes are copied at a time."""
         crc = 0
-        for some in region.split(max(1, most_nbytes // self.dtype.itemsize)):
-            crc = checksum(self.view(number, some, copy), crc)
+        for part in region.split(max(1, most_nbytes // self.dtype.itemsize)):
+            crc = checksum(self.view(number, part, copy), crc)
         return crc
 
     def checksums(self, true: Region) -> list[tuple[int, int]]:
         """The CRC-32 of each shard on each device that holds it here, without padding: number of the shard, CRC."""
-        found = []
+        checksums = []
         for number, copies in self._copies.items():
             region = self._regions[number].intersect(true)
             if region is not None and region.size:
-                found += [(number, self.checksum(number, region, copy)) for copy in range(len(copies))]
-        return found
+                checksums += [(number, self.checksum(number, region, copy)) for copy in range(len(copies))]
+        return checksums
 
 
-def check_replicas(
-    group: Group, arrays: Sequence[tuple[str, Shards, Iterable[tuple[int, int]]]], consequence: str = ""
-) -> None:
+def check_replicas(group: Group, arrays: Sequence[tuple[str, Shards, Iterable[tuple[int, int]]]], consequence: str) -> None:
     """Raise VerifyError if two devices hold the same shard of an array with other values. Collective.
 
     Parameters
@@ -131,22 +128,22 @@ def check_replicas(
     unlike = np.flatnonzero((low != -high) & (low < _NO_DIGEST))
     if not len(unlike):
         return
-    at = int(unlike[0])
-    array = int(np.searchsorted(first, at, side="right")) - 1
+    position = int(unlike[0])
+    array = int(np.searchsorted(first, position, side="right")) - 1
     name, shards, _ = arrays[array]
     ranks: dict[int, list[int]] = {}
-    for rank, (a, b) in enumerate(group.gather_ints([int(least[at]), int(most[at])]).tolist()):
+    for rank, (a, b) in enumerate(group.gather_ints([int(least[position]), int(most[position])]).tolist()):
         for digest in {a, b} if b >= 0 else ():
             ranks.setdefault(digest, []).append(rank)
-    by_size = sorted(ranks.items(), key=lambda held: -len(held[1]))
-    told = ", ".join(f"{first_ranks(held, 8)} {digest:08x}" for digest, held in by_size[:8])
+    by_size = sorted(ranks.items(), key=lambda version: -len(version[1]))
+    versions = ", ".join(f"{first_ranks(with_digest, 8)} {digest:08x}" for digest, with_digest in by_size[:8])
     is_sure = len(by_size[0][1]) > len(by_size[1][1])
-    wrong = by_size[-1][1]
-    blame = f"likelier wrong: {first_ranks(wrong, 8)}" if is_sure else "either may be wrong"
+    wrong_ranks = by_size[-1][1]
+    blame = f"likelier wrong: {first_ranks(wrong_ranks, 8)}" if is_sure else "either may be wrong"
     raise VerifyError(
-        f"the replicas of the shard {shards.region(at - int(first[array]))} of {name} have other values: their CRC-32 is on "
-        f"{told}; {blame}. {consequence}",
-        rank=wrong[0] if is_sure else None,
+        f"the replicas of the shard {shards.region(position - int(first[array]))} of {name} have other values: their CRC-32 is "
+        f"on {versions}; {blame}. {consequence}",
+        rank=wrong_ranks[0] if is_sure else None,
     )
 
 
@@ -172,10 +169,10 @@ def shards_of_array(x: Any, rank_of_process: dict[int, int], rank: int, n_ranks:
 class ShardSender:
     """Stages the parts of one array's shards that this rank sends: from where they lie."""
 
-    n_at_once = 4
+    n_ahead = 4
 
     def __init__(self, shards: LocalShards, local: LocalPieces) -> None:
-        self._shards, self._local, self._counters, self._n = shards, local, Counters(), 0
+        self._shards, self._local, self._counters, self._n_started = shards, local, Counters(), 0
 
     def has_room(self, block: Block) -> bool:
         """See `Producer`."""
@@ -183,7 +180,7 @@ class ShardSender:
 
     def activity(self) -> Activity:
         """See `Producer`."""
-        return Activity(self._n)
+        return Activity(self._n_started)
 
     def start(self, block: Block) -> StagedBlock:
         """See `Producer`."""
@@ -194,7 +191,7 @@ class ShardSender:
                 self._local.copy(part.region, values, self._local.view(part, part.region), self._counters)
             else:
                 tiles.append(Piece(part.region, values))
-        self._n += 1
+        self._n_started += 1
         return StagedBlock(block, tiles)
 
 

@@ -26,10 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.assemble import put_shard
 from shardload.arrays.sharding import cuts_of, ids_text, read_spec, region_of
 from shardload.errors import ConfigError
-from shardload.planning.region import Region
-
-Array = np.ndarray[Any, Any]
-Index = np.ndarray[Any, np.dtype[np.int64]]
+from shardload.planning.region import Array, IntArray, Region
 
 
 @dataclass(frozen=True)
@@ -76,14 +73,14 @@ class Extent:
         """Shape with padding, without halo."""
         return tuple(n - 2 * c * h for n, c, h in zip(self.shape_global, self.cuts, self.halo, strict=True))
 
-    def places(self, axis: int, start: int = 0, stop: int | None = None) -> Index:
+    def places(self, axis: int, start: int = 0, stop: int | None = None) -> IntArray:
         """For each position of the jax.Array along an axis: its index in the file's array; -1 for padding and halo."""
         stop = self.shape_global[axis] if stop is None else stop
         extent, halo = max(1, self.shard_shape[axis]), self.halo[axis]
-        shard, at = np.divmod(np.arange(start, stop, dtype=np.int64), extent)
-        at -= halo
-        index: Index = shard * (extent - 2 * halo) + at
-        index[(at < 0) | (at >= extent - 2 * halo) | (index >= self.shape[axis])] = -1
+        shard, offset = np.divmod(np.arange(start, stop, dtype=np.int64), extent)
+        offset -= halo
+        index: IntArray = shard * (extent - 2 * halo) + offset
+        index[(offset < 0) | (offset >= extent - 2 * halo) | (index >= self.shape[axis])] = -1
         return index
 
 
@@ -133,8 +130,8 @@ def loaded_as(array: Any) -> LoadedArray | None:
 
 def version_of(array: Any) -> Version | None:
     """Which version of its file a load has read for this very array; None if nothing says so."""
-    known = loaded_as(array)
-    return None if known is None else known.version
+    loaded = loaded_as(array)
+    return None if loaded is None else loaded.version
 
 
 def padded_like(array: jax.Array) -> Extent | None:
@@ -167,7 +164,7 @@ def extent_of(array: jax.Array, extent: Extent | Sequence[int] | None, name: str
     ----------
     array : jax.Array
         The array.
-    given : Extent, shape or None
+    extent : Extent, shape or None
         What the caller says of it; None: it is an array that a load returned.
     name : str
         Name of the array in error messages.
@@ -178,14 +175,14 @@ def extent_of(array: jax.Array, extent: Extent | Sequence[int] | None, name: str
         If the array is not known, or what is given does not fit it.
     """
     if extent is None:
-        known = loaded_as(array)
-        if known is None:
+        loaded = loaded_as(array)
+        if loaded is None:
             raise ConfigError(
                 f"{name} of shape {array.shape} is not an array that shardload returned, so nothing says which of its elements "
                 "are the file's. (An array that was computed, copied or moved from a loaded one is another array.) Pass the "
                 "plan too, or the shape without padding: mask(x, plan), unpad(x, (1000, 3))"
             )
-        return known.extent
+        return loaded.extent
     if not isinstance(extent, Extent):
         extent = _extent_of_shape(array, extent, name)
     if extent.shape_global != array.shape:
@@ -199,10 +196,10 @@ def extent_of(array: jax.Array, extent: Extent | Sequence[int] | None, name: str
 def _extent_of_shape(array: jax.Array, shape: Any, name: str) -> Extent:
     numbers = shape if isinstance(shape, (tuple, list)) else (shape,)
     if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers):
-        what = "a tree" if isinstance(shape, (dict, list)) else repr(shape)
+        shape_text = "a tree" if isinstance(shape, (dict, list)) else repr(shape)
         raise ConfigError(
-            f"the plan or shape is {what}; expected the Plan of {name}, or its shape without padding, such as (1000, 3). If it "
-            "is the plan of a tree, pass the Plan of this array: plan.plans['name']"
+            f"the plan or shape is {shape_text}; expected the Plan of {name}, or its shape without padding, such as (1000, 3). "
+            "If it is the plan of a tree, pass the Plan of this array: plan.plans['name']"
         )
     shape = tuple(map(int, numbers))
     if len(shape) != array.ndim or any(not 0 <= n <= m for n, m in zip(shape, array.shape, strict=True)):
@@ -227,16 +224,16 @@ def make_mask(extent: Extent, sharding: Any) -> jax.Array:
         The sharding of the mask.
     """
     shape = extent.shape_global
-    made: dict[Region, Array] = {}  # replicas have the same values
+    values_of_region: dict[Region, Array] = {}  # replicas have the same values
 
     def shard(index: tuple[slice, ...] | None) -> Array:
         region = region_of(index, shape)
-        if region not in made:
+        if region not in values_of_region:
             values: Any = np.True_
             for axis, bounds in enumerate(zip(region.start, region.stop, strict=True)):
                 values = np.logical_and.outer(values, extent.places(axis, *bounds) >= 0)
-            made[region] = np.asarray(values)
-        return made[region]
+            values_of_region[region] = np.asarray(values)
+        return values_of_region[region]
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(bool))
 
@@ -256,11 +253,11 @@ def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
         )
     if array.is_fully_addressable or array.is_fully_replicated:
         out = np.empty(extent.shape, dtype=array.dtype)
-        seen = set()
+        copied = set()
         for shard in array.addressable_shards:
             region = region_of(shard.index, array.shape)
-            if region not in seen:
-                seen.add(region)
+            if region not in copied:
+                copied.add(region)
                 bounds = zip(region.start, region.stop, strict=True)
                 _place(out, np.asarray(shard.data), [extent.places(k, *bound) for k, bound in enumerate(bounds)])
         return out
@@ -269,18 +266,18 @@ def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
     return np.asarray(whole.addressable_data(0))
 
 
-def _place(out: Array, data: Array, places: list[Index]) -> None:
+def _place(out: Array, data: Array, places: list[IntArray]) -> None:
     """Copy the values of a shard to where they belong; `places` is -1 for what belongs nowhere."""
     unpadded = [np.flatnonzero(along >= 0) for along in places]
-    into = [along[at] for along, at in zip(places, unpadded, strict=True)]
-    if all(len(at) for at in unpadded):
+    into = [along[indices] for along, indices in zip(places, unpadded, strict=True)]
+    if all(len(indices) for indices in unpadded):
         out[_index(into)] = data[_index(unpadded)]
 
 
-def _index(along: list[Index]) -> Any:
+def _index(along: list[IntArray]) -> Any:
     """Ascending indices along each axis as a NumPy index: slices where they have no gaps."""
-    if all(int(at[-1]) - int(at[0]) + 1 == len(at) for at in along):
-        return (*(slice(int(at[0]), int(at[-1]) + 1) for at in along), ...)
+    if all(int(indices[-1]) - int(indices[0]) + 1 == len(indices) for indices in along):
+        return (*(slice(int(indices[0]), int(indices[-1]) + 1) for indices in along), ...)
     return np.ix_(*along)
 
 
@@ -322,7 +319,7 @@ def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.A
 
 
 def _device_ids(sharding: Any) -> list[int]:
-    """In the order of the mesh, if there is one: JAX moves nothing between orders inside a compiled function."""
+    """The ids in the order of the mesh, if there is one: a compiled function of JAX moves nothing between two orders."""
     devices = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
     return [device.id for device in devices]
 
@@ -342,11 +339,11 @@ def _check_holds(sharding: NamedSharding, shape: tuple[int, ...], name: str) -> 
     uneven = [axis for axis, (n, p) in enumerate(zip(shape, parts, strict=True)) if n % p]
     if uneven:
         axis, spec = uneven[0], sharding.spec
-        other = ", ".join(repr(None if k in uneven else entry) for k, entry in enumerate(spec))
+        fitting = ", ".join(repr(None if k in uneven else entry) for k, entry in enumerate(spec))
         raise ConfigError(
             f"without padding, axis {axis} of {name} has {shape[axis]} elements, which do not divide over {parts[axis]} "
             "devices, so no jax.Array with this sharding can hold it. Pass numpy=True for a NumPy array on every process, or a "
-            f"sharding that can hold it: sharding=NamedSharding(mesh, P({other})), if the memory of a device is enough. To "
+            f"sharding that can hold it: sharding=NamedSharding(mesh, P({fitting})), if the memory of a device is enough. To "
             "leave the padding out of a computation, use mask"
         )
 
@@ -366,14 +363,14 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     if 0 in extent.shape:  # JAX gives it another sharding than it is told
         empty = np.empty(sharding.shard_shape(extent.shape), array.dtype)
         return jax.make_array_from_callback(extent.shape, sharding, lambda _: empty, dtype=array.dtype)
-    apart = array
+    unconstrained = array
     if isinstance(array.sharding, NamedSharding):
         auto = _auto(array.sharding)
         shards = [put_shard(shard.data, shard.device, auto) for shard in array.addressable_shards]
-        apart = jax.make_array_from_single_device_arrays(array.shape, auto, shards, dtype=array.dtype)
+        unconstrained = jax.make_array_from_single_device_arrays(array.shape, auto, shards, dtype=array.dtype)
     target = _auto(sharding)
     with jax.set_mesh(_auto_mesh(sharding)):  # JAX compiles for the caller's mesh otherwise
-        cut = _cutter(extent, target)(apart)
+        cut = _cutter(extent, target)(unconstrained)
     shards = [put_shard(shard.data, shard.device, sharding) for shard in cut.addressable_shards]
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, shards, dtype=array.dtype)
 
@@ -384,7 +381,7 @@ def _cutter(extent: Extent, sharding: NamedSharding) -> Any:
 
 
 def _auto(sharding: NamedSharding) -> NamedSharding:
-    """In the devices' own memory: older releases of JAX compute nothing that lies elsewhere."""
+    """The same sharding over Auto axes, in the devices' own memory: older releases of JAX cannot compute elsewhere."""
     return NamedSharding(_auto_mesh(sharding), sharding.spec)
 
 

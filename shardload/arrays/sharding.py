@@ -54,11 +54,11 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     _check_mesh(mesh)
     if not isinstance(spec, PartitionSpec | tuple):
         raise ConfigError(f"the spec after a mesh is {spec!r}; expected a PartitionSpec such as P('a', 'b'), P() to replicate")
-    named = [name for entry in spec for name in _entry_names(entry)]
-    for k, name in enumerate(named):
+    mesh_axes = [name for entry in spec for name in _entry_names(entry)]
+    for k, name in enumerate(mesh_axes):
         if name not in mesh.axis_names:
             raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r}, but the mesh has {_mesh_text(mesh)}")
-        if name in named[:k]:
+        if name in mesh_axes[:k]:
             raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r} twice; a mesh axis can cut one array axis")
     return NamedSharding(mesh, PartitionSpec(*spec))
 
@@ -137,10 +137,10 @@ def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, p
         up = -(-n // parts) * parts
         if up != n and not pad:
             good = [d for d in range(2, min(n, 64) + 1) if n % d == 0]
-            other = f", or use a mesh axis of {_one_of(good)}" if good else ""
+            alternative = f", or use a mesh axis of {_one_of(good)}" if good else ""
             raise ConfigError(
                 f"axis {axis} of {name} has {n} elements, but {spec_text(sharding.spec)} splits it over {parts} devices. "
-                f"Pass pad=0 (or another fill value) to pad it to {up}{other}"
+                f"Pass pad=0 (or another fill value) to pad it to {up}{alternative}"
             )
         padded.append(up)
     return tuple(padded)
@@ -196,20 +196,20 @@ def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: Axes, cuts: Sequ
     return Halo(tuple(widths.get(axis, 0) for axis in range(ndim)), tuple(edges.get(axis, WRAP) for axis in range(ndim)))
 
 
-def _by_axis(given: Any, ndim: int, option: str, name: str) -> dict[int, Any]:
+def _by_axis(option_value: Any, ndim: int, option: str, name: str) -> dict[int, Any]:
     """A value per axis, from a tuple or a dict."""
-    if not isinstance(given, dict):
-        if len(given) > ndim:
-            raise ConfigError(f"{option} is {given!r}, for {len(given)} axes, but {name} has {ndim}")
-        return dict(enumerate(given))
-    found: dict[int, Any] = {}
-    for axis, value in given.items():
+    if not isinstance(option_value, dict):
+        if len(option_value) > ndim:
+            raise ConfigError(f"{option} is {option_value!r}, for {len(option_value)} axes, but {name} has {ndim}")
+        return dict(enumerate(option_value))
+    values: dict[int, Any] = {}
+    for axis, value in option_value.items():
         if not -ndim <= axis < ndim:
-            raise ConfigError(f"{option} is {given!r}, which names axis {axis}, but {name} has {ndim} axes")
-        if axis % ndim in found:
-            raise ConfigError(f"{option} is {given!r}, which names axis {axis % ndim} of {name} twice")
-        found[axis % ndim] = value
-    return found
+            raise ConfigError(f"{option} is {option_value!r}, which names axis {axis}, but {name} has {ndim} axes")
+        if axis % ndim in values:
+            raise ConfigError(f"{option} is {option_value!r}, which names axis {axis % ndim} of {name} twice")
+        values[axis % ndim] = value
+    return values
 
 
 def _one_of(numbers: Sequence[int]) -> str:
@@ -252,14 +252,14 @@ def layout_shards(
         processes = np.array([d.process_index for d in sharding.mesh.devices.flat], dtype=np.int64)
         table = np.full(1 + max(int(processes.max(initial=0)), max(rank_of_process, default=0)), -1, dtype=np.int64)
         table[np.fromiter(rank_of_process, np.int64)] = np.fromiter(rank_of_process.values(), np.int64)
-        found = table[processes]
-        if (found < 0).any():
+        rank_of_device = table[processes]
+        if (rank_of_device < 0).any():
             raise ConfigError(
-                f"the mesh has devices of JAX process {processes[found < 0].min()}, which takes no part in this call: the "
-                f"communicator has the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or a "
-                "smaller mesh"
+                f"the mesh has devices of JAX process {processes[rank_of_device < 0].min()}, which takes no part in this call: "
+                f"the communicator has the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or "
+                "a smaller mesh"
             )
-        ranks = found.reshape(sizes)
+        ranks = rank_of_device.reshape(sizes)
     return plan_shards(shape_global, axes, ranks)
 
 
@@ -298,8 +298,8 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
 @lru_cache(maxsize=256)
 def device_regions(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Region]:
     """The region that each device of this process holds, by JAX's index map. Arrays of one shape and sharding share it."""
-    found: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
-    return {device: region_of(index, shape) for device, index in found.items()}
+    indices: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
+    return {device: region_of(index, shape) for device, index in indices.items()}
 
 
 def region_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:
@@ -316,12 +316,12 @@ def verify_layout(shards: Shards, sharding: NamedSharding, rank: int) -> None:
         If they differ. Then pieces would be wrong; nothing has been read or sent yet.
     """
     planned = {shards.region(s) for s in shards.shards_of(rank)}
-    held = set(device_regions(sharding, shards.shape_global).values())
-    if planned != held:
-        told = [", ".join(map(str, sorted(regions))) or "none" for regions in (planned, held)]
+    regions_of_jax = set(device_regions(sharding, shards.shape_global).values())
+    if planned != regions_of_jax:
+        texts = [", ".join(map(str, sorted(regions))) or "none" for regions in (planned, regions_of_jax)]
         raise ShardloadError(
-            f"the plan gives rank {rank} the regions {told[0]}, but JAX's index map says that its devices "
-            f"hold {told[1]}: nothing was loaded. This is a defect in shardload (JAX {jax.__version__}); "
+            f"the plan gives rank {rank} the regions {texts[0]}, but JAX's index map says that its devices "
+            f"hold {texts[1]}: nothing was loaded. This is a defect in shardload (JAX {jax.__version__}); "
             "please report it with the mesh and the spec"
         )
 

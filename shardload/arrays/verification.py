@@ -33,7 +33,7 @@ from shardload.comm.group import Group
 from shardload.errors import VerifyError
 from shardload.formats.contract.format import Source
 from shardload.options import FILE, FULL, INDEX, Options, fill_value
-from shardload.planning.region import Region, plan_blocks
+from shardload.planning.region import Array, Region, plan_blocks
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import view_of
@@ -46,8 +46,6 @@ _MOST_CHUNKS = 1 << 14  # chunks to read at once, however small they are
 _COPIES = 8  # copies of a region: as stored, as read by the library, cast, from the device, compared; and those of the load
 _WRONG_PADDING = "Likelier wrong is this rank: nobody sends padding"
 _COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,8 +96,8 @@ class VerifyReport(PrintedReport):
             parts.append(f"{' and '.join(sums)} with the right checksum")
         if self.n_boxes or self.n_padding:
             elements, regions = counted(self.n_elements, "element"), counted(self.n_boxes, "region")
-            again = f"{elements} ({format_nbytes(self.nbytes_reread)}) in {regions}"
-            parts.append(f"{again} read again and the same bit by bit, {self.n_padding:,} of padding")
+            reread = f"{elements} ({format_nbytes(self.nbytes_reread)}) in {regions}"
+            parts.append(f"{reread} read again and the same bit by bit, {self.n_padding:,} of padding")
         if self.digest is not None:
             parts.append(f"CRC-32 of the array {self.digest:08x}")
         return "; ".join(parts)
@@ -174,20 +172,20 @@ class Verifier:
             If the file cannot be read again, or gives different values each time.
         """
         started, level = time.perf_counter(), self.options.verify
-        found = ShardFindings(Counter(n_shards=len(array.addressable_shards)))
+        findings = ShardFindings(Counter(n_shards=len(array.addressable_shards)))
         local = LocalShards(array, self.schedule.shards, rank)
-        self._check_devices(local, pieces or {}, found)
+        self._check_devices(local, pieces or {}, findings)
         if level in (FILE, FULL) and local.numbers:
-            self._check_file(local, pieces or {}, found)
-        found.seconds = time.perf_counter() - started
-        return found
+            self._check_file(local, pieces or {}, findings)
+        findings.seconds = time.perf_counter() - started
+        return findings
 
     @property
     def _most_nbytes(self) -> int:
         """Bytes of a region that is compared at a time."""
         return max(1, self.options.staging_nbytes // _COPIES)
 
-    def _check_devices(self, local: LocalShards, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
+    def _check_devices(self, local: LocalShards, pieces: Mapping[Region, Array], findings: ShardFindings) -> None:
         """Compare checksums, if there are two copies of the same values."""
         for number in local.numbers:
             region, devices = local.region(number), local.devices(number)
@@ -196,7 +194,7 @@ class Verifier:
             if self.schedule.shards.n_replicas == 1 and (piece is None or not copies):
                 continue  # on CPU JAX uses the piece without a copy, so nothing can differ
             digest, source = (None, "") if piece is None else (checksum(piece), "the host's piece")
-            found.counted["n_devices"] += len(devices)
+            findings.counted["n_devices"] += len(devices)
             for k in copies:
                 on_device = local.checksum(number, region, k, self._most_nbytes)
                 if digest is None:
@@ -207,9 +205,9 @@ class Verifier:
                         f"CRC-32 is {on_device:08x}, expected {digest:08x}. Likelier wrong is this device, or the way to it",
                         rank=local.rank,
                     )
-            found.digests[number] = digest or 0
+            findings.digests[number] = digest or 0
 
-    def _check_file(self, local: LocalShards, pieces: Mapping[Region, Array], found: ShardFindings) -> None:
+    def _check_file(self, local: LocalShards, pieces: Mapping[Region, Array], findings: ShardFindings) -> None:
         shards, layout = self.schedule.shards, self.layout
         with closing(self.open_again()) as source:
             truth = Truth(source, layout.selection, layout.dtype, self.decoding)
@@ -223,19 +221,19 @@ class Verifier:
                         for region in self._padding_regions(content.place):
                             padding = np.full(region.shape, value, layout.dtype)
                             self._compare(local, number, region, padding, "the padding", lambda _: _WRONG_PADDING)
-                            found.counted["n_padding"] += region.size
+                            findings.counted["n_padding"] += region.size
                         continue
                     for region in self._regions(content.source, n_sources * len(local.numbers)):
                         expected, places = truth.values(region), list(content.places(region))
                         for place in places:
-                            held = None if piece is None else view_of(piece, place, local.region(number))
-                            explain = partial(truth.explain, region, expected, held)
+                            piece_values = None if piece is None else view_of(piece, place, local.region(number))
+                            explain = partial(truth.explain, region, expected, piece_values)
                             self._compare(local, number, place, expected, truth.name, explain)
-                        found.counted["n_boxes"] += 1
-                        found.counted["n_elements"] += region.size * len(places)
-                        found.counted["nbytes_reread"] += region.size * source.dtype.itemsize
+                        findings.counted["n_boxes"] += 1
+                        findings.counted["n_elements"] += region.size * len(places)
+                        findings.counted["nbytes_reread"] += region.size * source.dtype.itemsize
                 if self.options.verify == FULL and shards.holders(number)[0] == local.rank:
-                    found.share ^= self._share(local, number)
+                    findings.share ^= self._share(local, number)
 
     def _compare(
         self,
@@ -252,14 +250,14 @@ class Verifier:
             index = first_difference(expected, values)
             if index is None:
                 continue
-            at = tuple(a + i for a, i in zip(place.start, index, strict=True))
+            element = tuple(a + i for a, i in zip(place.start, index, strict=True))
             n = int((words_of(expected) != words_of(values)).any(axis=-1).sum())
             raise VerifyError(
-                f"{device} on rank {local.rank}, shard {local.region(number)} of {self.name}: element {at} is "
+                f"{device} on rank {local.rank}, shard {local.region(number)} of {self.name}: element {element} is "
                 f"{value_text(values[index])}, but {whence} has {value_text(expected[index])} there; {n:,} of the "
                 f"{place.size:,} elements of {place} differ, this is the first. {explain(values)}",
                 rank=local.rank,
-                index=at,
+                index=element,
             )
 
     def _share(self, local: LocalShards, number: int) -> int:
@@ -282,10 +280,8 @@ class Verifier:
             return
         most_cells = _MOST_CHUNKS if layout.has_chunks else 1 << 62
         blocks = plan_blocks(layout.chunks, itemsize, max_nbytes=self._most_nbytes, within=true.shape, max_cells=most_cells)
-        for number in blocks.meeting(true):
-            region = blocks.region(number).intersect(true)
-            if region is not None:
-                yield region
+        for _, region in blocks.cut(true):
+            yield region
 
     def _padding_regions(self, tail: Region) -> Iterator[Region]:
         itemsize = self.layout.dtype.itemsize
@@ -298,7 +294,7 @@ def agree_all(
     group: Group,
     level: str,
     arrays: Iterable[tuple[str, Shards, int]],
-    found: Sequence[ShardFindings],
+    findings: Sequence[ShardFindings],
     sums: Sequence[list[int]],
 ) -> list[VerifyReport]:
     """Make the reports of all ranks, after each has checked its own shards of some arrays. Collective.
@@ -313,7 +309,7 @@ def agree_all(
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``, for all of them.
     arrays : iterable of (str, Shards, int)
         For each array its name, which rank holds which shard, and its bytes without padding.
-    found : sequence of ShardFindings
+    findings : sequence of ShardFindings
         The results of this rank.
     sums : sequence of list of int
         For each array `ShardFindings.counts`, summed over the ranks.
@@ -328,8 +324,8 @@ def agree_all(
     if level == INDEX:
         return [VerifyReport(level, **of_array) for of_array in counts]
     arrays, digests = list(arrays), list[int | None]([None] * len(counts))
-    pairs = zip(arrays, found, strict=True)
-    replicas = [(name, shards, own.digests.items()) for (name, shards, _), own in pairs if shards.n_replicas > 1]
+    pairs = zip(arrays, findings, strict=True)
+    replicas = [(name, shards, finding.digests.items()) for (name, shards, _), finding in pairs if shards.n_replicas > 1]
     if replicas:
         check_replicas(
             group,
@@ -337,10 +333,10 @@ def agree_all(
             "Suspect memory, network and device there; load again, and leave that node out if it happens again",
         )
     if level == FULL:
-        shares = group.gather_ints([mine.share for mine in found])
+        shares = group.gather_ints([finding.share for finding in findings])
         digests = [join_sums(shares[:, k].tolist(), nbytes) for k, (_, _, nbytes) in enumerate(arrays)]
     seconds = time.perf_counter() - started
     return [
-        VerifyReport(level, **of_array, digest=digest, seconds=mine.seconds + seconds)
-        for of_array, digest, mine in zip(counts, digests, found, strict=True)
+        VerifyReport(level, **of_array, digest=digest, seconds=finding.seconds + seconds)
+        for of_array, digest, finding in zip(counts, digests, findings, strict=True)
     ]

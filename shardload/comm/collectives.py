@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.watchdog import NOTICE_SECONDS, notice_of, text_of
+from shardload.comm.watchdog import NOTICE_SECONDS, notice_text, stall_text
 from shardload.errors import StallError
 
 _log = logging.getLogger("shardload")
 _FIRST, _SOME = "the first one", "not all ranks of this communicator have made their first call"
 _MOST_DOUBLINGS = 30
 _ROW_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
-_MOST_NBYTES = 1 << 30  # of a message
 _LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
 
 # Requests that were abandoned (a stall, Ctrl-C): MPI may still write into their buffers, so they are never freed.
 _abandoned: list[Any] = []
 
-Integers = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -51,19 +51,19 @@ _pause_seconds = partial(backoff, n_awake=4, first_seconds=2e-5, longest_seconds
 class Collectives:
     """The collectives that a group needs, and messages of single ranks. Those of this class are of a process alone."""
 
-    def gather(self, mine: Integers) -> Integers:
+    def gather(self, values: Array) -> Array:
         """Return the values of every rank, of shape ``(size, *mine.shape)``. Collective."""
-        return mine[None]
+        return values[None]
 
-    def reduce(self, mine: Integers, op: str) -> Integers:
+    def reduce(self, values: Array, op: str) -> Array:
         """Return the ``"sum"``, ``"min"`` or ``"max"`` of each value over the ranks. Collective."""
-        values: Integers = getattr(np, op)(self.gather(mine), axis=0)
-        return values.astype(mine.dtype)
+        reduced: Array = getattr(np, op)(self.gather(values), axis=0)
+        return reduced.astype(values.dtype)
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """Fill `data` with the `data` of `root`. Collective."""
 
-    def exchange_rows(self, rows: Mapping[int, Integers], sources: Sequence[int]) -> dict[int, Integers]:
+    def exchange_rows(self, rows: Mapping[int, Array], sources: Sequence[int]) -> dict[int, Array]:
         """Send integers to ranks, and return those that `sources` send, in this order. Every rank calls it, also with nothing
         to send.
         """
@@ -81,37 +81,37 @@ class MpiCollectives(Collectives):
         ``mpi4py.MPI``.
     look : callable
         Called repeatedly while this rank waits. It may raise; then the communicator must not be used again.
-    done : callable, optional
+    on_done : callable, optional
         Called after each collective.
     """
 
-    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], done: Callable[[], None] = lambda: None) -> None:
-        self._comm, self._mpi, self._look, self._done = comm, mpi, look, done
+    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], on_done: Callable[[], None] = lambda: None) -> None:
+        self._comm, self._mpi, self._look, self._on_done = comm, mpi, look, on_done
 
-    def gather(self, mine: Integers) -> Integers:
+    def gather(self, values: Array) -> Array:
         """See `Collectives`."""
-        everyone = np.empty((self._comm.size, *mine.shape), dtype=mine.dtype)
-        self._finish(lambda: self._comm.Iallgather(mine, everyone), mine, everyone)
-        self._done()
-        return everyone
+        rows = np.empty((self._comm.size, *values.shape), dtype=values.dtype)
+        self._finish(lambda: self._comm.Iallgather(values, rows), values, rows)
+        self._on_done()
+        return rows
 
-    def reduce(self, mine: Integers, op: str) -> Integers:
+    def reduce(self, values: Array, op: str) -> Array:
         """See `Collectives`."""
-        result = np.empty_like(mine)
-        self._finish(lambda: self._comm.Iallreduce(mine, result, getattr(self._mpi, op.upper())), mine, result)
-        self._done()
+        result = np.empty_like(values)
+        self._finish(lambda: self._comm.Iallreduce(values, result, getattr(self._mpi, op.upper())), values, result)
+        self._on_done()
         return result
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
         self._finish(lambda: self._comm.Ibcast(data, root), data)
-        self._done()
+        self._on_done()
 
-    def exchange_rows(self, rows: Mapping[int, Integers], sources: Sequence[int]) -> dict[int, Integers]:
+    def exchange_rows(self, rows: Mapping[int, Array], sources: Sequence[int]) -> dict[int, Array]:
         """See `Collectives`."""
         self._look()
-        sent = [self._comm.Isend(row, to, _ROW_TAG) for to, row in rows.items()]
-        received: dict[int, Integers] = {}
+        sent = [self._comm.Isend(row, target, _ROW_TAG) for target, row in rows.items()]
+        received: dict[int, Array] = {}
         try:
             for source in sources:
                 status = self._mpi.Status()
@@ -123,7 +123,7 @@ class MpiCollectives(Collectives):
         except BaseException:
             _abandoned.append((sent, rows))
             raise
-        self._done()
+        self._on_done()
         return received
 
     def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
@@ -150,18 +150,18 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
     """A private duplicate of a communicator. Collective; StallError if some rank does not call within `timeout` seconds."""
     if timeout is None or comm.size == 1:
         return comm.Dup()
-    waited, seen = 0.0, time.monotonic()
-    is_said = comm.rank > 0  # only rank 0 warns; it cannot know which ranks wait
+    waited, last_look = 0.0, time.monotonic()
+    has_warned = comm.rank > 0  # only rank 0 warns; it cannot know which ranks wait
 
     def look() -> None:
-        nonlocal waited, seen, is_said
+        nonlocal waited, last_look, has_warned
         now = time.monotonic()
-        waited, seen = waited + min(now - seen, _LONGEST_STEP_SECONDS), now
+        waited, last_look = waited + min(now - last_look, _LONGEST_STEP_SECONDS), now
         if waited > timeout:  # without the duplicate, ranks cannot tell each other who is late
-            raise StallError(text_of(_FIRST, timeout, _SOME))
-        if waited > NOTICE_SECONDS and not is_said:
-            is_said = True
-            _log.warning("%s", notice_of(_FIRST, NOTICE_SECONDS, _SOME, timeout))
+            raise StallError(stall_text(_FIRST, timeout, _SOME))
+        if waited > NOTICE_SECONDS and not has_warned:
+            has_warned = True
+            _log.warning("%s", notice_text(_FIRST, NOTICE_SECONDS, _SOME, timeout))
 
     private, request = comm.Idup()
     _wait_for(request.Test, look)

@@ -22,7 +22,6 @@ import socket
 import threading
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,9 +31,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.collectives import Collectives, MpiCollectives, duplicate
+from shardload.comm.collectives import Collectives, IntArray, MpiCollectives, duplicate
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
-from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
+from shardload.comm.mpi import attribute_of, check_communicator, load_mpi, world
 from shardload.comm.shared_errors import as_shardload, from_json, share, to_json
 from shardload.comm.shared_memory import Node, Segment
 from shardload.comm.store import StoreCollectives, StoreMailbox, StoreMessages, StoreTransport, jax_processes
@@ -50,8 +49,6 @@ UNKNOWN_NBYTES = 1 << 62  # of memory, if nothing says how much there is
 _TAGS = 1 << 15  # two tags per exchange, up to 32767, which every MPI guarantees
 _WATCH_TAG = _TAGS - 1  # no load uses it
 
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8  # at the beginning of the head
@@ -89,11 +86,11 @@ class Invocation:
 
     @property
     def entries(self) -> list[tuple[str, str]]:
-        """What ranks compare one by one, the kind first: each text, and how a message tells it."""
+        """The texts that ranks compare one by one, the kind first, each with the clause that a message has for it."""
         n_names = counted(len(self.names), "array") if self.names else "one array alone"
-        named = {f"array number {k}": name for k, name in enumerate(self.names, 1)}
+        array_names = {f"array number {k}": name for k, name in enumerate(self.names, 1)}
         of_arrays = {f"{name} of {where}": text for where, values in self.of_arrays for name, text in values.items()}
-        arguments = {**named, **self.values, **of_arrays}
+        arguments = {**array_names, **self.values, **of_arrays}
         return [
             (self.kind, f"called {self.title}"),
             (n_names, f"called {self.title} with {n_names}"),
@@ -124,11 +121,6 @@ class Topology:
     memory_nbytes: int = field(default=UNKNOWN_NBYTES, compare=False)
 
     @cached_property
-    def ranks_per_node(self) -> int:
-        """Number of ranks on the machine that has most."""
-        return max(Counter(self.leaders).values())
-
-    @cached_property
     def n_nodes(self) -> int:
         """Number of machines."""
         return len(set(self.leaders))
@@ -147,10 +139,10 @@ def pretended_node(rank: int) -> int | None:
     [0, 1, 0, 1]
     >>> del os.environ["SHARDLOAD_RANKS_PER_NODE"]
     """
-    given = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "").split(",")
-    if not all(text.isdigit() for text in given):
+    texts = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "").split(",")
+    if not all(number.isdecimal() for number in texts):
         return None
-    numbers = [int(text) for text in given]
+    numbers = [int(number) for number in texts]
     if len(numbers) == 1:
         return rank // numbers[0] if numbers[0] else None
     return numbers[rank] if rank < len(numbers) else None
@@ -160,12 +152,12 @@ def find_topology(ranks: Group, node: Node) -> Topology:
     """Find out what the ranks run on. Collective."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
     digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
-    everyone = node.collectives.gather(digest)[:, 0]
-    n_alike = int((everyone == digest[0]).sum())  # ranks that are bound to different cores do not share them
+    digests = node.collectives.gather(digest)[:, 0]
+    n_alike = int((digests == digest[0]).sum())  # ranks that are bound to different cores do not share them
     leaders = ranks.gather_int(node.ranks[0])
     n_ranks = int((leaders == leaders[ranks.rank]).sum())
-    least = ranks.gather_ints([max(1, len(cores) // n_alike), int(min(limit_nbytes(n_ranks), UNKNOWN_NBYTES))]).min(axis=0)
-    return Topology(tuple(leaders.tolist()), *least.tolist())
+    minima = ranks.gather_ints([max(1, len(cores) // n_alike), int(min(limit_nbytes(n_ranks), UNKNOWN_NBYTES))]).min(axis=0)
+    return Topology(tuple(leaders.tolist()), *minima.tolist())
 
 
 def group_of(comm: Any = None, timeout: float | None = None) -> Group:
@@ -177,25 +169,25 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
         comm = world()
     if comm is None:
         client, process, n_processes = jax_processes()
-        with _making:
+        with _making_group:
             return _without_mpi(client, process, n_processes) if n_processes > 1 else _alone()
     check_communicator(comm)
-    kept = kept_on(comm)
-    with kept.making:  # a lock per communicator: duplicating another one may have to wait for its ranks
-        if kept.value is None or (isinstance(kept.value, Group) and kept.value.is_torn):
+    attribute = attribute_of(comm)
+    with attribute.making:  # a lock per communicator: duplicating another one may have to wait for its ranks
+        if attribute.value is None or (isinstance(attribute.value, Group) and attribute.value.is_torn):
             try:
                 group = Group(duplicate(comm, timeout))
                 group.watch_departures()
-                kept.value, kept.free = group, Group.free
+                attribute.value, attribute.free = group, Group.free
             except StallError as error:
-                kept.value, kept.free = error, None
+                attribute.value, attribute.free = error, None
                 leave_at_exit(load_mpi()[0], timeout or 0.0)
-        if isinstance(kept.value, StallError):
-            raise StallError(str(kept.value))
-        return cast(Group, kept.value)
+        if isinstance(attribute.value, StallError):
+            raise StallError(str(attribute.value))
+        return cast(Group, attribute.value)
 
 
-_making = threading.RLock()  # two threads may make their first calls at the same time
+_making_group = threading.RLock()  # two threads may make their first calls at the same time
 
 
 @cache
@@ -233,7 +225,7 @@ class Group:
         self.comm = comm
         self._generation, self._n_duplicates = generation, 0
         self._client: Any = None
-        self._place = f"shardload/{generation}"
+        self._prefix = f"shardload/{generation}"
         mailbox: Mailbox | None = None
         if processes is not None:
             self._client, self.rank, self.size = processes
@@ -246,7 +238,7 @@ class Group:
         ends = partial(leave_at_exit, None if comm is None else self.mpi) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
         self._mailbox = mailbox
-        self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.known)
+        self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.departed)
         self._collectives = Collectives()
         if self._client is not None:
             self._collectives = self._over_store("all", tuple(range(self.size)), self.watch.agreed)
@@ -256,15 +248,15 @@ class Group:
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
         self._machine: Topology | None = None
-        self._one_call = threading.Lock()
-        self._caller = 0  # id of the thread that is in a call
+        self._call_lock = threading.Lock()
+        self._calling_thread = 0  # id of the thread that is in a call
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
     def _messages(self, name: str) -> StoreMessages:
-        return StoreMessages(self._client, f"{self._place}/{name}", self.rank)
+        return StoreMessages(self._client, f"{self._prefix}/{name}", self.rank)
 
     def _over_store(self, name: str, ranks: tuple[int, ...], done: Callable[[], None] = lambda: None) -> StoreCollectives:
-        return StoreCollectives(self._client, f"{self._place}/{name}", self.rank, ranks, self.watch.look, done)
+        return StoreCollectives(self._client, f"{self._prefix}/{name}", self.rank, ranks, self.watch.look, done)
 
     def transport(self, tags: tuple[int, int], segments: Mapping[int, Segment]) -> Transport:
         """Make what carries the messages of one exchange, with the tags of `next_tags`."""
@@ -280,7 +272,7 @@ class Group:
         if self.size > 1:
             name = name or self.send_text(uuid.uuid4().hex if self.rank == 0 else None, 0)
             watch = weakref.ref(self.watch)  # the watchdog references the departures: avoid a cycle
-            self._departures.begin(name, lambda: 0 if (mine := watch()) is None else mine.n_agreed)
+            self._departures.begin(name, lambda: 0 if (watchdog := watch()) is None else watchdog.n_agreed)
 
     @property
     def has_mpi(self) -> bool:
@@ -310,7 +302,7 @@ class Group:
             If this thread is in a call already, if a signal handler has interrupted any other call of it, if another thread is
             in a call for `timeout` seconds, or if a call of this group was interrupted.
         """
-        if self._caller == threading.get_ident():
+        if self._calling_thread == threading.get_ident():
             raise ConfigError(
                 "this thread is in a call over the same communicator already (a function that was passed to it, such as "
                 "progress=, calls shardload): call it afterwards, or pass comm=MPI.COMM_WORLD.Dup()"
@@ -321,8 +313,8 @@ class Group:
                 "one may wait for. Set a flag in the handler, and call when that call has returned"
             )
         refusal = None
-        if not self._one_call.acquire(blocking=False):
-            if not self._one_call.acquire(timeout=-1 if timeout is None else timeout):
+        if not self._call_lock.acquire(blocking=False):
+            if not self._call_lock.acquire(timeout=-1 if timeout is None else timeout):
                 raise ConfigError(
                     f"another thread of this process has been in a call over the same communicator for {timeout:g} s. Does it "
                     "wait for this one? Call one after the other, or give each thread its own, comm=MPI.COMM_WORLD.Dup()"
@@ -332,7 +324,7 @@ class Group:
                     "another thread of this process was in a call over the same communicator, and ranks could not tell the two "
                     "calls apart: give each thread its own, comm=MPI.COMM_WORLD.Dup(), or call one after the other"
                 )
-        self._caller = threading.get_ident()
+        self._calling_thread = threading.get_ident()
         try:
             if self.is_torn:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
@@ -348,8 +340,8 @@ class Group:
             self.is_torn = self.size > 1  # a single process cannot be out of step
             raise
         finally:
-            self._caller = 0
-            self._one_call.release()
+            self._calling_thread = 0
+            self._call_lock.release()
 
     def next_tags(self) -> tuple[int, int]:
         """Two tags for the next exchange, the same on all ranks. Messages of an interrupted one match none of them."""
@@ -364,20 +356,20 @@ class Group:
             pretended = pretended_node(self.rank)
             host = digest_of(socket.gethostname()) >> 1
             # MPI's calls spin without a timeout: make them only when all ranks are there, and all the same ones.
-            told = self.gather_ints([-1 if pretended is None else pretended, host])
+            places = self.gather_ints([-1 if pretended is None else pretended, host])
             if self.size == 1:
                 self._node = Node(0, (0,), self._collectives)
             elif self._client is not None:
-                ranks = tuple(np.flatnonzero((told == told[self.rank]).all(axis=1)).tolist())
+                ranks = tuple(np.flatnonzero((places == places[self.rank]).all(axis=1)).tolist())
                 self._node = Node(self.rank, ranks, self._over_store(f"node {ranks[0]}", ranks))
             else:
                 comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
-                if told[:, 0].max() >= 0:
-                    whole, comm = comm, comm.Split(int(told[self.rank, 0]) + 1, self.rank)
-                    whole.Free()
+                if places[:, 0].max() >= 0:
+                    machine, comm = comm, comm.Split(int(places[self.rank, 0]) + 1, self.rank)
+                    machine.Free()
                 on_node = MpiCollectives(comm, self.mpi, self.watch.look)
-                beside = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
-                self._node = Node(self.rank, tuple(beside.tolist()), on_node, comm.Free)
+                ranks_on_node = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
+                self._node = Node(self.rank, tuple(ranks_on_node.tolist()), on_node, comm.Free)
         return self._node
 
     @property
@@ -426,43 +418,43 @@ class Group:
 
     # --- agreement
 
-    def begin(self, asked: Invocation, find: Callable[[], Any]) -> Any:
+    def begin(self, invocation: Invocation, find: Callable[[], Any]) -> Any:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
         Returns that text, or those bytes if `find` returns bytes. If `find` raises on rank 0, every rank raises that error.
         Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
-        return self.tell(find, 0, f"{asked.digest:016x}".encode())
+        return self.tell(find, 0, f"{invocation.digest:016x}".encode())
 
-    def gather_int(self, value: int) -> Int64s:
+    def gather_int(self, value: int) -> IntArray:
         """Gather one integer from every rank, on every rank. Collective."""
         return self.gather_ints([value])[:, 0]
 
-    def gather_ints(self, values: list[int]) -> Int64s:
+    def gather_ints(self, values: list[int]) -> IntArray:
         """Gather some integers from every rank, on every rank: a row for each. Collective."""
         return self._collectives.gather(np.array(values, dtype=np.int64))
 
-    def ask_root(self, mine: Int64s, answer: Callable[[list[Int64s]], list[Int64s]]) -> Int64s:
+    def ask_root(self, row: IntArray, answer: Callable[[list[IntArray]], list[IntArray]]) -> IntArray:
         """Send integers to rank 0, and return what it answers: `answer` is called there, with a row of each rank, and returns
         one for each. The rows may have other lengths. Collective.
         """
         if self.rank:
-            self._collectives.exchange_rows({0: mine}, [])
+            self._collectives.exchange_rows({0: row}, [])
             return self._collectives.exchange_rows({}, [0])[0]
-        answers = answer([mine, *self._collectives.exchange_rows({}, range(1, self.size)).values()])
+        answers = answer([row, *self._collectives.exchange_rows({}, range(1, self.size)).values()])
         self._collectives.exchange_rows(dict(enumerate(answers[1:], 1)), [])
         return answers[0]
 
-    def pass_on(self, mine: Int64s, to: int, source: int) -> Int64s:
+    def pass_on(self, row: IntArray, target: int, source: int) -> IntArray:
         """Send integers to a rank, and return those that `source` sends: each rank sends once, receives once. Collective."""
-        return mine if to == self.rank else self._collectives.exchange_rows({to: mine}, [source])[source]
+        return row if target == self.rank else self._collectives.exchange_rows({target: row}, [source])[source]
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sum each value over the ranks. Collective."""
         total: list[int] = self._collectives.reduce(np.array(values, dtype=np.int64), "sum").tolist()
         return total
 
-    def least_ints(self, values: Int64s) -> Int64s:
+    def least_ints(self, values: IntArray) -> IntArray:
         """The minimum of each value over the ranks. Collective."""
         return self._collectives.reduce(values, "min")
 
@@ -509,20 +501,20 @@ class Group:
                 except Exception as failure:
                     let_interruption_pass(failure)
                     error = failure
-            if error is not None:
-                if self.size == 1:
-                    raise _as_raised_alone(error)
-                content = to_json(as_shardload(error, root))
             if self.size == 1:
+                if error is not None:
+                    raise _as_raised_alone(error)
                 return content
+            if error is not None:
+                content = to_json(as_shardload(error, root))
             body = _to_bytes(content) if isinstance(content, str) else content
             message, n = self._send_bytes(b"".join([mark, kind, body]), root), len(mark)
             if message[:n] != mark:
                 return None
-            kind, rest = bytes(message[n : n + 1]), message[n + 1 :]
+            kind, payload = bytes(message[n : n + 1]), message[n + 1 :]
             if kind != _FAILED:
-                return rest if kind == _BYTES else _to_text(rest)
-            text = _to_text(rest)
+                return payload if kind == _BYTES else _to_text(payload)
+            text = _to_text(payload)
             # Wrong arguments are wrong on every rank, though only `root` has checked them.
             n_failed = self.size if json.loads(text)["kind"] == "ConfigError" else 1
             raise self.shared(_caused(from_json(text, root, n_failed, self.size), error))
@@ -551,23 +543,23 @@ class Group:
         share(error, self.rank, self.size)
         return error
 
-    def all_same(self, asked: Invocation, is_fine: bool) -> bool:
+    def all_same(self, invocation: Invocation, is_fine: bool) -> bool:
         """True if no rank has an error and all ranks make the same call. Collective; the second message of every call."""
-        digest = np.uint64(asked.digest)
+        digest = np.uint64(invocation.digest)
         # The minimum of the digest and of its complement: all ranks have the same one exactly if both equal this rank's.
-        least = self._collectives.reduce(np.array([is_fine, digest, ~digest], dtype=np.uint64), "min")
-        return bool(least[0]) and bool(least[1] == ~least[2])
+        minima = self._collectives.reduce(np.array([is_fine, digest, ~digest], dtype=np.uint64), "min")
+        return bool(minima[0]) and bool(minima[1] == ~minima[2])
 
-    def settle(self, asked: Invocation, error: BaseException | None) -> None:
+    def settle(self, invocation: Invocation, error: BaseException | None) -> None:
         """Send both messages that every call begins with, if rank 0 has no text to send. Raises as `agree_same`. Collective."""
-        is_same = self.begin(asked, str) is not None
+        is_same = self.begin(invocation, str) is not None
         try:
-            if not self.all_same(asked, is_same and error is None):
-                self.agree_same(asked, error)
+            if not self.all_same(invocation, is_same and error is None):
+                self.agree_same(invocation, error)
         finally:
             del error  # as in `agree`
 
-    def agree_same(self, asked: Invocation, error: BaseException | None = None) -> None:
+    def agree_same(self, invocation: Invocation, error: BaseException | None = None) -> None:
         """Raise on every rank if any rank has an error, or if the ranks make different calls. Collective.
 
         Raises
@@ -579,19 +571,19 @@ class Group:
             self.agree(error)
         finally:
             del error  # as in `agree`
-        mine = asked.entries
-        reference = json.loads(self.send_text(json.dumps(mine), 0))
-        pairs = enumerate(zip(mine, reference, strict=False))
+        entries = invocation.entries
+        reference = json.loads(self.send_text(json.dumps(entries), 0))
+        pairs = enumerate(zip(entries, reference, strict=False))
         first = self.gather_int(next((k for k, (entry, of_0) in pairs if entry[0] != of_0[0]), len(reference)))
-        other = int(first.argmin())
-        at = int(first[other])
-        if at == len(reference):
+        deviating = int(first.argmin())
+        position = int(first[deviating])
+        if position == len(reference):
             return
-        told = self.send_text(mine[at][1] if self.rank == other else None, other)
+        difference = self.send_text(entries[position][1] if self.rank == deviating else None, deviating)
         raise PeerError(
-            f"rank {other} {told}, rank 0 {reference[at][1]}: all ranks must make the same calls in the same order, and all "
-            "ranks must pass the same path, sharding and options. Nothing was done",
-            rank=other,
+            f"rank {deviating} {difference}, rank 0 {reference[position][1]}: all ranks must make the same calls in the same "
+            "order, and all ranks must pass the same path, sharding and options. Nothing was done",
+            rank=deviating,
         )
 
 

@@ -50,7 +50,7 @@ class MpiMailbox:
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
         """Send a message. Its buffer is kept until it has left."""
-        self._forget()
+        self._drop_sent()
         data = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
         self._under_way.append((self._comm.Isend(data, dest=rank, tag=self._tag), data))
 
@@ -63,20 +63,20 @@ class MpiMailbox:
             if message is None:
                 n_empty += 1
                 continue
-            found = np.empty(status.Get_count(self._mpi.BYTE), dtype=np.uint8)
-            message.Recv(found)
-            yield status.Get_source(), json.loads(found.tobytes())
-        self._forget()
+            data = np.empty(status.Get_count(self._mpi.BYTE), dtype=np.uint8)
+            message.Recv(data)
+            yield status.Get_source(), json.loads(data.tobytes())
+        self._drop_sent()
 
     def flush(self) -> None:
         """Call MPI until all sent messages have left, but only for a moment: a receiver may hang."""
         end = time.monotonic() + _FLUSH_SECONDS
-        self._forget()
+        self._drop_sent()
         while self._under_way and time.monotonic() < end:
             time.sleep(_NAP_SECONDS)
-            self._forget()
+            self._drop_sent()
 
-    def _forget(self) -> None:
+    def _drop_sent(self) -> None:
         self._under_way = [(request, data) for request, data in self._under_way if not request.Test()]
 
 
@@ -93,11 +93,11 @@ class Departures:
 
     def __init__(self, rank: int, client: Callable[[], Any]) -> None:
         self._rank, self._client = rank, client
-        self._place = ""
+        self._prefix = ""
         self._n_agreed: Callable[[], int] = int
         self._pid = os.getpid()
-        self._found: Mapping[int, int] = {}
-        self._asking: threading.Thread | None = None
+        self._departed: Mapping[int, int] = {}
+        self._query: threading.Thread | None = None
 
     def begin(self, name: str, n_agreed: Callable[[], int]) -> None:
         """From now on, report the end of this rank, and look up that of others.
@@ -105,43 +105,43 @@ class Departures:
         `name` is the name of the group: the same on all its ranks, and different for each group. `n_agreed` returns how many
         collectives this rank has finished.
         """
-        self._place, self._n_agreed = f"shardload/left/{name}/", n_agreed
-        _see_off().add(self)
+        self._prefix, self._n_agreed = f"shardload/left/{name}/", n_agreed
+        _leaving_at_exit().add(self)
 
-    def known(self) -> Mapping[int, int]:
+    def departed(self) -> Mapping[int, int]:
         """Return the result of the last look-up, and start another one in a thread, because the coordinator may not answer."""
-        client = self._client() if self._place else None
-        if client is not None and (self._asking is None or not self._asking.is_alive()):
-            asking = threading.Thread(target=self._ask, args=(client,), name="shardload-departures", daemon=True)
+        client = self._client() if self._prefix else None
+        if client is not None and (self._query is None or not self._query.is_alive()):
+            query = threading.Thread(target=self._look_up, args=(client,), name="shardload-departures", daemon=True)
             with suppress(RuntimeError):  # no thread can be started now; perhaps the next time
-                asking.start()
-                self._asking = asking
-        return self._found
+                query.start()
+                self._query = query
+        return self._departed
 
-    def _ask(self, client: Any) -> None:
+    def _look_up(self, client: Any) -> None:
         with suppress(Exception):  # if the coordinator is gone, JAX reports it
-            found = client.key_value_dir_get(self._place)
-            self._found = {int(key.rpartition("/")[2]): int(value) for key, value in found}
+            entries = client.key_value_dir_get(self._prefix)
+            self._departed = {int(key.rpartition("/")[2]): int(value) for key, value in entries}
 
     def leave(self) -> None:
         """Report that this rank has reached the end of its program. Call it once."""
         client = self._client()
         if client is not None and os.getpid() == self._pid:  # the end of a forked process does not count
             with suppress(Exception):
-                client.key_value_set(f"{self._place}{self._rank}", str(self._n_agreed()))
+                client.key_value_set(f"{self._prefix}{self._rank}", str(self._n_agreed()))
 
 
 @cache
-def _see_off() -> weakref.WeakSet[Departures]:
+def _leaving_at_exit() -> weakref.WeakSet[Departures]:
     """Objects whose `leave` is called when the interpreter exits. JAX registered its exit function first, so it runs later."""
-    present: weakref.WeakSet[Departures] = weakref.WeakSet()
+    alive: weakref.WeakSet[Departures] = weakref.WeakSet()
 
     def leave() -> None:
-        for departures in [*present]:
+        for departures in [*alive]:
             departures.leave()
 
     atexit.register(leave)
-    return present
+    return alive
 
 
 def leave_at_exit(mpi: Any, seconds: float) -> None:
@@ -166,4 +166,4 @@ def _leave(mpi: Any, seconds: float) -> None:
         while time.monotonic() < end:
             mpi.COMM_WORLD.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)  # messages of this rank may need calls into MPI to progress
             time.sleep(_NAP_SECONDS)
-        abort(mpi.COMM_WORLD)
+        abort(mpi)

@@ -31,9 +31,11 @@ import numpy as np
 
 from shardload.comm.collectives import backoff
 from shardload.comm.group import Group, group_of
-from shardload.comm.mpi import WITHOUT, end_job, gpu_files, mpi_is_off, mpi_problem, refuse_singletons, unnoticed, world
+from shardload.comm.mpi import HOW_WITHOUT_MPI, end_job, launcher_problem, mpi_is_off, mpi_problem, refuse_singletons, world
 from shardload.comm.shared_errors import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
+from shardload.system.gpus import gpu_files, visible_gpus
+from shardload.system.interruption import FirstError
 from shardload.units import counted
 
 # Ports for JAX's coordinator, the same range as in JAX: above the ports that the system gives to outgoing connections.
@@ -42,19 +44,19 @@ LOOPBACK = "127.0.0.1"
 _LISTENER_SECONDS = 2.0  # after that JAX itself waits, and reports a coordinator that does not answer
 
 
-def join(host: str, port: int | str) -> str:
+def join_address(host: str, port: int | str) -> str:
     """The address in the form that JAX expects.
 
-    >>> join("n1", 61440), join("fd00::1", "61440")
+    >>> join_address("n1", 61440), join_address("fd00::1", "61440")
     ('n1:61440', '[fd00::1]:61440')
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split(address: str) -> tuple[str, str]:
-    """The host and the port of an address: the inverse of `join`.
+def split_address(address: str) -> tuple[str, str]:
+    """The host and the port of an address: the inverse of `join_address`.
 
-    >>> split("n1:61440"), split("[fd00::1]:61440")
+    >>> split_address("n1:61440"), split_address("[fd00::1]:61440")
     (('n1', '61440'), ('fd00::1', '61440'))
     """
     host, _, port = address.rpartition(":")
@@ -73,11 +75,11 @@ def is_port(text: str) -> bool:
 def addresses_of(host: str) -> list[str]:
     """The addresses that this machine finds under a name, in the order in which it would try them; may be empty."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    numbers = [str(address[0]) for *_, address in found]
-    return [number for number in dict.fromkeys(numbers) if "%" not in number]  # "%": valid on one link only
+    addresses = [str(address[0]) for *_, address in entries]
+    return [text for text in dict.fromkeys(addresses) if "%" not in text]  # "%": valid on one link only
 
 
 def first_here(addresses: Sequence[str]) -> str:
@@ -94,14 +96,14 @@ def listening_host(host: str) -> str:
 
     A machine often finds a loopback address under its own name, while others find the address that they can reach.
     """
-    found = addresses_of(host)
-    is_name = host != "localhost" and host not in found
-    return "" if is_name and all(ipaddress.ip_address(address).is_loopback for address in found) else first_here(found)
+    addresses = addresses_of(host)
+    is_name = host != "localhost" and host not in addresses
+    return "" if is_name and all(ipaddress.ip_address(address).is_loopback for address in addresses) else first_here(addresses)
 
 
 def await_listener(address: str) -> None:
     """Return when a process listens there, or after a while. JAX itself would try once, and again after a whole second."""
-    host, port = split(address)
+    host, port = split_address(address)
     end, n_tries = time.monotonic() + _LISTENER_SECONDS, 0
     while time.monotonic() < end:
         with suppress(OSError, ValueError, OverflowError), socket.create_connection((host, int(port)), timeout=1):
@@ -141,8 +143,8 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
         return None
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        counts += [int(found[1])] * int(found[2] or 1) if found else []
+        count = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        counts += [int(count[1])] * int(count[2] or 1) if count else []
     n_local = counts[node] if node < len(counts) else 1
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
     host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
@@ -165,15 +167,15 @@ def free_port() -> int:
 
 def is_free(port: int) -> bool:
     """True if a process could listen at this port now, on all addresses of this machine."""
-    both = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as probe:
+    is_dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
-        if both:
+        if is_dual:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
             probe.bind(("", port))
-        except OSError as found:
-            return found.errno != errno.EADDRINUSE
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
     return True
 
 
@@ -183,8 +185,8 @@ def _first_node(nodes: str) -> str:
     >>> [_first_node(text) for text in ("n1", "n[1-4]", "gpu-[007,9-12],cpu1", "a,b")]
     ['n1', 'n1', 'gpu-007', 'a']
     """
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
-    return (found[1] + (found[2] or "")) if found else nodes
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    return (match[1] + (match[2] or "")) if match else nodes
 
 
 _log = logging.getLogger("shardload")
@@ -267,7 +269,7 @@ def initialize(
                 "initialize() was given only some of these: pass coordinator_address='host:port', num_processes= "
                 "and process_id= together, or none of them under mpiexec or srun"
             )
-        host, port = split(coordinator_address)
+        host, port = split_address(coordinator_address)
         if not host or not is_port(port):
             raise ConfigError(f"coordinator_address is {coordinator_address!r}; expected 'host:port', as in 'node1:61440'")
         bind = _listen_at(coordinator_address, process_id)
@@ -292,25 +294,21 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
     group.watch.begin("initialize()", _MEET_SECONDS)
     on_node = comm.Split_type(group.mpi.COMM_TYPE_SHARED)
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())
-    mine = np.array([visible, group.rank], dtype=np.int64)
-    seen = np.empty((on_node.size, 2), dtype=np.int64)
-    on_node.Allgather(mine, seen)
+    row = np.array([visible, group.rank], dtype=np.int64)
+    rows = np.empty((on_node.size, 2), dtype=np.int64)
+    on_node.Allgather(row, rows)
     local_rank, local_size = on_node.rank, on_node.size
     on_node.Free()
-    address, bind = _meeting_place(group, is_beside_0=not seen[:, 1].min())
-    error: Exception | None = None
-    try:
+    address, bind = _meeting_place(group, is_beside_0=not rows[:, 1].min())
+    errors = FirstError()
+    with errors:
         _refuse_devices_in_use(group.size)
         if local_device_ids is None and not _cpu_only():
-            local_device_ids = _device_share(local_rank, local_size, bool((seen[:, 0] == visible).all()), os.environ)
-    except ConfigError as found:
-        error = found
-    group.agree(error)  # before any rank waits for the others in JAX
-    try:
+            local_device_ids = _device_share(local_rank, local_size, bool((rows[:, 0] == visible).all()), os.environ)
+    group.agree(errors.take())  # before any rank waits for the others in JAX
+    with errors:
         _start(address, group.size, group.rank, local_device_ids, preemption, bind)
-    except ConfigError as found:
-        error = found
-    group.agree(error)
+    group.agree(errors.take())
     group.watch.close()
     _end_job_on_error()
 
@@ -323,27 +321,27 @@ def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
     host, port = group.tell(lambda: f"{socket.gethostname()} {free_port()}", 0).split()
     elsewhere = int(group.gather_int(group.size if is_beside_0 else group.rank).min())
     if elsewhere == group.size:
-        return (join(LOOPBACK, port),) * 2
+        return (join_address(LOOPBACK, port),) * 2
     # The address that rank 0 finds under its own name is often one that only rank 0 can use.
-    seen = group.send_text(" ".join(addresses_of(host)) if group.rank == elsewhere else None, elsewhere).split()
-    found = group.send_text(first_here(seen) if group.rank == 0 else None, 0)
-    if not found:
+    addresses = group.send_text(" ".join(addresses_of(host)) if group.rank == elsewhere else None, elsewhere).split()
+    address = group.send_text(first_here(addresses) if group.rank == 0 else None, 0)
+    if not address:
         if group.rank == 0:
             _say_on_all(host, port)
-        return join(host, port), None
-    return (join(found, port),) * 2
+        return join_address(host, port), None
+    return (join_address(address, port),) * 2
 
 
 def _listen_at(address: str, process: int) -> str | None:
-    """Where process 0 listens if all processes connect to `address`; None: on all interfaces, or not process 0."""
+    """The address on which process 0 listens if all connect to `address`; None: on all interfaces, or not process 0."""
     if process:
         return None
-    host, port = split(address)
-    found = listening_host(host)
-    if not found:
+    host, port = split_address(address)
+    interface = listening_host(host)
+    if not interface:
         _say_on_all(host, port)
         return None
-    return join(found, port)
+    return join_address(interface, port)
 
 
 def _say_on_all(host: str, port: str) -> None:
@@ -385,8 +383,8 @@ def _start(
     try:
         with _preemption_service(preemption), _without_proxies():
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
-    except (RuntimeError, ValueError) as found:
-        raise _not_started(n_processes, str(found).rstrip(". ")) from found
+    except (RuntimeError, ValueError) as error:
+        raise _not_started(n_processes, str(error).rstrip(". ")) from error
 
 
 def _not_started(n_processes: int, why: str) -> ConfigError:
@@ -407,25 +405,22 @@ def _refuse_devices_in_use(n_processes: int) -> None:
 
 
 @contextmanager
-def _preemption_service(wanted: bool) -> Iterator[None]:
+def _preemption_service(is_wanted: bool) -> Iterator[None]:
     """Make JAX start its preemption service, or not. The service catches SIGTERM, and waits until the program asks for it."""
     if hasattr(jax.config, _PREEMPTION):
-        jax.config.update(_PREEMPTION, wanted)
+        jax.config.update(_PREEMPTION, is_wanted)
         yield
         return
     from jax._src import distributed  # releases without that option always start it, here
 
     state: Any = distributed.global_state
-    if not wanted:
-        state.initialize_preemption_sync_manager = _nothing
+    if not is_wanted:
+        state.initialize_preemption_sync_manager = lambda: None
     try:
         yield
     finally:
-        if not wanted:
+        if not is_wanted:
             del state.initialize_preemption_sync_manager
-
-
-def _nothing() -> None: ...
 
 
 @contextmanager
@@ -433,16 +428,16 @@ def _without_proxies() -> Iterator[None]:
     """Have the processes connect to JAX's coordinator directly. gRPC would ask the proxy of ``http_proxy`` and its like, which
     does not know this machine, or may not connect to it.
     """
-    aside = {name: os.environ.pop(name) for name in tuple(os.environ) if name.lower().endswith("_proxy")}
+    proxies = {name: os.environ.pop(name) for name in tuple(os.environ) if name.lower().endswith("_proxy")}
     try:
         yield
     finally:
-        os.environ.update(aside)
+        os.environ.update(proxies)
 
 
 def _refuse_taken_port(address: str) -> None:
     """Raise ConfigError if another process has the port: JAX would end this process with a segmentation fault."""
-    port = split(address)[1]
+    port = split_address(address)[1]
     if is_port(port) and not is_free(int(port)):
         raise ConfigError(
             f"JAX cannot be started at {address}: another process of this machine ({socket.gethostname()}) has port {port}. "
@@ -463,11 +458,13 @@ def _device_share(local_rank: int, local_size: int, see_alike: bool | None, envi
     [2, 3]
     >>> _device_share(2, 4, False, {"CUDA_VISIBLE_DEVICES": "2"}) is None
     True
+    >>> _device_share(0, 2, True, {"CUDA_VISIBLE_DEVICES": "-1"}) is None
+    True
     """
     if local_size == 1 or see_alike is False:
         return None
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    n = len(gpu_files()) if visible is None else len([v for v in visible.split(",") if v])
+    visible = visible_gpus(environ)
+    n = len(gpu_files() if visible is None else visible)
     if n == 0 or (n == 1 and see_alike is None):  # one GPU: probably --gpus-per-task=1
         return None
     if n % local_size:
@@ -475,8 +472,8 @@ def _device_share(local_rank: int, local_size: int, see_alike: bool | None, envi
             f"{local_size} processes of this node see the same {counted(n, 'GPU')}: start one process per GPU "
             f"(--ntasks-per-node={n}), give each task its own (--gpus-per-task=1), or pass local_device_ids= to initialize()"
         )
-    each = n // local_size
-    return [*range(local_rank * each, (local_rank + 1) * each)]
+    n_each = n // local_size
+    return [*range(local_rank * n_each, (local_rank + 1) * n_each)]
 
 
 def _cpu_only() -> bool:
@@ -486,10 +483,10 @@ def _cpu_only() -> bool:
 def _refuse_mismatch(n_ranks: int, n_processes: int) -> None:
     """ConfigError unless JAX has a process for each rank."""
     if n_ranks == 1 and n_processes > 1:
-        hint = unnoticed() or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
+        hint = launcher_problem() or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
         raise ConfigError(
             f"JAX sees {n_processes} processes, but COMM_WORLD has size 1: MPI was started as {n_processes} singletons. "
-            f"{hint}. {WITHOUT}"
+            f"{hint}. {HOW_WITHOUT_MPI}"
         )
     if n_ranks != n_processes:
         sees = "one process" if n_processes == 1 else f"{n_processes} processes"

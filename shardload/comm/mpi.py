@@ -10,7 +10,6 @@ everything, and all would write one file (`refuse_singletons`). No JAX.
 from __future__ import annotations
 
 import atexit
-import glob
 import os
 import threading
 import time
@@ -36,10 +35,10 @@ def launched(environ: Mapping[str, str]) -> tuple[str, int]:
     >>> launched({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "8"}), launched({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4"})
     (('mpiexec', 8), ('srun', 4))
     """
-    told = {launcher: environ.get(variable, "") for launcher, variable in _LAUNCHERS.items()}
-    if told["mpiexec"] == told["srun"]:  # srun --mpi=pmi2 sets what an MPICH-like mpiexec sets
-        del told["mpiexec"]
-    for launcher, n in told.items():
+    counts = {launcher: environ.get(variable, "") for launcher, variable in _LAUNCHERS.items()}
+    if counts["mpiexec"] == counts["srun"]:  # srun --mpi=pmi2 sets what an MPICH-like mpiexec sets
+        del counts["mpiexec"]
+    for launcher, n in counts.items():
         if n.isdecimal() and int(n) > 1:
             return launcher, int(n)
     return "", 1
@@ -51,8 +50,8 @@ def task(environ: Mapping[str, str]) -> int:
     >>> task({"SLURM_PROCID": "3"}), task({"SLURM_PROCID": "0", "PMI_RANK": "2"}), task({})
     (3, 2, 0)
     """
-    found = (environ.get(name, "") for name in _TASKS)
-    return next((int(text) for text in found if text.isdecimal()), 0)
+    numbers = (environ.get(name, "") for name in _TASKS)
+    return next((int(number) for number in numbers if number.isdecimal()), 0)
 
 
 def mpi_is_off(environ: Mapping[str, str]) -> bool:
@@ -62,11 +61,6 @@ def mpi_is_off(environ: Mapping[str, str]) -> bool:
     (True, False)
     """
     return environ.get("SHARDLOAD_MPI") == "0"
-
-
-def gpu_files() -> list[str]:
-    """The device files of all NVIDIA GPUs of this node, including those that this process may not use."""
-    return [path for path in glob.glob("/dev/nvidia[0-9]*") if path[len("/dev/nvidia") :].isdigit()]
 
 
 @cache
@@ -159,7 +153,7 @@ def check_communicator(comm: Any) -> None:
 
 
 @dataclass(eq=False)
-class CommunicatorValue:
+class CommunicatorAttribute:
     """A value that is kept on a communicator, as an MPI attribute, and a lock for making it.
 
     Attributes
@@ -179,23 +173,23 @@ class CommunicatorValue:
 _keeping = threading.RLock()
 
 
-def kept_on(comm: Any) -> CommunicatorValue:
+def attribute_of(comm: Any) -> CommunicatorAttribute:
     """The value that is kept on this communicator. A duplicate that the user makes has its own."""
     with _keeping:
-        kept: CommunicatorValue | None = comm.Get_attr(_keyval())
-        if kept is None:
-            kept = CommunicatorValue()
-            comm.Set_attr(_keyval(), kept)
-        return kept
+        attribute: CommunicatorAttribute | None = comm.Get_attr(_keyval())
+        if attribute is None:
+            attribute = CommunicatorAttribute()
+            comm.Set_attr(_keyval(), attribute)
+        return attribute
 
 
 @cache
 def _keyval() -> int:
     mpi, _ = load_mpi()
 
-    def free(_comm: Any, _keyval: int, kept: CommunicatorValue) -> None:
-        if kept.free is not None:
-            kept.free(kept.value)
+    def free(_comm: Any, _keyval: int, attribute: CommunicatorAttribute) -> None:
+        if attribute.free is not None:
+            attribute.free(attribute.value)
 
     return mpi.Comm.Create_keyval(delete_fn=free)  # type: ignore[no-any-return]
 
@@ -206,22 +200,22 @@ def end_job(seconds: float) -> None:
     flush()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         time.sleep(seconds)
-        abort(mpi.COMM_WORLD)
+        abort(mpi)
 
 
-def abort(comm: Any) -> NoReturn:
+def abort(mpi: Any) -> NoReturn:
     """End all processes of the job, and this one.
 
     MPI's call may return: that of MPICH does, while the job is being ended. What a program does after that, up to
     ``MPI_Finalize``, can only fail (a segmentation fault, below an error that somebody has to read).
     """
     flush()
-    comm.Abort(1)
+    mpi.COMM_WORLD.Abort(1)
     os._exit(1)
 
 
 # Messages for a launcher that started several tasks which MPI did not notice.
-_UNNOTICED = {
+_LAUNCHER_PROBLEMS = {
     "srun": (
         "srun started {n} tasks, but MPI was not told: add --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI) to srun; "
         "'srun --mpi=list' shows what this cluster has. If you typed mpiexec, take the one of the library that mpi4py uses"
@@ -239,20 +233,20 @@ _NO_MPI = (
     "no MPI library can be loaded ({problem}). On a cluster load the site's MPI module and build mpi4py against it "
     "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
 )
-WITHOUT = "To run without MPI, where values go from node to node slowly, set SHARDLOAD_MPI=0"
+HOW_WITHOUT_MPI = "To run without MPI, where values go from node to node slowly, set SHARDLOAD_MPI=0"
 
 
-def unnoticed() -> str:
+def launcher_problem() -> str:
     """The message for a launcher that started several tasks while MPI sees one; empty if the launcher started one."""
     launcher, n = launched(os.environ)
-    return _UNNOTICED[launcher].format(n=n) if launcher else ""
+    return _LAUNCHER_PROBLEMS[launcher].format(n=n) if launcher else ""
 
 
 def refuse_singletons() -> None:
     """ConfigError if this process, which is alone, is one of several tasks of a launcher."""
-    found = unnoticed()
+    problem = launcher_problem()
     if world() is None:
-        if found:
+        if problem:
             raise ConfigError(_NO_MPI.format(problem=mpi_problem()))
-    elif found:
-        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {found}. {WITHOUT}")
+    elif problem:
+        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {problem}. {HOW_WITHOUT_MPI}")

@@ -34,26 +34,26 @@ _MORE: dict[type[ShardloadError], tuple[str, ...]] = {SourceError: ("path", "dat
 
 def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
     """The error itself if it is a ShardloadError; otherwise a PeerError of `rank` in its place."""
-    said = message_of(error)
+    message = message_of(error)
     if _lacks_descriptors(error):  # also as the cause of another error: neither the file nor the call is to blame
-        text = f"{said} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
+        text = f"{message} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
         return PeerError(text if isinstance(error, ShardloadError) else f"{type(error).__name__}: {text}", rank=rank)
-    if isinstance(error, RuntimeError) and "start new thread" in said:
-        text = f"{said} (the limit of processes and threads is reached: `ulimit -u`, or pids.max of the job's control group)"
+    if isinstance(error, RuntimeError) and "start new thread" in message:
+        text = f"{message} (the limit of processes and threads is reached: `ulimit -u`, or pids.max of the job's control group)"
         return PeerError(f"{type(error).__name__}: {text}", rank=rank)
     if isinstance(error, ShardloadError):
         if error.rank is None:
             error.rank = rank
         return error
-    return PeerError(f"{type(error).__name__}: {said}", rank=rank)
+    return PeerError(f"{type(error).__name__}: {message}", rank=rank)
 
 
 def message_of(error: object) -> str:
-    """Its text. Libraries have errors that fail when they are to say what is wrong, and the other ranks are waiting."""
+    """The text of an error. Some errors of libraries fail when they are turned into text, and the other ranks are waiting."""
     try:
         return str(error)
-    except Exception as found:
-        return f"it has no text, because making it fails ({type(found).__name__})"
+    except Exception as failure:
+        return f"it has no text, because making it fails ({type(failure).__name__})"
 
 
 def _lacks_descriptors(error: BaseException | None) -> bool:
@@ -64,8 +64,8 @@ def to_json(error: ShardloadError) -> str:
     """An error as text. Never fails, whatever values the error has, because the other ranks are waiting."""
     kind = next(name for name, e in reversed(_ERRORS.items()) if isinstance(error, e))
     names = _MORE.get(_ERRORS[kind], ())
-    more = {k: getattr(error, k) for k in names}
-    return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **more}, default=_plain)
+    fields = {k: getattr(error, k) for k in names}
+    return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **fields}, default=_plain)
 
 
 def _plain(value: object) -> object:
@@ -74,17 +74,17 @@ def _plain(value: object) -> object:
 
 def from_json(text: str, first: int, n_failed: int, size: int) -> ShardloadError:
     """The error, made from its text. Its message says which rank failed, unless all `size` ranks did."""
-    found = json.loads(text)
-    kind, message, rank = found.pop("kind"), found.pop("text"), found.pop("rank")
+    fields = json.loads(text)
+    kind, message, rank = fields.pop("kind"), fields.pop("text"), fields.pop("rank")
     if n_failed == size:
         rank = None  # all ranks found it: it belongs to no single rank
     else:
         more = f" (and on {n_failed - 1} more)" if n_failed > 1 else ""
         message = f"on rank {first} of {size}{more}: {message}"
     for name in ("chunk", "index"):
-        if found.get(name) is not None:
-            found[name] = tuple(found[name])
-    return _ERRORS[kind](message, rank=rank, **found)
+        if fields.get(name) is not None:
+            fields[name] = tuple(fields[name])
+    return _ERRORS[kind](message, rank=rank, **fields)
 
 
 _MOST_LINES = 8  # ranks that print a line
@@ -114,7 +114,7 @@ def is_pythons_own() -> bool:
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught exception. Used as ``sys.excepthook``."""
-    text = text_of(error)
+    text = printed_text(error)
     if text is None:
         sys.__excepthook__(kind, error, trace)
     else:
@@ -122,20 +122,20 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.stderr.flush()
 
 
-def text_of(error: BaseException | None) -> str | None:
+def printed_text(error: BaseException | None) -> str | None:
     """The text that this rank prints for an exception; None: all of it."""
     if error is None or os.environ.get("SHARDLOAD_TRACEBACKS") == "all":
         return None
     rank = getattr(error, _AGREED, None)
     if rank is not None:
-        said = f"rank {rank}: {type(error).__name__}: {error} (as on other ranks; SHARDLOAD_TRACEBACKS=all shows where)\n"
-        return said if rank < _MOST_LINES else ""
+        line = f"rank {rank}: {type(error).__name__}: {error} (as on other ranks; SHARDLOAD_TRACEBACKS=all shows where)\n"
+        return line if rank < _MOST_LINES else ""
     if not hasattr(error, _AGREED) or not isinstance(error, (ConfigError, SourceError)):
         return None
-    shown = traceback.TracebackException.from_exception(error)
-    n_own = next((i for i, frame in enumerate(shown.stack) if frame.filename.startswith(_PACKAGE)), 0)
-    if n_own:
-        shown.stack = traceback.StackSummary.from_list(shown.stack[:n_own])
-    if is_said := error.__cause__ is not None and message_of(error.__cause__) in str(error):
-        shown.__cause__, shown.__suppress_context__ = None, True
-    return "".join([*shown.format(), _ALL]) if n_own or is_said else None
+    report = traceback.TracebackException.from_exception(error)
+    n_user_frames = next((i for i, frame in enumerate(report.stack) if frame.filename.startswith(_PACKAGE)), 0)
+    if n_user_frames:
+        report.stack = traceback.StackSummary.from_list(report.stack[:n_user_frames])
+    if is_cause_told := error.__cause__ is not None and message_of(error.__cause__) in str(error):
+        report.__cause__, report.__suppress_context__ = None, True
+    return "".join([*report.format(), _ALL]) if n_user_frames or is_cause_told else None

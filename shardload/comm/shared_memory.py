@@ -25,12 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.collectives import Collectives
+from shardload.comm.collectives import Bytes, Collectives
 
 HANDLE_SIZE = 5
 _TOKEN_NBYTES = 4096  # a whole page, so that the data begins on a page boundary
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Bell:
@@ -39,14 +37,14 @@ class Bell:
     A ring before the wait is not lost. Several rings wake the process once.
     """
 
-    def __init__(self, ringing: int | None = None) -> None:
-        self._waiting: int | None = None
-        if ringing is None:
-            self._waiting, ringing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    def __init__(self, write_end: int | None = None) -> None:
+        self._read_end: int | None = None
+        if write_end is None:
+            self._read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._poll = select.poll()
-            self._poll.register(self._waiting, select.POLLIN)
-        self.descriptor = ringing
-        self.close = weakref.finalize(self, _close, ringing, self._waiting)
+            self._poll.register(self._read_end, select.POLLIN)
+        self.descriptor = write_end
+        self.close = weakref.finalize(self, _close, write_end, self._read_end)
 
     def ring(self) -> None:
         """Wake the process that waits. Can be called from any thread or process."""
@@ -55,12 +53,12 @@ class Bell:
 
     def wait(self, seconds: float | None) -> bool:
         """Return when the bell has been rung since the last call, or after `seconds`. True if it was rung."""
-        if self._waiting is None:
+        if self._read_end is None:
             raise ValueError("another process waits at this bell")
         is_rung = bool(self._poll.poll(None if seconds is None else max(1, round(seconds * 1000))))
         if is_rung:
             with suppress(BlockingIOError):
-                os.read(self._waiting, 1 << 16)
+                os.read(self._read_end, 1 << 16)
         return is_rung
 
 
@@ -162,7 +160,7 @@ class Node:
         self.segments: dict[int, Segment] = {}
         self._nbytes = 0
         self._can_share = len(ranks) > 1  # the same on every rank
-        self._is_wanted = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"  # on this rank
+        self._is_enabled = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"  # on this rank
 
     def shared_memory(self, nbytes: int) -> dict[int, Segment]:
         """Shared memory of every rank, by rank, at least `nbytes` each; empty if memory cannot be shared. Collective.
@@ -172,7 +170,7 @@ class Node:
         if not self._can_share:
             return {}
         # A rank whose exchange was interrupted has dropped its segments: then all ranks make new ones.
-        state = np.array([nbytes > self._nbytes or not self.segments, nbytes, not self._is_wanted], dtype=np.int64)
+        state = np.array([nbytes > self._nbytes or not self.segments, nbytes, not self._is_enabled], dtype=np.int64)
         state = self.collectives.reduce(state, "max")
         self._can_share = not state[2]
         if state[0] and state[1] and self._can_share:
@@ -181,21 +179,21 @@ class Node:
 
     def _make(self, nbytes: int) -> None:
         self.segments = {}
-        own, problem = None, False
+        segment, problem = None, False
         try:
-            own = Segment.create(max(nbytes, self._nbytes))
+            segment = Segment.create(max(nbytes, self._nbytes))
         except (OSError, AttributeError):
             problem = True
-        handles = self.collectives.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if own is None else own.handle)
-        found: dict[int, Segment] = {}
+        handles = self.collectives.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if segment is None else segment.handle)
+        segments: dict[int, Segment] = {}
         try:
             for rank, handle in zip(self.ranks, handles, strict=True):
-                found[rank] = own if rank == self._rank and own is not None else Segment.attach(handle)
+                segments[rank] = segment if rank == self._rank and segment is not None else Segment.attach(handle)
         except (OSError, ValueError):
             problem = True
         failed = self.collectives.reduce(np.array([problem], dtype=np.int64), "max")
-        if own is not None:
-            own.seal()
+        if segment is not None:
+            segment.seal()
         self._can_share = not failed[0]
         if self._can_share:
-            self.segments, self._nbytes = found, max(nbytes, self._nbytes)
+            self.segments, self._nbytes = segments, max(nbytes, self._nbytes)

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.collectives import Bytes, Collectives, Integers
+from shardload.comm.collectives import Array, Bytes, Collectives, IntArray
 from shardload.comm.shared_memory import Segment
-from shardload.comm.transport import Array, Receive, Transport
+from shardload.comm.transport import Receive, Transport
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import Pool
@@ -52,11 +52,11 @@ def jax_processes() -> tuple[Any, int, int]:
     return (None, 0, 1) if state.client is None else (state.client, int(state.process_id), int(state.num_processes))
 
 
-def check_sent(what: str, nbytes: int, fix: str = "") -> None:
+def check_sent(title: str, nbytes: int, fix: str = "") -> None:
     """Raise ConfigError if a call would send more bytes between machines than the coordinator can pass on in a short time."""
     if nbytes > MOST_NBYTES:
         raise ConfigError(
-            f"{what} would send up to {format_nbytes(nbytes)} through JAX's coordinator, because these processes have no MPI: "
+            f"{title} would send up to {format_nbytes(nbytes)} through JAX's coordinator, because these processes have no MPI: "
             f"at most {format_nbytes(MOST_NBYTES)} between nodes. Start the job under MPI{fix}"
         )
 
@@ -68,60 +68,61 @@ class StoreCollectives(Collectives):
     ----------
     client : object
         JAX's client of the store.
-    place : str
+    prefix : str
         Beginning of the keys, which nobody else uses.
     rank : int
         This process.
     ranks : sequence of int
         The processes that take part, in ascending order.
-    look, done : callable
+    look, on_done : callable
         As for `MpiCollectives`.
     """
 
     def __init__(
-        self, client: Any, place: str, rank: int, ranks: Sequence[int], look: Callable[[], None], done: Callable[[], None]
+        self, client: Any, prefix: str, rank: int, ranks: Sequence[int], look: Callable[[], None], on_done: Callable[[], None]
     ) -> None:
-        self._client, self._place, self._rank, self._ranks, self._look, self._done = client, place, rank, ranks, look, done
+        self._client, self._prefix, self._rank, self._ranks = client, prefix, rank, ranks
+        self._look, self._on_done = look, on_done
         self._pool = Pool(1, "shardload-store")  # makes one call after the other
-        self._n = 0
-        self._old: list[str] = []
+        self._n_calls = 0
+        self._old_keys: list[str] = []
 
-    def gather(self, mine: Integers) -> Integers:
+    def gather(self, values: Array) -> Array:
         """See `Collectives`."""
-        with self._next() as place:
-            self._set(f"{place}/{self._rank:09d}", mine.tobytes())
-            self._wait(self._client.wait_at_barrier, place, _LONGEST_WAIT_MS, list(self._ranks))
-            texts = dict(self._wait(self._client.key_value_dir_get_bytes, f"{place}/"))
-            for key in self._old[:-1]:  # every process that has passed a barrier has read all keys set before it
+        with self._next() as key_prefix:
+            self._set(f"{key_prefix}/{self._rank:09d}", values.tobytes())
+            self._wait(self._client.wait_at_barrier, key_prefix, _LONGEST_WAIT_MS, list(self._ranks))
+            texts = dict(self._wait(self._client.key_value_dir_get_bytes, f"{key_prefix}/"))
+            for key in self._old_keys[:-1]:  # every process that has passed a barrier has read all keys set before it
                 self._wait(self._client.key_value_delete, key)
-            del self._old[:-1]
-        values = [np.frombuffer(texts[name], dtype=mine.dtype) for name in sorted(texts)]
-        return np.stack(values).reshape(len(self._ranks), *mine.shape)
+            del self._old_keys[:-1]
+        rows = [np.frombuffer(texts[name], dtype=values.dtype) for name in sorted(texts)]
+        return np.stack(rows).reshape(len(self._ranks), *values.shape)
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
-        with self._next() as place:
-            key = f"{place}/{root:09d}"
+        with self._next() as key_prefix:
+            key = f"{key_prefix}/{root:09d}"
             if self._rank == root:
                 self._set(key, data.tobytes())
             else:
                 data[...] = np.frombuffer(self._get(key), dtype=np.uint8)
 
-    def exchange_rows(self, rows: Mapping[int, Integers], sources: Sequence[int]) -> dict[int, Integers]:
+    def exchange_rows(self, rows: Mapping[int, Array], sources: Sequence[int]) -> dict[int, Array]:
         """See `Collectives`."""
-        with self._next() as place:
-            for to, row in rows.items():
-                self._wait(self._client.key_value_set_bytes, f"{place}/{self._rank}/{to}", row.tobytes())
+        with self._next() as key_prefix:
+            for target, row in rows.items():
+                self._wait(self._client.key_value_set_bytes, f"{key_prefix}/{self._rank}/{target}", row.tobytes())
             received = {}
             for source in sources:
-                key = f"{place}/{source}/{self._rank}"
+                key = f"{key_prefix}/{source}/{self._rank}"
                 received[source] = np.frombuffer(self._get(key), dtype=np.int64).copy()
                 self._wait(self._client.key_value_delete, key)
         return received
 
     def _set(self, key: str, value: bytes) -> None:
         self._wait(self._client.key_value_set_bytes, key, value)
-        self._old.append(key)
+        self._old_keys.append(key)
 
     def _get(self, key: str) -> bytes:
         value: bytes = self._wait(self._client.blocking_key_value_get_bytes, key, _LONGEST_WAIT_MS)
@@ -137,10 +138,10 @@ class StoreCollectives(Collectives):
     @contextmanager
     def _next(self) -> Iterator[str]:
         """A place in the store for one collective, the same on all processes."""
-        self._n += 1
+        self._n_calls += 1
         with _naming_errors():
-            yield f"{self._place}/{self._n}"
-        self._done()
+            yield f"{self._prefix}/{self._n_calls}"
+        self._on_done()
 
 
 @contextmanager
@@ -163,41 +164,41 @@ class StoreMessages:
     ----------
     client : object
         JAX's client of the store.
-    place : str
+    prefix : str
         Beginning of the keys, which nobody else uses.
     rank : int
         This process.
     """
 
-    def __init__(self, client: Any, place: str, rank: int) -> None:
-        self._client, self._place, self._rank = client, place, rank
+    def __init__(self, client: Any, prefix: str, rank: int) -> None:
+        self._client, self._prefix, self._rank = client, prefix, rank
         self._pool = Pool(1, "shardload-store")  # makes one call after the other
         self._n_sent: Counter[int] = Counter()
-        self._asked: Future[list[tuple[str, bytes]]] | None = None
+        self._answer: Future[list[tuple[str, bytes]]] | None = None
 
     def send(self, rank: int, kind: str, message: bytes) -> Future[None]:
         """Send a message soon."""
-        key = f"{self._place}/{rank}/{self._rank}/{self._n_sent[rank]:09d}{kind}"
+        key = f"{self._prefix}/{rank}/{self._rank}/{self._n_sent[rank]:09d}{kind}"
         self._n_sent[rank] += 1
         return self._pool.submit(self._client.key_value_set_bytes, key, message)
 
     def receive(self) -> Iterator[tuple[int, str, bytes]]:
         """Iterate over the messages that have come: the sender, the kind, the message."""
-        if self._asked is None:
-            self._asked = self._pool.submit(_take_all, self._client, f"{self._place}/{self._rank}/")
-        if not wait([self._asked], _ANSWER_SECONDS).done:
+        if self._answer is None:
+            self._answer = self._pool.submit(_take_all, self._client, f"{self._prefix}/{self._rank}/")
+        if not wait([self._answer], _ANSWER_SECONDS).done:
             return
-        asked, self._asked = self._asked, None
-        for key, message in asked.result():
+        answer, self._answer = self._answer, None
+        for key, message in answer.result():
             sender, number = key.split("/")[-2:]
             yield int(sender), number[-1], message
 
 
-def _take_all(client: Any, place: str) -> list[tuple[str, bytes]]:
-    found = sorted(client.key_value_dir_get_bytes(place))
-    for key, _ in found:
+def _take_all(client: Any, prefix: str) -> list[tuple[str, bytes]]:
+    messages = sorted(client.key_value_dir_get_bytes(prefix))
+    for key, _ in messages:
         client.key_value_delete(key)
-    return found
+    return messages
 
 
 class StoreMailbox:
@@ -215,8 +216,8 @@ class StoreMailbox:
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """See `Mailbox`."""
         with _naming_errors():
-            found = [*self._messages.receive()]
-        for rank, _, message in found:
+            messages = [*self._messages.receive()]
+        for rank, _, message in messages:
             yield rank, json.loads(message)
 
     def flush(self) -> None:
@@ -241,17 +242,17 @@ class StoreTransport(Transport):
         super().__init__(rank, segments)
         self._messages, self._most_nbytes = messages, max(_PIECE_NBYTES, _WINDOW_NBYTES // size)
         self._queue: deque[tuple[int, Array, Callable[[], None] | None]] = deque()  # pieces; the last one has a callback
-        self._taking: dict[int, deque[tuple[int, Callable[[], None] | None]]] = defaultdict(deque)  # in the store, by receiver
-        self._n_taking = self._taking_nbytes = 0
+        self._in_store: dict[int, deque[tuple[int, Callable[[], None] | None]]] = defaultdict(deque)  # by receiver
+        self._n_in_store = self._in_store_nbytes = 0
         self._calls: list[Future[None]] = []
         self._pieces: dict[int, list[bytes]] = defaultdict(list)  # of values that have not come whole, by sender
         self._values: deque[tuple[int, bytes]] = deque()
-        self._notes: deque[tuple[int, Integers]] = deque()
+        self._notes: deque[tuple[int, IntArray]] = deque()
         self._next_seconds = 0.0
 
     def __bool__(self) -> bool:
         """See `Transport`."""
-        return bool(self._queue or self._n_taking or self._calls)
+        return bool(self._queue or self._n_in_store or self._calls)
 
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         """See `Transport`."""
@@ -275,16 +276,16 @@ class StoreTransport(Transport):
             for call in done:
                 call.result()
             self._calls = [call for call in self._calls if call not in done]
-            found = [*self._messages.receive()] if time.monotonic() >= self._next_seconds else []
-        if not found:
+            messages = [*self._messages.receive()] if time.monotonic() >= self._next_seconds else []
+        if not messages:
             self._next_seconds = time.monotonic() + _PAUSE_SECONDS
         callbacks: list[Callable[[], None]] = []
         n_taken: Counter[int] = Counter()
-        for rank, kind, message in found:
+        for rank, kind, message in messages:
             if kind == _NOTE:
                 self._notes.append((rank, np.frombuffer(message, dtype=np.int64)))
             elif kind == _ACK:
-                callbacks += self._taken(rank, int(message))
+                callbacks += self._acknowledged(rank, int(message))
             else:
                 n_taken[rank] += 1
                 self._pieces[rank].append(message)
@@ -297,33 +298,33 @@ class StoreTransport(Transport):
             callback()
         return bool(done or callbacks)
 
-    def _taken(self, rank: int, n: int) -> list[Callable[[], None]]:
+    def _acknowledged(self, rank: int, n: int) -> list[Callable[[], None]]:
         """Count the next `n` pieces to a rank as received. Return the callbacks of values of which these are the last."""
-        taken = [self._taking[rank].popleft() for _ in range(n)]
-        self._n_taking -= n
-        self._taking_nbytes -= sum(nbytes for nbytes, _ in taken)
-        return [on_done for _, on_done in taken if on_done is not None]
+        pieces = [self._in_store[rank].popleft() for _ in range(n)]
+        self._n_in_store -= n
+        self._in_store_nbytes -= sum(nbytes for nbytes, _ in pieces)
+        return [on_done for _, on_done in pieces if on_done is not None]
 
     def _fill_store(self) -> None:
-        while self._queue and (not self._n_taking or self._taking_nbytes + self._queue[0][1].nbytes <= self._most_nbytes):
+        while self._queue and (not self._n_in_store or self._in_store_nbytes + self._queue[0][1].nbytes <= self._most_nbytes):
             rank, piece, on_done = self._queue.popleft()
             self._calls.append(self._messages.send(rank, _PIECE if on_done is None else _LAST, piece.tobytes()))
-            self._taking[rank].append((piece.nbytes, on_done))
-            self._n_taking += 1
-            self._taking_nbytes += piece.nbytes
+            self._in_store[rank].append((piece.nbytes, on_done))
+            self._n_in_store += 1
+            self._in_store_nbytes += piece.nbytes
 
-    def tell(self, rank: int, note: Integers) -> None:
+    def send_note(self, rank: int, note: IntArray) -> None:
         """See `Transport`."""
         call = self._messages.send(rank, _NOTE, note.tobytes())
         call.add_done_callback(lambda _: self._wake(rank))
         self._calls.append(call)
 
-    def told(self) -> Iterator[tuple[int, Integers]]:
+    def receive_notes(self) -> Iterator[tuple[int, IntArray]]:
         """See `Transport`."""
         while self._notes:
             yield self._notes.popleft()
 
-    def remains(self) -> tuple[Any, ...]:
+    def in_use(self) -> tuple[Any, ...]:
         """See `Transport`: nothing, since values are copied before they leave, and before they are received."""
         return ()
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from shardload.comm.collectives import Array, IntArray
 from shardload.comm.shared_memory import Segment
 
-Array = np.ndarray[Any, Any]
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 # Receives one message that has come into a view with any strides of its size, and calls a function when that is done.
 Receive = Callable[[Array, Callable[[], None]], None]
 
@@ -38,8 +37,8 @@ class Transport(ABC):
 
     def __init__(self, rank: int, segments: Mapping[int, Segment]) -> None:
         self.rank, self._segments = rank, segments
-        own = segments.get(rank)
-        self._base = 0 if own is None else own.data.ctypes.data
+        segment = segments.get(rank)
+        self._address = 0 if segment is None else segment.data.ctypes.data
 
     @abstractmethod
     def __bool__(self) -> bool:
@@ -65,28 +64,28 @@ class Transport(ABC):
     # --- notes and shared memory
 
     @abstractmethod
-    def tell(self, rank: int, note: Integers) -> None:
+    def send_note(self, rank: int, note: IntArray) -> None:
         """Send a note, and wake the rank if it is on this machine."""
 
     @abstractmethod
-    def told(self) -> Iterator[tuple[int, Integers]]:
+    def receive_notes(self) -> Iterator[tuple[int, IntArray]]:
         """Iterate over the notes that have come, each with its sender."""
 
     @abstractmethod
-    def remains(self) -> tuple[Any, ...]:
-        """What may still be used after an interruption, and must be kept."""
+    def in_use(self) -> tuple[Any, ...]:
+        """The buffers, and what else must be kept, that may still be used after an interruption."""
 
     def shares_memory(self, rank: int) -> bool:
         """True if this rank and `rank` can read each other's memory."""
         return rank in self._segments
 
-    def place_of(self, view: Array) -> int:
+    def offset_of(self, view: Array) -> int:
         """The offset of values in this rank's shared memory, in bytes."""
-        return int(view.ctypes.data) - self._base
+        return int(view.ctypes.data) - self._address
 
-    def look(self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any], place: int, strides: list[int]) -> Array:
+    def view_at(self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, strides: list[int]) -> Array:
         """A view of values in another rank's memory. ValueError or TypeError if it is not inside that memory."""
-        return np.ndarray(shape, dtype, self._segments[rank].data, place, strides)
+        return np.ndarray(shape, dtype, self._segments[rank].data, offset, strides)
 
     def _wake(self, rank: int) -> None:
         segment = self._segments.get(rank)
@@ -125,7 +124,7 @@ class MpiTransport(Transport):
 
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         """See `Transport`."""
-        message, _ = message_of(self._mpi, values)
+        message, _ = mpi_message(self._mpi, values)
         self._add(self._comm.Isend(message, dest=rank, tag=self._data_tag), on_done, values)
 
     def receive(self) -> Iterator[tuple[int, int, Receive]]:
@@ -138,7 +137,7 @@ class MpiTransport(Transport):
             yield source, status.Get_count(mpi.BYTE), partial(self._receive, source)
 
     def _receive(self, source: int, into: Array, on_done: Callable[[], None]) -> None:
-        message, datatype = message_of(self._mpi, into)
+        message, datatype = mpi_message(self._mpi, into)
         request = self._comm.Irecv(message, source, self._data_tag)
         if datatype is not None:
             datatype.Free()
@@ -164,14 +163,14 @@ class MpiTransport(Transport):
         self._requests.append(request)
         self._pending.append((on_done, buffer))
 
-    def tell(self, rank: int, note: Integers) -> None:
+    def send_note(self, rank: int, note: IntArray) -> None:
         """See `Transport`."""
         request = self._comm.Isend(note, dest=rank, tag=self._note_tag)
         if not request.Test():  # a short message has nearly always left
-            self._add(request, _nothing, note)
+            self._add(request, lambda: None, note)
         self._wake(rank)
 
-    def told(self) -> Iterator[tuple[int, Integers]]:
+    def receive_notes(self) -> Iterator[tuple[int, IntArray]]:
         """See `Transport`."""
         mpi, status = self._mpi, self._status
         while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._note_tag, status)) is not None:
@@ -179,15 +178,12 @@ class MpiTransport(Transport):
             message.Recv(note)
             yield rank, note
 
-    def remains(self) -> tuple[Any, ...]:
+    def in_use(self) -> tuple[Any, ...]:
         """See `Transport`: the requests and buffers that MPI may still use."""
         return self._requests, self._pending
 
 
-def _nothing() -> None: ...
-
-
-def message_of(mpi: Any, view: Array) -> tuple[list[Any], Any]:
+def mpi_message(mpi: Any, view: Array) -> tuple[list[Any], Any]:
     """An mpi4py message for `view`, and its datatype, which must be freed after posting (None: plain bytes).
 
     The datatype is made from the strides of the view, so any region of any buffer can be sent or received without packing.

@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
 from shardload.comm.shared_errors import share
@@ -64,64 +64,65 @@ class RankState:
     doing: str = ""
 
 
-def text_of_ranks(absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]) -> str:
-    """What the ranks of a call do in which nothing moves.
+def describe_ranks(absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]) -> str:
+    """Describe what each rank does in a call in which nothing moves.
 
-    `absent` were never heard of in this call, `lost` are not heard of any more: these are their last states.
+    `absent`: ranks that sent nothing in this call. `lost`: the last states of ranks that send nothing any more. `heard`: the
+    states of the others.
 
-    >>> text_of_ranks([1, 2], {}, {0: RankState(1, 1, "metadata")})
+    >>> describe_ranks([1, 2], {}, {0: RankState(1, 1, "metadata")})
     'ranks 1, 2 did not come to this call, or are held up before the first wait in it; 1 other rank waits (phase: metadata)'
     """
-    said = []
+    parts = []
     if absent:
-        said.append(f"{first_ranks(absent)} did not come to this call, or {_are(absent)} held up before the first wait in it")
+        parts.append(f"{first_ranks(absent)} did not come to this call, or {_are(absent)} held up before the first wait in it")
     for phase in dict.fromkeys(state.phase for state in lost.values()):
         ranks = [rank for rank, state in lost.items() if state.phase == phase]
-        said.append(f"{first_ranks(ranks)} {_are(ranks)} held up or gone: not heard of any more (last phase: {phase})")
+        parts.append(f"{first_ranks(ranks)} {_are(ranks)} held up or gone: not heard of any more (last phase: {phase})")
     doing = {rank: state.doing for rank, state in heard.items() if state.doing}
-    said += [f"rank {rank} is {what}" for rank, what in [*doing.items()][:_MOST_NAMED]]
+    parts += [f"rank {rank} is {activity}" for rank, activity in [*doing.items()][:_MOST_NAMED]]
     if len(doing) > _MOST_NAMED:
-        said.append(f"{len(doing) - _MOST_NAMED} more ranks are reading or writing")
+        parts.append(f"{len(doing) - _MOST_NAMED} more ranks are reading or writing")
     phases = [state.phase for state in heard.values() if not state.doing]
-    other = "other " if said else ""
+    other = "other " if parts else ""
     for phase in dict.fromkeys(phases):
         n = phases.count(phase)
-        said.append(f"{counted(n, other + 'rank')} wait{'s' * (n == 1)} (phase: {phase})")
-    return "; ".join(said)
+        parts.append(f"{counted(n, other + 'rank')} wait{'s' * (n == 1)} (phase: {phase})")
+    return "; ".join(parts)
 
 
-def text_of(what: str, timeout: float, ranks: str) -> str:
-    """The error message of a stalled call: `what` it does, the seconds without progress, and who is late.
+def stall_text(title: str, timeout: float, ranks: str) -> str:
+    """The error message of a stalled call: which call it is, the seconds without progress, and who is late.
 
     >>> wait, read = RankState(1, 2, "exchange"), RankState(1, 3, "exchange", "reading chunk (0, 1) of '/x' in 'f.h5'")
-    >>> print(text_of("'f.h5'", 30, text_of_ranks([], {}, {0: wait, 1: wait, 2: read})))  # doctest: +ELLIPSIS
+    >>> print(stall_text("'f.h5'", 30, describe_ranks([], {}, {0: wait, 1: wait, 2: read})))  # doctest: +ELLIPSIS
     nothing has moved for 30 s (call: 'f.h5'): rank 2 is reading chunk (0, 1) of '/x' in 'f.h5'; 2 other ranks wait (phase:
     exchange). ...
     """
-    return f"nothing has moved for {timeout:g} s (call: {what}): {ranks}. {_ADVICE}"
+    return f"nothing has moved for {timeout:g} s (call: {title}): {ranks}. {_ADVICE}"
 
 
-def notice_of(what: str, seconds: float, ranks: str, timeout: float | None) -> str:
+def notice_text(title: str, seconds: float, ranks: str, timeout: float | None) -> str:
     """The warning long before a call fails.
 
-    >>> print(notice_of("'f.h5'", 20, "2 ranks wait", 900))
+    >>> print(notice_text("'f.h5'", 20, "2 ranks wait", 900))
     nothing has moved for 20 s (call: 'f.h5'): 2 ranks wait. All ranks must make the call. It fails after 900 s (timeout=)
     """
     fails = "It waits for ever (timeout=None)" if timeout is None else f"It fails after {timeout:g} s (timeout=)"
-    return f"nothing has moved for {seconds:g} s (call: {what}): {ranks}. All ranks must make the call. {fails}"
+    return f"nothing has moved for {seconds:g} s (call: {title}): {ranks}. All ranks must make the call. {fails}"
 
 
-def text_of_departed(what: str, ranks: Sequence[int]) -> str:
+def departed_text(title: str, ranks: Sequence[int]) -> str:
     """The error message if programs of other ranks have ended.
 
-    >>> print(text_of_departed("'f.h5'", [1, 3]))  # doctest: +ELLIPSIS
+    >>> print(departed_text("'f.h5'", [1, 3]))  # doctest: +ELLIPSIS
     ranks 1, 3 have come to the end of their program, and never make the call in which others wait for them: 'f.h5'. ...
     """
     is_one = len(ranks) == 1
-    has, them = ("has come to the end of its program", "it") if is_one else ("have come to the end of their program", "them")
+    ended, them = ("has come to the end of its program", "it") if is_one else ("have come to the end of their program", "them")
     return (
-        f"{first_ranks(ranks)} {has}, and never make{'s' * is_one} the call in which others wait for {them}: {what}. "
-        "All ranks must make the same calls: look for an `if` around it, or for what ended that program (sys.exit(), return). "
+        f"{first_ranks(ranks)} {ended}, and never make{'s' * is_one} the call in which others wait for {them}: {title}. All "
+        "ranks must make the same calls: look for an `if` around it, or for what ended that program (sys.exit(), return). "
         f"{_DEAD}"
     )
 
@@ -217,16 +218,19 @@ class Watchdog:
         self._on_stall, self._departed = on_stall, departed
         self.n_agreed = 0
         self._stall: tuple[str, int | None] | None = None
-        self._call, self._count, self._n_seen = 0, 0, 0
-        self._what, self._phase = "initialize()", "begin"  # until a call says what it is
+        self._call, self._count, self._n_done_before = 0, 0, 0
+        self._title, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
         self._activity: Callable[[], Activity] = Activity
         self._states: dict[int, RankState] = {}  # on the monitor: the latest state of each rank
-        self._heard: dict[int, int] = {}  # ... and the beat at which it came
-        self._interval = self._due = 0.0
-        self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
-        self._is_said = False
+        self._last_heard: dict[int, int] = {}  # ... and the beat at which it came
         self._start_beats()
+
+    def _start_beats(self) -> None:
+        self._interval = beat_seconds(self._timeout, self._size)
+        self._due = self._clock() + self._interval
+        self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
+        self._has_warned = False
 
     @property
     def nap_seconds(self) -> float:
@@ -242,8 +246,8 @@ class Watchdog:
         """Count a collective over all ranks that this rank has finished."""
         self.n_agreed += 1
 
-    def begin(self, what: str, timeout: float | None) -> None:
-        """Begin a call: `what` it does ("load ..."), and the seconds without progress after which it fails (None: never).
+    def begin(self, title: str, timeout: float | None) -> None:
+        """Begin a call: its `title` ("load ..."), and the seconds without progress after which it fails (None: never).
 
         Raises
         ------
@@ -252,9 +256,9 @@ class Watchdog:
         """
         self._raise_stall()
         self._call += 1
-        self._count, self._phase, self._what, self._timeout = 0, "begin", what, timeout
-        self._activity, self._n_seen = Activity, 0
-        self._heard.clear()
+        self._count, self._phase, self._title, self._timeout = 0, "begin", title, timeout
+        self._activity, self._n_done_before = Activity, 0
+        self._last_heard.clear()
         self._start_beats()
 
     def enter(self, phase: str) -> None:
@@ -269,7 +273,7 @@ class Watchdog:
     @contextmanager
     def attend(self, activity: Callable[[], Activity]) -> Iterator[None]:
         """Ask at each beat what the threads of this rank do."""
-        self._activity, self._n_seen = activity, 0
+        self._activity, self._n_done_before = activity, 0
         try:
             yield
         finally:
@@ -288,62 +292,55 @@ class Watchdog:
             self._hear(answers=False)
         self._due = math.inf
 
-    def _start_beats(self) -> None:
-        self._interval = beat_seconds(self._timeout, self._size)
-        self._due = self._clock() + self._interval
-        self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
-        self._is_said = False
-
     def _state(self) -> RankState:
         n_done, doing = self._activity()
-        if n_done != self._n_seen:
-            self._n_seen = n_done
+        if n_done != self._n_done_before:
+            self._n_done_before = n_done
             self._count += 1
         return RankState(self._call, self._count, self._phase, doing[:_LONGEST_NAME])
 
     def _beat(self) -> None:
         self._due = self._clock() + self._interval
         self._n_beats += 1
-        mine = self._state()
-        _log.debug(
-            "rank %d, call %d, %s: step %d, phase %s%s",
-            *(self._rank, mine.call, self._what, mine.count, mine.phase, mine.doing and f", {mine.doing}"),
-        )
+        report = self._state()
+        doing = f", {report.doing}" if report.doing else ""
+        text = f"call {report.call}, {self._title}: step {report.count}, phase {report.phase}{doing}"
+        _log.debug("rank %d, %s", self._rank, text)
         patience = math.inf if self._timeout is None else math.ceil(self._timeout / self._interval)
         self._n_still += 1
         self._hear()
         self._judge_departed()
         if self._mailbox is None or self._rank == 0:
-            self._note(self._rank, mine)
-            absent, lost, heard = self._ranks()
+            self._store(self._rank, report)
+            absent, lost, heard = self._sorted_ranks()
             if self._timeout is not None and self._n_still >= patience + _NOTICE_BEATS:
                 late = sorted([*absent, *lost, *(rank for rank, state in heard.items() if state.doing)])
-                text = text_of(self._what, self._timeout, text_of_ranks(absent, lost, heard))
+                text = stall_text(self._title, self._timeout, describe_ranks(absent, lost, heard))
                 self._give_up(text, late[0] if late else None)
             if self._n_still * self._interval >= NOTICE_SECONDS:
-                self._warn(self._n_still, text_of_ranks(absent, lost, heard))
+                self._warn(self._n_still, describe_ranks(absent, lost, heard))
             return
         if self._timeout is not None and self._n_unanswered >= patience + _LATE_BEATS:
-            self._give_up(text_of(self._what, self._timeout, _NO_MONITOR), 0)
+            self._give_up(stall_text(self._title, self._timeout, _NO_MONITOR), 0)
         if self._rank == 1 and self._n_unanswered * self._interval >= NOTICE_SECONDS:
             self._warn(self._n_unanswered, _NO_MONITOR)
         self._n_unanswered += 1
-        self._mailbox.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.doing]})
+        self._mailbox.send(0, {"kind": _BEAT, "state": astuple(report)})
 
     def _judge_departed(self) -> None:
         """Give up if a rank has departed before it took part in the collective that this rank waits for."""
-        known = {} if self._departed is None else self._departed()
+        departed = {} if self._departed is None else self._departed()
         # A rank that has finished more collectives than this rank has done its part in the current one.
-        gone = sorted(rank for rank, n_agreed in known.items() if rank != self._rank and n_agreed <= self.n_agreed)
+        gone = sorted(rank for rank, n_agreed in departed.items() if rank != self._rank and n_agreed <= self.n_agreed)
         self._n_gone = self._n_gone + 1 if gone else 0
         if gone and (self._rank == 0 or 0 in gone or self._n_gone > _LEARN_BEATS):  # if there is a monitor, it decides first
-            self._give_up(text_of_departed(self._what, gone), gone[0])
+            self._give_up(departed_text(self._title, gone), gone[0])
 
     def _warn(self, n_beats: int, ranks: str) -> None:
         """Warn once in a call which ranks are late."""
-        if not self._is_said:
-            self._is_said = True
-            _log.warning("%s", notice_of(self._what, n_beats * self._interval, ranks, self._timeout))
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s", notice_text(self._title, n_beats * self._interval, ranks, self._timeout))
 
     def _hear(self, answers: bool = True) -> None:
         mailbox = self._mailbox
@@ -352,27 +349,27 @@ class Watchdog:
                 self._set_stall(message["text"], message["rank"])
             elif message["kind"] == _BEAT and self._rank == 0 and mailbox is not None:
                 state = RankState(*message["state"])
-                self._note(rank, state)
+                self._store(rank, state)
                 if answers:
                     mailbox.send(rank, {"kind": _ALIVE, "call": state.call})
             elif message["kind"] == _ALIVE and message["call"] == self._call:
                 self._n_unanswered = 0
         self._raise_stall()
 
-    def _note(self, rank: int, state: RankState) -> None:
+    def _store(self, rank: int, state: RankState) -> None:
         """Store the state that a rank reports."""
-        self._heard[rank] = self._n_beats
-        known = self._states.get(rank)
-        if known is None or (state.call, state.count) > (known.call, known.count):
+        self._last_heard[rank] = self._n_beats
+        previous = self._states.get(rank)
+        if previous is None or (state.call, state.count) > (previous.call, previous.count):
             self._n_still = 0
-        if known is None or (state.call, state.count) >= (known.call, known.count):
+        if previous is None or (state.call, state.count) >= (previous.call, previous.count):
             self._states[rank] = state
 
-    def _ranks(self) -> tuple[list[int], dict[int, RankState], dict[int, RankState]]:
-        """Where the ranks are, as far as this one knows: see `text_of_ranks`."""
+    def _sorted_ranks(self) -> tuple[list[int], dict[int, RankState], dict[int, RankState]]:
+        """The ranks that are absent, and the states of those that are lost, and of those that answer: see `describe_ranks`."""
         ranks = range(self._size)
-        lately = self._n_beats - _SILENT_BEATS
-        heard = {r: self._states[r] for r in ranks if r in self._states and self._heard.get(r, lately - 1) >= lately}
+        oldest = self._n_beats - _SILENT_BEATS
+        heard = {r: self._states[r] for r in ranks if r in self._states and self._last_heard.get(r, oldest - 1) >= oldest}
         lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}
         return [r for r in ranks if r not in heard and r not in lost], lost, heard
 

@@ -34,12 +34,12 @@ class Call:
         What must be the same on every rank. After `plan` it includes the plan.
     """
 
-    def __init__(self, group: Group, asked: Invocation, error: BaseException | None) -> None:
-        self.group, self.asked, self._error = group, asked, error
+    def __init__(self, group: Group, invocation: Invocation, error: BaseException | None) -> None:
+        self.group, self.invocation, self._error = group, invocation, error
 
     def settle(self) -> None:
         """Compare what the ranks were asked for, in the messages with which every call begins, without a plan."""
-        self.group.settle(self.asked, self._error)
+        self.group.settle(self.invocation, self._error)
 
     def plan(
         self,
@@ -62,9 +62,9 @@ class Call:
         root : int, optional
             The rank that runs `find`; call `settle` first. Without it, rank 0 runs `find`, and this begins the call.
         """
-        group, made, told = self.group, None, None
-        unfound: ShardloadError | None = None
-        unplanned: BaseException | None = None
+        group, plan, metadata = self.group, None, None
+        find_error: ShardloadError | None = None
+        plan_error: BaseException | None = None
 
         def run() -> Any:
             if self._error is not None:
@@ -74,38 +74,38 @@ class Call:
         try:
             group.watch.enter("metadata")
             try:
-                told = group.begin(self.asked, run) if root is None else group.tell(run, root)
+                metadata = group.begin(self.invocation, run) if root is None else group.tell(run, root)
             except StallError:
                 raise  # the ranks can compare nothing any more
             except ShardloadError as error:  # the same on every rank
-                unfound = error
+                find_error = error
             group.watch.enter("plan")
-            if told is not None and self._error is None:
+            if metadata is not None and self._error is None:
                 try:
-                    made = make(told)
+                    plan = make(metadata)
                 except Exception as error:
                     let_interruption_pass(error)
-                    unplanned = error
-            planned = {"plan": "" if made is None else describe(made)}
-            agreed = self.asked.also(**planned)
-            if not group.all_same(agreed, made is not None):
-                group.agree_same(self.asked, self._error)
-                if unfound is not None:
-                    raise unfound
-                group.agree_same(Invocation(_PLAN, self.asked.title, planned), unplanned)
-            if made is None:
-                raise unfound or unplanned or ConfigError("nothing was planned")
+                    plan_error = error
+            description = {"plan": "" if plan is None else describe(plan)}
+            agreed = self.invocation.also(**description)
+            if not group.all_same(agreed, plan is not None):
+                group.agree_same(self.invocation, self._error)
+                if find_error is not None:
+                    raise find_error
+                group.agree_same(Invocation(_PLAN, self.invocation.title, description), plan_error)
+            if plan is None:
+                raise find_error or plan_error or ConfigError("nothing was planned")
         finally:
-            del unfound, unplanned  # an error that stays a variable keeps the arrays of its calls: see `system.garbage.let_go`
-        self.asked = agreed
-        return made
+            del find_error, plan_error  # a variable with an error keeps the arrays of its calls: see `system.garbage.let_go`
+        self.invocation = agreed
+        return plan
 
 
 @contextmanager
-def watched(group: Group, what: str, timeout: float | None) -> Iterator[ConfigError | None]:
-    """For what all ranks do together: the watchdog looks on. Gives an error if the call must be refused."""
+def watched(group: Group, title: str, timeout: float | None) -> Iterator[ConfigError | None]:
+    """Let the watchdog look on while all ranks do something together. Gives an error if the call must be refused."""
     with group.call(timeout) as refusal:
-        group.watch.begin(what, timeout)
+        group.watch.begin(title, timeout)
         try:
             yield refusal
         finally:
@@ -115,7 +115,7 @@ def watched(group: Group, what: str, timeout: float | None) -> Iterator[ConfigEr
 
 @contextmanager
 def begin_call(
-    asked: Invocation,
+    invocation: Invocation,
     error: BaseException | None,
     *,
     comm: Any,
@@ -127,7 +127,7 @@ def begin_call(
 
     Parameters
     ----------
-    asked : Invocation
+    invocation : Invocation
         What must be the same on every rank.
     error : Exception, optional
         What is wrong with the arguments on this rank. `Call.plan` and `Call.settle` raise it on all ranks.
@@ -136,16 +136,16 @@ def begin_call(
     timeout : float, optional
         Seconds after which the call fails if no rank makes progress.
     watched_as : str
-        The call in messages of the watchdog; by default the title of `asked`.
+        The call in messages of the watchdog; by default the title of `invocation`.
     process : callable, optional
         Returns the number of this process in JAX, for calls about arrays on devices.
     """
     group = group_of(comm, timeout)
-    with outer_exception(), watched(group, watched_as or asked.title, timeout) as refusal:
+    with outer_exception(), watched(group, watched_as or invocation.title, timeout) as refusal:
         _ = group.machine  # collective the first time, and here every rank is present
         if process is not None:
             group.processes(process())
-        call = Call(group, asked, refusal or error)
+        call = Call(group, invocation, refusal or error)
         try:
             yield call
         finally:
@@ -155,30 +155,30 @@ def begin_call(
 
 @contextmanager
 def begin_request(
-    call: str, title: str, read: Callable[[], Any], *, comm: Any, process: Callable[[], int] | None = None
+    kind: str, title: str, read: Callable[[], Any], *, comm: Any, process: Callable[[], int] | None = None
 ) -> Iterator[tuple[Call, Any]]:
     """Read the arguments of a call, and begin it. Collective: yes.
 
-    `read` returns the checked arguments, an object with a ``timeout``, and with a method ``invocation(call, title)`` that says
-    what must be the same on every rank. Gives the call and that object. What is wrong with the arguments, on any rank, is
-    raised by `Call.plan` on all ranks: it is None then.
+    `read` returns the checked arguments, an object with a ``timeout``, and with a method ``invocation(kind, title)`` that says
+    what must be the same on every rank. Gives the call and that object, or None for it if the arguments are wrong: then
+    `Call.plan` raises the error on all ranks.
     """
     request: Any = None
     error: BaseException | None = None
     try:
         request = read()
-    except ShardloadError as wrong:
-        error = wrong
-    except Exception as wrong:
-        error = unforeseen(wrong)
+    except ShardloadError as failure:
+        error = failure
+    except Exception as failure:
+        error = unforeseen(failure)
     timeout = TIMEOUT if request is None else request.timeout
-    asked = Invocation(call, title, {}) if request is None else request.invocation(call, title)
-    with begin_call(asked, error, comm=comm, timeout=timeout, process=process) as begun:
+    invocation = Invocation(kind, title, {}) if request is None else request.invocation(kind, title)
+    with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
         del error  # see `Call.plan`
-        yield begun, request
+        yield call, request
 
 
 def unforeseen(error: Exception) -> ConfigError:
-    """The error for arguments that could not be read for a reason that nobody thought of: the other ranks wait for this one."""
+    """A ConfigError for an unexpected exception while the arguments were read: the other ranks wait for this one."""
     let_interruption_pass(error)
     return ConfigError(f"the arguments could not be read: {type(error).__name__}: {error}")

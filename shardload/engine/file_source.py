@@ -51,9 +51,9 @@ class FileMove(ArrayMove):
         layout: SourceLayout,
         decoding: Decoding | None = None,
         name: str | None = None,
-        named: Callable[[BaseException], BaseException] | None = None,
+        with_name: Callable[[BaseException], BaseException] | None = None,
     ) -> None:
-        super().__init__(array, flow, layout.dtype, str(info) if name is None else name, named)
+        super().__init__(array, flow, layout.dtype, str(info) if name is None else name, with_name)
         self.info, self.layout, self.decoding = info, layout, decoding
 
 
@@ -82,7 +82,7 @@ class FileSource(ABC):
         """
 
     def coming(self, move: Any) -> Iterable[Block]:
-        """The blocks of an array in a store that this rank reads next, in order, as far as nothing was told of them."""
+        """The blocks of an array in a store that this rank reads next, in order, without those that were announced before."""
         blocks: Iterable[Block] = move.flow.outgoing(self._rank)
         return blocks
 

@@ -34,12 +34,12 @@ import numpy as np
 
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
-from shardload.engine.read_back import WIDTH, ReadBack, checksum_of_values, plan_partners
+from shardload.engine.read_back import N_FIELDS, ReadBack, WrittenChunk, checksum_of_values, plan_partners
 from shardload.engine.session import Round
 from shardload.errors import StallError
 from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
-from shardload.planning.region import Region, aligned, run_of
+from shardload.planning.region import Array, IntArray, Region, aligned, run_of
 from shardload.planning.staging import KEPT_ROUNDS
 from shardload.storage.target import as_write_error
 from shardload.system.interruption import FirstError
@@ -52,8 +52,6 @@ _LEAVE_SECONDS = 5.0  # for ending what threads do, and removing the temporary, 
 _TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time
 _DECODE_EVERY = 16  # with verify="file" one chunk in so many is decoded
 
-Array = np.ndarray[Any, Any]
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Result = TypeVar("Result")
 
 # What a thread does with a chunk: the phase whose seconds it counts for, in words, and how.
@@ -94,9 +92,9 @@ class Chunk:
     nbytes_stored: int = 0
 
     @property
-    def row(self) -> tuple[int, ...]:
+    def row(self) -> WrittenChunk:
         """What another rank needs to read it back."""
-        return self.array, self.number, self.offset, self.nbytes_stored, self.crc, self.values_crc
+        return WrittenChunk(self.array, self.number, self.offset, self.nbytes_stored, self.crc, self.values_crc)
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class FileTarget:
         decoded. ``"file"``: one in 16. ``"full"``: all. ``"index"``: nothing is read back.
     n_threads : int
         Threads that encode and write.
-    on_progress : callable, optional
+    on_progress : callable or None
         Called with the bytes of values that have been written, in the thread that makes the call.
     """
 
@@ -151,13 +149,13 @@ class FileTarget:
         sink: Sink,
         errors: FirstError,
         *,
-        round_nbytes: int = 0,
-        verify: str = "checksum",
-        n_threads: int = 1,
-        on_progress: Callable[[int], None] | None = None,
+        round_nbytes: int,
+        verify: str,
+        n_threads: int,
+        on_progress: Callable[[int], None] | None,
     ) -> None:
         self._group, self._sink, self._errors, self._verify = group, sink, errors, verify
-        self._n_threads, self._on_progress = max(1, n_threads), on_progress
+        self._n_threads, self._on_progress = n_threads, on_progress
         self._pool = Pool(self._n_threads, "shardload-save")
         self._encoders = list(sink.arrays.values())
         self._numbers = {name: number for number, name in enumerate(sink.arrays)}
@@ -172,8 +170,8 @@ class FileTarget:
         self._is_stopped = False  # threads shall begin nothing more
         self._tasks: deque[list[Future[None]]] = deque()  # of threads, for each round whose values may still be in use
         self._chunks: list[Chunk] = []  # of the last round: rank 0 has to say yet where some go
-        self._rows: list[Int64s] = []  # of what is written, for who reads it back
-        self._n_chunks = self._nbytes = self._nbytes_stored = self._n_told = 0
+        self._rows: list[IntArray] = []  # of what is written, for who reads it back
+        self._n_chunks = self._nbytes = self._nbytes_stored = self._n_reported = 0
         self._seconds = dict.fromkeys(("encode", "write", "sync", "finish", "read back"), 0.0)
         self._lock = threading.Lock()
         self._doing: dict[int, tuple[str, Chunk]] = {}
@@ -201,11 +199,11 @@ class FileTarget:
         catalog = self._catalog
         if catalog is None or (is_held and self._is_at_work):
             return
-        end, pool = partial(catalog.abandon, keeps=interrupted), Pool(1, "shardload-abandon")
+        abandon, pool = partial(catalog.abandon, keeps=interrupted), Pool(1, "shardload-abandon")
         try:
-            wait([pool.submit(end)], _LEAVE_SECONDS if may_hang else None)
+            wait([pool.submit(abandon)], _LEAVE_SECONDS if may_hang else None)
         except RuntimeError:  # no thread can be started
-            end()
+            abandon()
         pool.close(wait=not may_hang)
 
     # --- the steps
@@ -256,7 +254,7 @@ class FileTarget:
         self._tell_progress()
         self._tasks.append([])
         with self._errors:
-            self._chunks = [self._checked(chunk) for chunk in round_.values() if chunk.region.size]
+            self._chunks = [self._prepare(chunk) for chunk in round_.values() if chunk.region.size]
             steps: list[_Step] = [("encode", "encoding", self._encode_one), ("write", "writing", self._put_if_placed)]
             self._tasks[-1] = self._share_out(self._chunks, steps)
         if len(self._tasks) > 1:
@@ -295,22 +293,22 @@ class FileTarget:
         def run() -> str | bytes:
             self._is_at_work = True
             with as_write_error(self._sink.path):
-                told = self._in_thread(call)
+                answer = self._in_thread(call)
             self._is_at_work = False
-            return told
+            return answer
 
         return self._group.tell(run, 0)
 
     def _tell_progress(self) -> None:
         done = self._nbytes  # threads go on counting
-        n, self._n_told = done - self._n_told, done
+        n, self._n_reported = done - self._n_reported, done
         if n and self._on_progress is not None:
             with self._errors:
                 self._on_progress(n)
 
     # --- chunks of a round
 
-    def _checked(self, chunk: Chunk) -> Chunk:
+    def _prepare(self, chunk: Chunk) -> Chunk:
         """The chunk, with what follows from its region."""
         chunk.array = self._numbers[chunk.name]
         encoder = self._encoders[chunk.array]
@@ -350,10 +348,10 @@ class FileTarget:
         if not self._errors:
             self._n_chunks += len(chunks)
             if self._verify != INDEX:
-                self._rows.append(np.array([chunk.row for chunk in chunks], dtype=np.int64).reshape(-1, WIDTH))
+                self._rows.append(np.array([chunk.row for chunk in chunks], dtype=np.int64).reshape(-1, N_FIELDS))
 
     def _offsets_of(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Where chunks go. Raises what went wrong on any rank. Collective."""
+        """The offsets of chunks in the file, from rank 0. Raises what went wrong on any rank. Collective."""
         sizes = [(chunk.array, chunk.number, chunk.nbytes_stored, chunk.stored.mask) for chunk in chunks if not self._errors]
         message = np.array([bool(self._errors), *chain(*sizes)], dtype=np.int64)
         answer: list[int] = self._group.ask_root(message, self._answers).tolist()
@@ -361,7 +359,7 @@ class FileTarget:
             self._agree()
         return answer[1:]
 
-    def _answers(self, messages: list[Int64s]) -> list[Int64s]:
+    def _answers(self, messages: list[IntArray]) -> list[IntArray]:
         """On rank 0: ``[must_stop, offset of each chunk]``, for ``[has_failed, (array, number, nbytes, mask) of each]``."""
         rows_by_rank = [message[1:].reshape(-1, _N_COLUMNS) for message in messages]
         rows, has_failed = np.concatenate(rows_by_rank), any(message[0] for message in messages)
@@ -379,11 +377,11 @@ class FileTarget:
         """Read back what another rank has written: how many chunks, and how many were decoded. Collective."""
         group = self._group
         group.watch.enter("read back")
-        mine, self._rows = np.concatenate([np.empty((0, WIDTH), np.int64), *self._rows]).reshape(-1), []
+        written, self._rows = np.concatenate([np.empty((0, N_FIELDS), np.int64), *self._rows]).reshape(-1), []
         partners = plan_partners(group.machine.leaders)
         source = partners.index(group.rank)
-        rows = group.pass_on(mine, partners[group.rank], source)
-        del mine
+        rows = group.pass_on(written, partners[group.rank], source)
+        del written
         with self._errors, self._timed("read back"):
             read = ReadBack(self._sink, self._ticket, rows, source, group.rank)
             self._compare(read)
@@ -391,14 +389,14 @@ class FileTarget:
         return [0, 0]
 
     def _compare(self, read: ReadBack) -> None:
-        """Apart from `_read_back`, so that no variable of a call that goes on has the error: see `let_go`."""
+        """Compare what was read. Not in `_read_back`, where a variable would keep an error while the call goes on: `let_go`."""
         tasks = [self._pool.submit(task) for task in read.stored()]
         self._wait(tasks)
         for task in tasks:
             task.result()
-        self._in_thread(partial(read.compare_values, self._goes_on))
+        self._in_thread(partial(read.compare_values, self._count_step))
 
-    def _goes_on(self) -> bool:
+    def _count_step(self) -> bool:
         """Note that a thread has done something. False if there is nothing more to do."""
         self._n_steps += 1
         return not self._is_stopped
@@ -407,10 +405,10 @@ class FileTarget:
 
     def _activity(self) -> Activity:
         try:
-            what, chunk = next(iter(self._doing.values()))
+            words, chunk = next(iter(self._doing.values()))
         except (StopIteration, RuntimeError):  # nothing, or another thread has changed it just now
             return Activity(self._n_steps)
-        return Activity(self._n_steps, f"{what} {chunk.region} of '{chunk.name}' in '{self._sink.path}'")
+        return Activity(self._n_steps, f"{words} {chunk.region} of '{chunk.name}' in '{self._sink.path}'")
 
     def _wait(self, futures: Sequence[Future[Any]]) -> None:
         """Return when all have ended. Their errors are not raised. StallError if nothing moves."""

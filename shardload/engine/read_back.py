@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import deflate
 import numpy as np
@@ -29,22 +29,38 @@ from shardload.formats.contract.array import native_dtype
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
-from shardload.planning.region import Region, unravel
+from shardload.planning.region import Array, IntArray, Region, unravel
 from shardload.storage.objects import StoredObject
 from shardload.system.scratch import shared_scratch
 from shardload.transfer.checksum import checksum
-
-WIDTH = 6
-"""Integers of a row: number of the array, number of the chunk (of a part of a contiguous array: its first element, in C
-order), offset, bytes, CRC-32 of the bytes, and CRC-32 of the values, or -1 if they are not decoded."""
 
 _ANY_FILTER = Access(allow_filters=frozenset({"all"}))
 _AT_ONCE_NBYTES = 1 << 20
 _TASK_NBYTES = 8 << 20
 
-Array = np.ndarray[Any, Any]
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
-Row = list[int]
+
+class WrittenChunk(NamedTuple):
+    """What the rank that reads a chunk back must know of it: integers, which travel as a row.
+
+    Attributes
+    ----------
+    array, number : int
+        Number of the array, and of the chunk; of a part of a contiguous array its first element, in C order.
+    offset, nbytes : int
+        Where the stored bytes are, and how many.
+    crc, values_crc : int
+        CRC-32 of the stored bytes, and of the values, or -1 if they are not decoded.
+    """
+
+    array: int
+    number: int
+    offset: int
+    nbytes: int
+    crc: int
+    values_crc: int
+
+
+N_FIELDS = len(WrittenChunk._fields)
 
 
 def plan_partners(leaders: Sequence[int]) -> list[int]:
@@ -66,12 +82,12 @@ def plan_partners(leaders: Sequence[int]) -> list[int]:
     # In this order a step as long as the largest node leads out of every node, or, if one node has more than half of the ranks,
     # out of it as often as that is possible.
     order = sorted(range(n), key=lambda rank: (-of_node[leaders[rank]], leaders[rank], rank))
-    most = max(of_node.values())
-    step = most if most < n else 1
-    found = [0] * n
+    n_largest = max(of_node.values())
+    step = n_largest if n_largest < n else 1
+    partners = [0] * n
     for k, rank in enumerate(order):
-        found[rank] = order[(k + step) % n]
-    return found
+        partners[rank] = order[(k + step) % n]
+    return partners
 
 
 def checksum_of_values(values: Array) -> int:
@@ -88,8 +104,8 @@ class ReadBack:
         The new file.
     ticket : Ticket
         Where it is now.
-    notes : ndarray of int
-        The rows of the rank that wrote.
+    rows : ndarray of int
+        A row for each `WrittenChunk` of the rank that wrote, one after the other.
     writer, reader : int
         That rank, and this one, for messages.
 
@@ -99,76 +115,77 @@ class ReadBack:
         Chunks whose stored bytes are compared, and chunks that are decoded.
     """
 
-    def __init__(self, sink: Sink, ticket: Ticket, notes: Int64s, writer: int, reader: int) -> None:
+    def __init__(self, sink: Sink, ticket: Ticket, rows: IntArray, writer: int, reader: int) -> None:
         self._sink, self._ticket, self._writer, self._reader = sink, ticket, writer, reader
         self._folder = sink.stored(ticket)
         self._encoders = list(sink.arrays.values())
-        rows = notes.reshape(-1, WIDTH)
-        self._rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
-        self._decoded: list[Row] = self._rows[self._rows[:, 5] >= 0].tolist()
-        self.n_stored, self.n_values = len(self._rows), len(self._decoded)
+        self._chunks = sorted(WrittenChunk(*row) for row in rows.reshape(-1, N_FIELDS).tolist())
+        self._decoded = [chunk for chunk in self._chunks if chunk.values_crc >= 0]
+        self.n_stored, self.n_values = len(self._chunks), len(self._decoded)
         self._scratch = shared_scratch()
 
     def stored(self) -> Iterator[Callable[[], None]]:
         """Tasks for threads: each reads stored bytes, and compares them. VerifyError if they differ."""
-        ends = np.cumsum(self._rows[:, 3]) // _TASK_NBYTES
-        for rows in np.split(self._rows, np.flatnonzero(np.diff(ends)) + 1) if len(ends) else ():
-            yield partial(self._compare_stored, rows.tolist())
+        ends = np.cumsum([chunk.nbytes for chunk in self._chunks]) // _TASK_NBYTES
+        for _, chunks in groupby(zip(ends.tolist(), self._chunks, strict=True), itemgetter(0)):
+            yield partial(self._compare_stored, [chunk for _, chunk in chunks])
 
-    def _compare_stored(self, rows: Sequence[Row]) -> None:
-        row = rows[0]
+    def _compare_stored(self, chunks: Sequence[WrittenChunk]) -> None:
+        chunk = chunks[0]
         try:
-            for key, of_object in groupby(rows, self._key_of):
-                chunks = list(of_object)
-                row = chunks[0]
-                found = self._folder.open(key)
-                if found is None:
+            for key, of_key in groupby(chunks, self._key_of):
+                chunks_of_key = list(of_key)
+                chunk = chunks_of_key[0]
+                stored = self._folder.open(key)
+                if stored is None:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-                with closing(found):
-                    for row in chunks:
-                        self._compare_bytes(found, row)
+                with closing(stored):
+                    for chunk in chunks_of_key:
+                        self._compare_bytes(stored, chunk)
         except OSError as error:
-            what, index = self._place(row)
+            chunk_name, index = self._place(chunk)
             raise SourceError(
-                f"{what} cannot be read back: {error.strerror or error}. What had this name before is as it was",
+                f"{chunk_name} cannot be read back: {error.strerror or error}. What had this name before is as it was",
                 path=self._sink.path,
-                dataset=self._encoders[row[0]].name,
+                dataset=self._encoders[chunk.array].name,
                 chunk=index,
             ) from error
 
-    def _key_of(self, row: Row) -> str:
-        encoder = self._encoders[row[0]]
-        return self._sink.key_of(self._ticket, encoder.name, row[1] if encoder.spec.chunks else 0)
+    def _key_of(self, chunk: WrittenChunk) -> str:
+        encoder = self._encoders[chunk.array]
+        return self._sink.key_of(self._ticket, encoder.name, chunk.number if encoder.spec.chunks else 0)
 
-    def _compare_bytes(self, stored: StoredObject, row: Row) -> None:
-        _, _, offset, nbytes, crc, _ = row
-        found, n_found = 0, 0
-        while n_found < nbytes:
-            room = self._scratch.bytes("read back", min(_AT_ONCE_NBYTES, nbytes - n_found), _AT_ONCE_NBYTES)
+    def _compare_bytes(self, stored: StoredObject, chunk: WrittenChunk) -> None:
+        crc_found, n_read = 0, 0
+        while n_read < chunk.nbytes:
+            buffer = self._scratch.bytes("read back", min(_AT_ONCE_NBYTES, chunk.nbytes - n_read), _AT_ONCE_NBYTES)
             try:
-                stored.read_into(room, offset + n_found)
+                stored.read_into(buffer, chunk.offset + n_read)
             except OSError:
-                if stored.nbytes >= offset + n_found + len(room):
+                if stored.nbytes >= chunk.offset + n_read + len(buffer):
                     raise
-                n_found = max(0, stored.nbytes - offset)
+                n_read = max(0, stored.nbytes - chunk.offset)
                 break
-            found, n_found = int(deflate.crc32(room.data, found)), n_found + len(room)
-        if found != crc or n_found != nbytes:
-            how = f"{n_found} of {nbytes} bytes are there" if n_found < nbytes else f"CRC-32 {found:08x} in place of {crc:08x}"
+            crc_found, n_read = int(deflate.crc32(buffer.data, crc_found)), n_read + len(buffer)
+        if crc_found != chunk.crc or n_read != chunk.nbytes:
+            difference = f"CRC-32 {crc_found:08x} in place of {chunk.crc:08x}"
+            if n_read < chunk.nbytes:
+                difference = f"{n_read} of {chunk.nbytes} bytes are there"
             raise VerifyError(
-                f"{self._place(row)[0]}, {nbytes} bytes at {offset}, was written by rank {self._writer}, and rank "
-                f"{self._reader} reads something else there: {how}. Nothing was saved, and what had this name before is as it "
-                "was. If it happens again, suspect the storage, or that its nodes do not see each other's writes",
+                f"{self._place(chunk)[0]}, {chunk.nbytes} bytes at {chunk.offset}, was written by rank {self._writer}, and "
+                f"rank {self._reader} reads something else there: {difference}. Nothing was saved, and what had this name "
+                "before is as it was. If it happens again, suspect the storage, or that its nodes do not see each other's "
+                "writes",
                 rank=self._reader,
             )
 
-    def _place(self, row: Row) -> tuple[str, tuple[int, ...] | None]:
+    def _place(self, chunk: WrittenChunk) -> tuple[str, tuple[int, ...] | None]:
         """A chunk in words, and its index."""
-        encoder = self._encoders[row[0]]
+        encoder = self._encoders[chunk.array]
         where = f"'{encoder.name}' in '{self._sink.path}'"
         if encoder.spec.chunks is None:
-            return f"the part from element {unravel(row[1], encoder.spec.shape)} on of {where}", None
-        index = unravel(row[1], encoder.spec.grid)
+            return f"the part from element {unravel(chunk.number, encoder.spec.shape)} on of {where}", None
+        index = unravel(chunk.number, encoder.spec.grid)
         return f"chunk {index} of {where}", index
 
     def compare_values(self, go_on: Callable[[], bool]) -> None:
@@ -180,44 +197,43 @@ class ReadBack:
         file: OpenFile | None = None
         path = self._ticket.temporary
         with ExitStack() as opened:
-            for array, rows in groupby(self._decoded, itemgetter(0)):
+            for array, chunks in groupby(self._decoded, attrgetter("array")):
                 name = self._encoders[array].name
                 with ExitStack() as of_array:
-                    with self._naming_what_is_unread(name, "values"):
+                    with self._naming_unreadable(name, "values"):
                         decoding = self._sink.decoding(self._ticket, name)
                         if decoding is not None:
                             decode = of_array.enter_context(decoding)
                         else:
                             file = file or opened.enter_context(format_of(path).open_file(path, _ANY_FILTER))
                             decode = of_array.enter_context(closing(file.open(name))).plain
-                    for row in rows:
-                        self._compare_values(row, decode)
+                    for chunk in chunks:
+                        self._compare_values(chunk, decode)
                         if not go_on():
                             return
 
     @contextmanager
-    def _naming_what_is_unread(self, name: str, what: str) -> Iterator[None]:
+    def _naming_unreadable(self, name: str, part: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             raise SourceError(
-                f"the new file of '{self._sink.path}' cannot be read: {what} of '{name}': {type(error).__name__}: {error}. "
+                f"the new file of '{self._sink.path}' cannot be read: {part} of '{name}': {type(error).__name__}: {error}. "
                 "Nothing was saved, and what had this name before is as it was",
                 path=self._sink.path,
                 dataset=name,
             ) from error
 
-    def _compare_values(self, row: Row, decode: Decode) -> None:
-        encoder = self._encoders[row[0]]
+    def _compare_values(self, chunk: WrittenChunk, decode: Decode) -> None:
+        encoder = self._encoders[chunk.array]
         name, spec = encoder.name, encoder.spec
-        region = (
-            encoder.region(unravel(row[1], spec.grid))
-            if spec.chunks
-            else _run(spec.shape, row[1], row[3] // spec.dtype.itemsize)
-        )
-        with self._naming_what_is_unread(name, str(region)):
+        if spec.chunks:
+            region = encoder.region(unravel(chunk.number, spec.grid))
+        else:
+            region = _run(spec.shape, chunk.number, chunk.nbytes // spec.dtype.itemsize)
+        with self._naming_unreadable(name, str(region)):
             values = np.asarray(decode(region)).reshape(region.shape).astype(native_dtype(spec.dtype), copy=False)
-        if checksum_of_values(values) != row[5]:
+        if checksum_of_values(values) != chunk.values_crc:
             raise VerifyError(
                 f"{region} of '{name}' in '{self._sink.path}', which rank {self._writer} wrote, is decoded by the format's "
                 f"library on rank {self._reader} as other values than those that were to be saved. Nothing was saved, and what "

@@ -79,11 +79,11 @@ class TargetEndpoint(Protocol):
 
 
 @dataclass
-class _Begun:
-    """A round of which this rank has made its memory, and begun to stage blocks: what it stages, and what ends that."""
+class _BegunRound:
+    """A round that this rank has begun: its memory is made, and blocks are being staged. `opened` ends the staging."""
 
     round: Round
-    outgoing: Outgoing | None = None
+    outgoing: Outgoing
     opened: ExitStack = field(default_factory=ExitStack)
     errors: FirstError = field(default_factory=FirstError)
 
@@ -131,8 +131,8 @@ class Session:
         self._shared_nbytes = 0
         if shared_nbytes is not None:
             self.share_memory(shared_nbytes)
-        self._staged: tuple[Staging, Resources] | None = None
-        self._next: _Begun | None = None
+        self._current: tuple[Staging, Resources] | None = None
+        self._next: _BegunRound | None = None
         self._n_rounds = 0
         self.errors, self.counters = FirstError(), Counters()
 
@@ -148,9 +148,9 @@ class Session:
         begun, self._next = self._next, None
         if begun is not None:
             begun.opened.__exit__(kind, None, None)
-        if self._staged is not None:
-            self._staged[1].__exit__(kind)
-        self._staged = None
+        if self._current is not None:
+            self._current[1].__exit__(kind)
+        self._current = None
 
     def share_memory(self, nbytes: int) -> None:
         """Make memory for staged blocks that this rank shares with those of its node: so many bytes. Collective."""
@@ -204,9 +204,9 @@ class Session:
         with self.errors:  # other ranks still wait for this rank
             begun.opened.close()
 
-    def _begin(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> _Begun:
+    def _begin(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> _BegunRound:
         """Make memory for a round, and what stages its blocks. Not collective; what fails is kept."""
-        begun, moves = _Begun(round_), round_.moves
+        begun, moves = _BegunRound(round_, Outgoing((), self._group.rank)), round_.moves
         try:
             with begun.errors:
                 target.make_room(moves)
@@ -233,10 +233,10 @@ class Session:
             self._next = self._begin(following, source, target)
             return True
         with begun.errors:
-            return not begun.errors and begun.outgoing is not None and begun.outgoing.start_one()
+            return not begun.errors and begun.outgoing.start_one()
         return False
 
-    def _exchange(self, begun: _Begun, tags: tuple[int, int], begin_next: Callable[[], bool]) -> None:
+    def _exchange(self, begun: _BegunRound, tags: tuple[int, int], begin_next: Callable[[], bool]) -> None:
         round_ = begun.round
         seed = crc32(f"{self._digest} {self._n_rounds} {tags}".encode())
         for move in round_.moves:
@@ -245,10 +245,10 @@ class Session:
             self._group,
             round_.moves,
             self._resources(round_),
+            begun.outgoing,
             tags=tags,
             checksums=self._checksums,
             on_progress=self.on_progress,
-            outgoing=begun.outgoing,
             begin_next=begin_next,
         )
         self.counters.add(counters)
@@ -259,9 +259,9 @@ class Session:
     def _resources(self, round_: Round) -> Resources:
         """Buffers and threads of a round: those of the round before, if it had the same staging."""
         staging, segments = round_.staging, self._segments if round_.is_shared else {}
-        if self._staged is not None:
-            if self._staged[0] == staging and self._staged[1].segments == segments:
-                return self._staged[1]
+        if self._current is not None:
+            if self._current[0] == staging and self._current[1].segments == segments:
+                return self._current[1]
             self.release()
         segment, slots_nbytes = segments.get(self._group.rank), staging.n_slots * aligned(staging.slot_nbytes)
         if segment is not None and 0 < self._shared_nbytes < shared_nbytes(staging):
@@ -275,7 +275,7 @@ class Session:
             pack_slots=Slots(staging.n_pack, staging.slot_nbytes, None if shared is None else shared[slots_nbytes:]),
             segments=segments,
         )
-        self._staged = staging, resources
+        self._current = staging, resources
         return resources
 
 

@@ -56,12 +56,12 @@ class BatchSchedule:
     def _without(self, numbers: Sequence[int]) -> tuple[int, ...]:
         return (*numbers[: self.axis], *numbers[self.axis + 1 :])
 
-    def with_steps(self, rest: Region, start: int, stop: int) -> Region:
+    def with_steps(self, other_axes: Region, start: int, stop: int) -> Region:
         """The region of the array that has these steps, and of the other axes a region."""
         k = self.axis
         return Region(
-            (*rest.start[:k], start, *rest.start[k:]),
-            (*rest.stop[:k], stop, *rest.stop[k:]),
+            (*other_axes.start[:k], start, *other_axes.start[k:]),
+            (*other_axes.stop[:k], stop, *other_axes.stop[k:]),
         )
 
     @cached_property
@@ -71,34 +71,22 @@ class BatchSchedule:
 
     @cached_property
     def tiles(self) -> list[Region | None]:
-        """What each tile has of the other axes of the array, without padding; None if that is nothing."""
+        """The region of the other axes of the array that each tile has, without padding; None if it has only padding."""
         regions, whole = map(self.shards.region, range(self.n_tiles)), Region.whole(self.rest.shape)
         return [Region(region.start[1:], region.stop[1:]).intersect(whole) for region in regions]
 
     def held(self, shard: int) -> Region | None:
-        """What a shard has of the other axes of the array, without padding; None if that is nothing."""
+        """The region of the other axes of the array that a shard has, without padding; None if it has only padding."""
         return self.tiles[shard % self.n_tiles]
 
     @cached_property
-    def cells(self) -> list[Region]:
-        """The cells of `rest`."""
-        return [self.rest.region(cell) for cell in range(self.rest.n_cells)]
-
-    @cached_property
-    def met(self) -> list[list[tuple[int, Region]]]:
+    def tiles_met(self) -> list[list[tuple[int, Region]]]:
         """The tiles that have something of each cell of `rest`, ascending, and what they have in common."""
-        found: list[list[tuple[int, Region]]] = [[] for _ in self.cells]
-        for tile, held in enumerate(self.tiles):
-            for cell, common in () if held is None else self.cells_of(held):
-                found[cell].append((tile, common))
-        return found
-
-    def cells_of(self, held: Region) -> Iterator[tuple[int, Region]]:
-        """The cells of `rest` that have something of a region, and what they have in common."""
-        for cell in self.rest.meeting(held):
-            common = self.cells[cell].intersect(held)
-            if common is not None:
-                yield cell, common
+        tiles_of_cell: list[list[tuple[int, Region]]] = [[] for _ in range(self.rest.n_cells)]
+        for tile, tile_region in enumerate(self.tiles):
+            for cell, common in () if tile_region is None else self.rest.cut(tile_region):
+                tiles_of_cell[cell].append((tile, common))
+        return tiles_of_cell
 
     def part_of_samples(self, slots: IntArray) -> IntArray:
         """The part of the batch in which each slot lies."""
@@ -170,14 +158,14 @@ class Runs:
     @cached_property
     def of_column(self) -> list[list[tuple[int, int]]]:
         """The runs of each column: their numbers and parts."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(int(self.column.max(initial=-1)) + 1)]
+        runs_of_column: list[list[tuple[int, int]]] = [[] for _ in range(int(self.column.max(initial=-1)) + 1)]
         for run, (column, part) in enumerate(zip(self.column.tolist(), self.part.tolist(), strict=True)):
-            found[column].append((run, part))
-        return found
+            runs_of_column[column].append((run, part))
+        return runs_of_column
 
 
 def _differs(numbers: IntArray) -> np.ndarray[Any, np.dtype[np.bool]]:
-    """Where a number is not the one before it."""
+    """True where a number differs from the one before it, and for the first."""
     differs: np.ndarray[Any, np.dtype[np.bool]] = np.diff(numbers, prepend=-1) != 0
     return differs
 
@@ -185,32 +173,32 @@ def _differs(numbers: IntArray) -> np.ndarray[Any, np.dtype[np.bool]]:
 def share_blocks(schedule: BatchSchedule, runs: Runs, n_columns: int) -> IntArray:
     """The rank that reads each block of a round: one that needs it itself, as long as all readers have equally many."""
     first = np.searchsorted(runs.column, np.arange(n_columns + 1))
-    n_met = np.array([len(met) for met in schedule.met])
-    tiles = np.array([tile for met in schedule.met for tile, _ in met])
+    n_met = np.array([len(met) for met in schedule.tiles_met])
+    tiles = np.array([tile for met in schedule.tiles_met for tile, _ in met])
     place, cell = np.divmod(np.arange(n_columns * schedule.rest.n_cells), schedule.rest.n_cells)
     run = first[place] + (place + cell) % np.diff(first)[place]  # of several that need it, each in its turn
     tile = tiles[(np.cumsum(n_met) - n_met)[cell] + place % n_met[cell]]
-    needs = schedule.shards.holder_of(runs.part[run] * schedule.n_tiles + tile, place)
-    return _level(needs, schedule.owners, schedule.n_ranks)
+    preferred = schedule.shards.holder_of(runs.part[run] * schedule.n_tiles + tile, place)
+    return _level(preferred, schedule.owners, schedule.n_ranks)
 
 
-def _level(wanted: IntArray, owners: Owners, n_ranks: int) -> IntArray:
+def _level(preferred: IntArray, owners: Owners, n_ranks: int) -> IntArray:
     """The owner of each of some blocks: the wanted one, or another one that has fewer than its share.
 
     >>> _level(np.array([3, 3, 0, 3]), Owners(4), 4), _level(np.array([1, 1, 0]), Owners(2), 4)
     (array([3, 1, 0, 2]), array([2, 2, 0]))
     """
-    owners = Owners(min(owners.n, len(wanted)), owners.root)
+    owners = Owners(min(owners.n, len(preferred)), owners.root)
     ranks: IntArray = owners.rank_of(np.arange(owners.n), n_ranks)
-    room = np.diff(np.arange(owners.n + 1) * len(wanted) // owners.n, append=0)  # the last is of those that read nothing
-    room[-1] = 0
-    owner = np.minimum(np.searchsorted(ranks, wanted), owners.n - 1)
-    owner = np.where(ranks[owner] == wanted, owner, owners.n)
+    n_free = np.diff(np.arange(owners.n + 1) * len(preferred) // owners.n, append=0)  # the last is of those that read nothing
+    n_free[-1] = 0
+    owner = np.minimum(np.searchsorted(ranks, preferred), owners.n - 1)
+    owner = np.where(ranks[owner] == preferred, owner, owners.n)
     order = np.argsort(owner, kind="stable")
     number = np.arange(len(owner)) - np.searchsorted(owner[order], owner[order])  # among the blocks with the same owner
     stays = np.empty(len(owner), dtype=bool)
-    stays[order] = number < room[owner[order]]
-    owner[~stays] = np.repeat(np.arange(owners.n + 1), room - np.bincount(owner[stays], minlength=owners.n + 1))
+    stays[order] = number < n_free[owner[order]]
+    owner[~stays] = np.repeat(np.arange(owners.n + 1), n_free - np.bincount(owner[stays], minlength=owners.n + 1))
     return ranks[owner]
 
 
@@ -243,24 +231,24 @@ class CutFlow:
         length, phase, axis = self.schedule.blocks.cell, self.schedule.blocks.phase, self.schedule.axis
         start = self.columns[place] * length[axis] - phase[axis]
         stop = min(self.schedule.blocks.shape[axis], start + length[axis])
-        return self.schedule.with_steps(self.schedule.cells[cell], max(0, start), stop)
+        return self.schedule.with_steps(self.schedule.rest.region(cell), max(0, start), stop)
 
     def parts_of(self, block: int) -> Iterator[Part]:
         """Which parts of a block of the round go where."""
         schedule = self.schedule
         place, cell = divmod(block, schedule.rest.n_cells)
         for run, part in self.runs.of_column[place]:
-            for tile, common in schedule.met[cell]:
+            for tile, common in schedule.tiles_met[cell]:
                 region = schedule.with_steps(common, *self.runs.steps[run])
                 for holder in schedule.shards.holders(part * schedule.n_tiles + tile):
                     yield Part(region, run * schedule.n_tiles + tile, holder)
 
     @cached_property
     def stays(self) -> bool:
-        """Whether each part is needed by the rank alone that reads it: then nothing is sent."""
+        """True if no part is needed by another rank than the one that reads it, so that nothing is sent."""
         schedule, runs = self.schedule, self.runs
         cells, tiles = (
-            np.array([(cell, tile) for cell, met in enumerate(schedule.met) for tile, _ in met], dtype=np.int64)
+            np.array([(cell, tile) for cell, met in enumerate(schedule.tiles_met) for tile, _ in met], dtype=np.int64)
             .reshape(-1, 2)
             .T
         )
@@ -270,11 +258,11 @@ class CutFlow:
         return schedule.shards.most_holders == 1 and np.array_equal(owners, holders)
 
     def awaited(self, rank: int) -> Iterator[tuple[int, int, Part]]:
-        """What comes from other ranks, in any order: the block, the target, and the part, whose rank is the sender."""
+        """The parts that come from other ranks, in any order, each after its block and target. `Part.rank` is the sender."""
         schedule, n_cells = self.schedule, self.schedule.rest.n_cells
-        for shard, held in self._held_by(rank):
+        for shard, shard_region in self._held_by(rank):
             runs = self.runs_of(shard)
-            for cell, common in schedule.cells_of(held):
+            for cell, common in schedule.rest.cut(shard_region):
                 blocks = self.runs.column[runs] * n_cells + cell
                 senders = self.owners[blocks]
                 for k in np.flatnonzero(senders != rank).tolist():
@@ -285,9 +273,9 @@ class CutFlow:
     def _held_by(self, rank: int) -> Iterator[tuple[int, Region]]:
         """The shards of a rank that have something of the array, and what of its other axes."""
         for shard in self.schedule.shards.shards_of(rank):
-            held = self.schedule.held(shard)
-            if held is not None:
-                yield shard, held
+            region = self.schedule.held(shard)
+            if region is not None:
+                yield shard, region
 
     def runs_of(self, shard: int) -> IntArray:
         """The runs that a shard needs."""
@@ -300,8 +288,8 @@ class CutFlow:
     def target(self, number: int) -> Region | None:
         """The elements that a target needs; None if it needs none."""
         run, tile = divmod(number, self.schedule.n_tiles)
-        held = self.schedule.tiles[tile]
-        return None if held is None else self.schedule.with_steps(held, *self.runs.steps[run])
+        tile_region = self.schedule.tiles[tile]
+        return None if tile_region is None else self.schedule.with_steps(tile_region, *self.runs.steps[run])
 
     def targets(self, rank: int) -> list[int]:
         """The targets that a rank fills."""
@@ -361,10 +349,10 @@ class BatchFlow:
             for k, cut in enumerate(self.cuts)
             for block, target, part in cut.awaited(rank)
         ]
-        found: dict[int, list[Part]] = {}
+        parts_by_sender: dict[int, list[Part]] = {}
         for *_, part in sorted(awaited, key=lambda item: item[:3]):
-            found.setdefault(part.rank, []).append(part)
-        return found
+            parts_by_sender.setdefault(part.rank, []).append(part)
+        return parts_by_sender
 
     def target(self, number: int) -> Region | None:
         """See `Flow`."""

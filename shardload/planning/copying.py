@@ -97,7 +97,7 @@ class SlabLayout:
 
     @cached_property
     def n_decoded(self) -> int:
-        """How many chunks of the source are decoded, each as often as it is."""
+        """How many decodes of chunks of the source the copy takes; a chunk that meets two slabs is decoded twice."""
         return math.prod(_n_met(self.slabs, self.array.chunks, axis) for axis in range(len(self.array.shape)))
 
     @property
@@ -108,14 +108,14 @@ class SlabLayout:
 
     def pieces(self, slab: Region, n_ranks: int) -> Shards:
         """Which rank has which piece of a slab, in coordinates that begin at the slab."""
-        cell = [_up(-(-n // c), u) for n, c, u in zip(slab.shape, self.cuts, self.array.unit, strict=True)]
+        cell = [_round_up(-(-n // c), u) for n, c, u in zip(slab.shape, self.cuts, self.array.unit, strict=True)]
         cuts = tuple(-(-n // c) for n, c in zip(slab.shape, cell, strict=True))
         n = math.prod(cuts)
         ranks = np.arange(n, dtype=np.int64) * min(n, n_ranks) // n
         return Shards(tuple(c * k for c, k in zip(cell, cuts, strict=True)), cuts, ranks[:, None])
 
 
-def _up(n: int, step: int) -> int:
+def _round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
@@ -132,7 +132,7 @@ def _n_met(slabs: Grid, chunks: Grid, axis: int) -> int:
 
 
 def _n_common(n: int, first: tuple[int, int], second: tuple[int, int]) -> int:
-    """How many edges inside an axis of `n` elements two cuts have in common, each given by its cell and phase.
+    """How many edges two cuts of an axis of `n` elements have in common. Each cut is given by its cell and phase.
 
     >>> _n_common(24, (4, 0), (6, 0)), _n_common(24, (4, 0), (6, 2)), _n_common(24, (4, 0), (6, 1))
     (1, 2, 0)
@@ -148,7 +148,7 @@ def _n_common(n: int, first: tuple[int, int], second: tuple[int, int]) -> int:
     return max(0, (n - 1 - begin) // period + 1)
 
 
-def plan_array(array: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout:
+def plan_slab_layout(array: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout:
     """How an array is copied, if each rank has `round_nbytes` for the values of a round.
 
     Examples
@@ -156,13 +156,13 @@ def plan_array(array: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayou
     Planes of 1 MiB become cubes of 8 MiB. With 64 MiB on each of 4 ranks, a slab of 256 planes is read once by all:
 
     >>> planes = Grid((512, 512, 512), (1, 512, 512), (0, 0, 0))
-    >>> layout = plan_array(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 64 << 20)
+    >>> layout = plan_slab_layout(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 64 << 20)
     >>> layout.slabs.cell, layout.cuts, layout.factor
     ((256, 512, 512), (1, 1, 4), 1.0)
 
     With 256 MiB a rank reads such a slab alone:
 
-    >>> layout = plan_array(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 256 << 20)
+    >>> layout = plan_slab_layout(CopiedArray(planes.shape, (128, 128, 128), planes, True, 4), 4, 256 << 20)
     >>> layout.slabs.cell, layout.is_together
     ((128, 512, 512), False)
     """
@@ -184,7 +184,7 @@ def plan_array(array: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayou
         cuts = _cuts(array, cell, n_owners, round_nbytes) if is_together else ones
         if cuts is None or nbytes > n_owners * round_nbytes:
             continue
-        uneven = 1.0 if is_together else _up(n_slabs, n_owners) / n_slabs
+        uneven = 1.0 if is_together else _round_up(n_slabs, n_owners) / n_slabs
         # Larger slabs are better up to some size; then those whose last axes are long, which lie together in the file.
         enough_nbytes = _ENOUGH_NBYTES * (n_owners if is_together else 1)
         key = (n_met, uneven, -min(nbytes, enough_nbytes), *(-n for n in reversed(cell)))
@@ -206,7 +206,7 @@ def _candidates(array: CopiedArray, axis: int) -> list[tuple[int, int, int, int]
     chunk, phase = array.chunks.cell[axis], array.chunks.phase[axis]
     n_units = -(-n // u)
     steps = {1, 2, 3, 4, 6, n_units} | {2**k for k in range(3, n_units.bit_length())}
-    found = {(min(n, k * u), 0) for k in steps if k <= n_units}
+    lengths = {(min(n, k * u), 0) for k in steps if k <= n_units}
     common = math.gcd(u, chunk)
     if phase % common == 0:  # edges of chunks of both meet somewhere
         period = u * chunk // common
@@ -214,8 +214,8 @@ def _candidates(array: CopiedArray, axis: int) -> list[tuple[int, int, int, int]
         first = -(phase // common) * pow(u // common, -1, turns) % turns * u
         for k in steps:
             if k * period < n:
-                found.add((k * period, (period - first) % period if k == 1 else (k * period - first) % (k * period)))
-    chunks, grids = Grid((n,), (chunk,), (phase,)), [Grid((n,), (length,), (at,)) for length, at in sorted(found)]
+                lengths.add((k * period, (period - first) % period if k == 1 else (k * period - first) % (k * period)))
+    chunks, grids = Grid((n,), (chunk,), (phase,)), [Grid((n,), (length,), (shift,)) for length, shift in sorted(lengths)]
     return [(grid.cell[0], grid.phase[0], _n_met(grid, chunks, 0), grid.counts[0]) for grid in grids]
 
 
@@ -226,15 +226,15 @@ def _cuts(array: CopiedArray, cell: Sequence[int], n_ranks: int, most_nbytes: in
     counts = [-(-min(c, n) // u) for c, n, u in zip(cell, array.shape, array.unit, strict=True)]
     best: tuple[int, tuple[int, ...]] | None = None
     for cuts in _factors(n_ranks, len(counts)):
-        most = math.prod(-(-n // c) for n, c in zip(counts, cuts, strict=True))
-        if best is None or most < best[0]:
-            best = most, cuts
+        n_units = math.prod(-(-n // c) for n, c in zip(counts, cuts, strict=True))
+        if best is None or n_units < best[0]:
+            best = n_units, cuts
     if best is None or best[0] >= math.prod(counts):
         return None
-    found = tuple(min(c, n) for c, n in zip(best[1], counts, strict=True))
-    axes = zip(cell, array.shape, array.unit, found, strict=True)
-    piece = math.prod(min(_up(-(-min(c, n) // k), u), n) for c, n, u, k in axes)
-    return found if aligned(piece * array.itemsize) <= most_nbytes else None
+    capped = tuple(min(c, n) for c, n in zip(best[1], counts, strict=True))
+    axes = zip(cell, array.shape, array.unit, capped, strict=True)
+    piece = math.prod(min(_round_up(-(-min(c, n) // k), u), n) for c, n, u, k in axes)
+    return capped if aligned(piece * array.itemsize) <= most_nbytes else None
 
 
 def _factors(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
@@ -248,8 +248,8 @@ def _factors(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
         return
     for k in range(1, n + 1):
         if n % k == 0:
-            for rest in _factors(n // k, ndim - 1):
-                yield (k, *rest)
+            for factors in _factors(n // k, ndim - 1):
+                yield (k, *factors)
 
 
 # --- rounds
@@ -273,7 +273,7 @@ def plan_copy_rounds(
 
     Examples
     --------
-    >>> array = plan_array(CopiedArray((8,), (2,), Grid((8,), (2,), (0,)), True, 64), 2, 256)
+    >>> array = plan_slab_layout(CopiedArray((8,), (2,), Grid((8,), (2,), (0,)), True, 64), 2, 256)
     >>> [[item.units for items, _ in plan_copy_rounds([array], 2, 256, rank) for item in items] for rank in range(2)]
     [[range(0, 2, 2)], [range(1, 3, 2)]]
     """
@@ -285,9 +285,9 @@ def plan_copy_rounds(
 
 
 def count_rounds(arrays: Sequence[SlabLayout], n_ranks: int, round_nbytes: int) -> int:
-    """How many rounds the rank has that has most.
+    """The number of rounds of the rank that has most of them.
 
-    >>> array = plan_array(CopiedArray((9,), (2,), Grid((9,), (2,), (0,)), True, 64), 2, 128)
+    >>> array = plan_slab_layout(CopiedArray((9,), (2,), Grid((9,), (2,), (0,)), True, 64), 2, 128)
     >>> array.slabs.n_cells, count_rounds([array], 2, 128)
     (3, 3)
     """
@@ -299,8 +299,8 @@ def count_rounds(arrays: Sequence[SlabLayout], n_ranks: int, round_nbytes: int) 
 def _share(arrays: Sequence[SlabLayout], n_ranks: int, rank: int) -> Iterator[tuple[int, range, int]]:
     """What a rank copies alone: slabs of each array, largest slabs first. All ranks in turn get a slab."""
     n_dealt = 0
-    apart = [number for number, array in enumerate(arrays) if not array.is_together]
-    for number in sorted(apart, key=lambda number: -arrays[number].slab_nbytes):
+    alone = [number for number, array in enumerate(arrays) if not array.is_together]
+    for number in sorted(alone, key=lambda number: -arrays[number].slab_nbytes):
         array, n_slabs = arrays[number], arrays[number].slabs.n_cells
         slabs = range((rank - n_dealt) % n_ranks, n_slabs, n_ranks)
         if array.array.is_alone:

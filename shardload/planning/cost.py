@@ -81,9 +81,9 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, *, staging_blocks: int =
         read_nbytes = 1.0 if layout.has_chunks else _with_gaps(schedule, file_itemsize, is_one_node)
         messages = moved = 0
     else:
-        most = -(-schedule.blocks.n_cells // max(1, schedule.n_readers)) * math.prod(schedule.blocks.cell)
+        reader_size = -(-schedule.blocks.n_cells // max(1, schedule.n_readers)) * math.prod(schedule.blocks.cell)
         n_units = units.n_cells
-        of_reader, read_nbytes = min(n_units, most // math.prod(units.cell)), 1.0
+        of_reader, read_nbytes = min(n_units, reader_size // math.prod(units.cell)), 1.0
         messages, moved = (shards.most_holders * _count(schedule, g)[0] for g in (schedule.blocks, _elements(units.shape)))
     array_nbytes = math.prod(units.shape) * file_itemsize
     decoded_nbytes = int(n_units * unit_nbytes * read_nbytes)
@@ -138,7 +138,7 @@ def _elements(shape: tuple[int, ...]) -> Grid:
     return Grid(shape, (1,) * len(shape), (0,) * len(shape))
 
 
-def _met_along(schedule: Schedule, grid: Grid, axis: int) -> tuple[IntArray, IntArray, IntArray]:
+def _cells_along(schedule: Schedule, grid: Grid, axis: int) -> tuple[IntArray, IntArray, IntArray]:
     """Along one axis, for each section: the first cell of a grid that it meets, the one after the last, its shard's place."""
     low, high, place = schedule.shards.grid.along(axis, grid.shape[axis])
     cell, phase = grid.cell[axis], grid.phase[axis]
@@ -147,10 +147,10 @@ def _met_along(schedule: Schedule, grid: Grid, axis: int) -> tuple[IntArray, Int
 
 
 def _count(schedule: Schedule, grid: Grid) -> tuple[int, int]:
-    """How many pairs there are of a cell of a grid and a section that share elements; of these, the most of one shard."""
+    """The number of pairs of a cell of a grid and a section that share elements, and the largest number for one shard."""
     total = most = 1
     for axis in range(len(grid.shape)):
-        first, last, place = _met_along(schedule, grid, axis)
+        first, last, place = _cells_along(schedule, grid, axis)
         total *= int((last - first).sum())
         most *= int(np.bincount(place, weights=last - first).max())
     return total, most
@@ -169,7 +169,7 @@ def _count_direct(schedule: Schedule, grid: Grid) -> tuple[int, int]:
         return total, most
     n_boxes = merged = merged_most = 1
     for axis, span in enumerate(shards.spans):
-        first, last, place = _met_along(schedule, grid, axis)
+        first, last, place = _cells_along(schedule, grid, axis)
         # The shards of a rank side by side; what wraps around comes on top.
         n = shards.cuts[axis]
         begins = np.arange(0, n, span)

@@ -174,6 +174,7 @@ class Region:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
+Array = np.ndarray[Any, Any]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -210,6 +211,17 @@ class Cells(ABC):
     def meeting(self, region: Region) -> Iterator[int]:
         """Numbers of the cells that share an element with a region, ascending."""
         return numbers_of(self.meeting_axes(region), self.counts)
+
+    def cut(self, region: Region) -> Iterator[tuple[int, Region]]:
+        """The cells that share an element with a region, ascending: their numbers, and the elements that they share.
+
+        >>> [(number, str(common)) for number, common in Grid((10,), (4,), (0,)).cut(Region((3,), (5,)))]
+        [(0, '[3:4]'), (1, '[4:5]')]
+        """
+        for number in self.meeting(region):
+            common = self.region(number).intersect(region)
+            if common is not None:
+                yield number, common
 
     def n_meeting(self, region: Region) -> int:
         """How many cells share an element with a region."""
@@ -276,8 +288,8 @@ class Grid(Cells):
         first, last = self.index(numbers.start), self.index(numbers.stop - 1)
         axis = next((k for k, (a, b) in enumerate(zip(first, last, strict=True)) if a != b), len(first))
         low, high = self.region(numbers.start), self.region(numbers.stop - 1)  # up to that axis, cells are the same
-        rest = self.shape[axis + 1 :]
-        return Region((*low.start[: axis + 1], *(0,) * len(rest)), (*high.stop[: axis + 1], *rest))
+        inner_shape = self.shape[axis + 1 :]
+        return Region((*low.start[: axis + 1], *(0,) * len(inner_shape)), (*high.stop[: axis + 1], *inner_shape))
 
     def meeting_axes(self, region: Region) -> list[range]:
         """See `Cells`; a range along each axis."""
@@ -286,7 +298,7 @@ class Grid(Cells):
 
 
 def strides(shape: Sequence[int]) -> list[int]:
-    """By how much the C-order number grows per step along each axis.
+    """The distance in C order between neighbours along each axis.
 
     >>> strides((2, 3, 4))
     [12, 4, 1]
@@ -372,14 +384,14 @@ def stretches(start: int, stop: int, cell: int, first: int) -> list[Stretch]:
     >>> stretches(5, 7, 4, 1)
     [Stretch(chunk=0, n=1, start=1, length=2, at=0)]
     """
-    found, at = [], start
-    while at < stop:
-        chunk, inside = divmod(at, cell)
-        n = 1 if inside or stop - at < cell else (stop - at) // cell
-        length = cell if n > 1 else min(cell - inside, stop - at)
-        found.append(Stretch(chunk - first, n, inside, length, at - start))
-        at += n * length
-    return found
+    result, position = [], start
+    while position < stop:
+        chunk, inside = divmod(position, cell)
+        n = 1 if inside or stop - position < cell else (stop - position) // cell
+        length = cell if n > 1 else min(cell - inside, stop - position)
+        result.append(Stretch(chunk - first, n, inside, length, position - start))
+        position += n * length
+    return result
 
 
 def cut_box(axes: Sequence[range], most: int) -> Iterator[tuple[range, ...]]:
@@ -390,13 +402,13 @@ def cut_box(axes: Sequence[range], most: int) -> Iterator[tuple[range, ...]]:
     >>> [len(rows) * len(columns) for rows, columns in cut_box([range(4), range(5)], 12)]
     [10, 10]
     """
-    steps, room = [1] * len(axes), max(1, most)
+    steps, most_cells = [1] * len(axes), max(1, most)
     for k in reversed(range(len(axes))):
         n = max(1, len(axes[k]))
-        steps[k] = -(-n // -(-n // room))
+        steps[k] = -(-n // -(-n // most_cells))
         if steps[k] < n:
             break
-        room //= n
+        most_cells //= n
     return itertools.product(
         *([axis[i : i + step] for i in range(0, len(axis), step)] for axis, step in zip(axes, steps, strict=True))
     )
@@ -494,38 +506,38 @@ def plan_blocks(
     counts = chunks.counts
     extent = chunks.shape if within is None else [min(n, w) for n, w in zip(chunks.shape, within, strict=True)]
     cell_size = [min(c, e) for c, e in zip(chunks.cell, extent, strict=True)]
-    room = max(1, min(max_cells, max_nbytes // max(1, math.prod(cell_size) * itemsize)))
+    most = max(1, min(max_cells, max_nbytes // max(1, math.prod(cell_size) * itemsize)))
     reach = list(counts)  # chunks along each axis that one block can meet: all of them, or those that one shard meets
     if within is not None:
         reach = [min(n, -(-e // c) + 1) for n, e, c in zip(counts, extent, chunks.cell, strict=True)]
     if per_shard is not None:
-        grouped = _cube(per_shard, room if n_owners is None else min(room, chunks.n_cells // (BLOCKS_PER_OWNER * n_owners)))
+        grouped = _cube(per_shard, most if n_owners is None else min(most, chunks.n_cells // (BLOCKS_PER_OWNER * n_owners)))
     elif n_owners is None:
-        grouped = _group(counts, reach, room)
+        grouped = _group(counts, reach, most)
     else:
         for n in range(min(per_owner, BLOCKS_PER_OWNER), BLOCKS_PER_OWNER + 1):
-            grouped = _group(counts, reach, max(1, min(room, chunks.n_cells // (n * n_owners))))
+            grouped = _group(counts, reach, max(1, min(most, chunks.n_cells // (n * n_owners))))
             if math.prod(-(-n // g) for n, g in zip(counts, grouped, strict=True)) % n_owners == 0:
                 break
     cell = tuple(g * c for g, c in zip(grouped, chunks.cell, strict=True))
     return Grid(chunks.shape, cell, chunks.phase)
 
 
-def _group(counts: Sequence[int], reach: Sequence[int], room: int) -> list[int]:
-    """How many chunks along each axis form a block that meets at most `room` of them: contiguous in the file's order."""
+def _group(counts: Sequence[int], reach: Sequence[int], most: int) -> list[int]:
+    """How many chunks along each axis form a block that meets at most `most` of them: contiguous in the file's order."""
     grouped = [1] * len(counts)
     for axis in reversed(range(len(counts))):
-        if reach[axis] > room:
-            n_groups = -(-counts[axis] // room)
+        if reach[axis] > most:
+            n_groups = -(-counts[axis] // most)
             grouped[axis] = -(-counts[axis] // n_groups)  # even groups instead of full ones and a small last one
             break
         grouped[axis] = max(1, counts[axis])
-        room //= max(1, reach[axis])
+        most //= max(1, reach[axis])
     return grouped
 
 
-def _cube(per_shard: Sequence[int], room: int) -> list[int]:
-    """How many chunks along each axis form a block of at most `room` of them, as even as may be, without rest in a shard.
+def _cube(per_shard: Sequence[int], most: int) -> list[int]:
+    """How many chunks along each axis form a block of at most `most` of them: nearly a cube, and a divisor of the shard.
 
     >>> _cube((4, 4, 4), 20), _cube((3, 10), 31), _cube((4, 4), 1)
     ([4, 2, 2], [3, 10], [1, 1])
@@ -534,8 +546,8 @@ def _cube(per_shard: Sequence[int], room: int) -> list[int]:
     while axes:
         axis = axes.pop(0)
         rest = per_shard[axis] // cube[axis]
-        factor = next((k for k in range(2, rest + 1) if rest % k == 0), room + 1)
-        if math.prod(cube) * factor <= room:
+        factor = next((k for k in range(2, rest + 1) if rest % k == 0), most + 1)
+        if math.prod(cube) * factor <= most:
             cube[axis] *= factor
             axes.append(axis)
     return cube

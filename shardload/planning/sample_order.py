@@ -31,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from shardload.planning.region import IntArray
+
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 ORDER_VERSION = 1  # a state of another version belongs to another order
@@ -48,7 +49,7 @@ def _mixed(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def random_words(seed: int, epoch: int, sequence: int, counters: Ints) -> Words:
+def random_words(seed: int, epoch: int, sequence: int, counters: IntArray) -> Words:
     """A random word of 64 bits for each counter.
 
     >>> [hex(word) for word in random_words(7, 3, 1, np.arange(2)).tolist()]
@@ -91,11 +92,11 @@ class SampleOrder:
     phase: int = 0
     seed: int | None = None
     spread: int = 1
-    breaks: Ints | None = None
+    breaks: IntArray | None = None
     crosses_blocks: bool = True
 
     @cached_property
-    def anchors(self) -> Ints:
+    def anchors(self) -> IntArray:
         """The anchors of all samples, ascending."""
         anchors = np.arange(max(0, -self.first), min(self.n_steps, self.n_steps - self.last), dtype=np.int64)
         begin, end = anchors + self.first, anchors + self.last
@@ -107,7 +108,7 @@ class SampleOrder:
         anchors.setflags(write=False)
         return anchors
 
-    def block_of(self, steps: Ints) -> Ints:
+    def block_of(self, steps: IntArray) -> IntArray:
         """The number of the block of each step."""
         return (steps + self.phase) // self.block
 
@@ -116,7 +117,7 @@ class SampleOrder:
         """Number of blocks."""
         return -(-(self.n_steps + self.phase) // self.block)
 
-    def epoch(self, number: int) -> Ints:
+    def epoch(self, number: int) -> IntArray:
         """The anchors of all samples of an epoch, in the order in which they are given."""
         if self.seed is None or not len(self.anchors):
             return self.anchors
@@ -211,7 +212,9 @@ class Readings:
     ([0, 0, 0, 0, 0, 0, 0], [4, 4, 5, 5, 6, 6, 7], [3, 4, 4, 5, 5, 6, 6])
     """
 
-    def __init__(self, anchors: Ints, *, batch: int, offsets: Sequence[int], chunk: int, horizon: int, phase: int = 0) -> None:
+    def __init__(
+        self, anchors: IntArray, *, batch: int, offsets: Sequence[int], chunk: int, horizon: int, phase: int = 0
+    ) -> None:
         n_samples, n_offsets = len(anchors), len(offsets)
         steps = (anchors[:, None] + np.array(offsets, dtype=np.int64)).reshape(-1)
         samples = np.repeat(np.arange(n_samples, dtype=np.int64), n_offsets)
@@ -239,8 +242,8 @@ class Readings:
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def uses(self, first: int, stop: int) -> tuple[Ints, Ints, Ints]:
-        """Of some readings that follow each other: the place of each among them, a step, and a sample for which it is kept.
+    def uses(self, first: int, stop: int) -> tuple[IntArray, IntArray, IntArray]:
+        """The uses of steps in readings `first` to `stop`: the place of the reading among these, the step, and its sample.
 
         They ascend by place, then step, then sample.
         """
@@ -249,8 +252,8 @@ class Readings:
         return places, self._steps[pairs], self._samples[pairs]
 
 
-def _first_of_each(chunk: Ints, begin: Ints, horizon: int) -> Ints:
-    """For which batch each stay's chunk is read: the first one that begins at most `horizon` batches before it."""
+def _first_of_each(chunk: IntArray, begin: IntArray, horizon: int) -> IntArray:
+    """The batch for which the chunk of each stay is read: the first one of its stays, up to `horizon` batches before it."""
     read_for = np.empty_like(begin)
     waiting = np.arange(len(begin))
     while len(waiting):  # as often as one chunk is read

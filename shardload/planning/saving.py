@@ -2,9 +2,9 @@
 
 Pure: integers in, frozen dataclasses out. Ranks with the same integers make the same plan.
 
-1. `plan_array` decides how one array goes: a `WriteLayout`. If each chunk lies in one shard, a holder of that shard writes it,
-   and nothing travels. Otherwise chunks are grouped into blocks, which all ranks share out in the file's order, and parts of
-   shards travel to the owners, by a `Schedule`.
+1. `plan_write_layout` decides how one array goes: a `WriteLayout`. If each chunk lies in one shard, a holder of that shard
+   writes it, and nothing travels. Otherwise chunks are grouped into blocks, which all ranks share out in the file's order, and
+   parts of shards travel to the owners, by a `Schedule`.
 2. `plan_save_rounds` cuts the work of all arrays into rounds under the staging cap. Each rank takes part in each round, so a
    round is the same list of arrays on every rank.
 3. `plan_chunks` and its like choose the chunks of a new array.
@@ -99,9 +99,9 @@ class WriteLayout:
     def units_of(self, rank: int) -> Iterator[tuple[int, int]]:
         """The units that a rank writes, each with its shard, if none travels: the ranks that hold a shard take turns."""
         for shard in self.shards.shards_of(rank):
-            held, holders = self.shards.region(shard).intersect(Region.whole(self.units.shape)), self.shards.holders(shard)
-            if held is not None:
-                for unit in itertools.islice(self.units.meeting(held), holders.index(rank), None, len(holders)):
+            region, holders = self.shards.region(shard).intersect(Region.whole(self.units.shape)), self.shards.holders(shard)
+            if region is not None:
+                for unit in itertools.islice(self.units.meeting(region), holders.index(rank), None, len(holders)):
                     yield unit, shard
 
     def nbytes_of(self, rank: int) -> int:
@@ -112,11 +112,11 @@ class WriteLayout:
         return sum(self.units.region(unit).size for unit in units) * self.array.itemsize
 
 
-def plan_array(
+def plan_write_layout(
     array: StoredArray,
     shards: Shards,
     n_ranks: int,
-    ranks_per_node: int | None = None,
+    n_nodes: int = 1,
     cap_nbytes: int = 1 << 62,
     first: tuple[int, ...] | None = None,
 ) -> WriteLayout:
@@ -130,26 +130,25 @@ def plan_array(
         Which rank holds which shard. `Shards.shape_global` may have padding.
     n_ranks : int
         Number of ranks of the job.
-    ranks_per_node : int, optional
-        Ranks of a node if there are several nodes.
+    n_nodes : int
+        Number of machines that they are on.
     cap_nbytes : int
         Staging memory: blocks are smaller if it is small.
     first : tuple of int, optional
         Where the array's first element is in the array of the file, if it is appended to one that has chunks: the first chunk
         may have elements already.
     """
-    most = max(1, min(_BLOCK_NBYTES, cap_nbytes // SHARE_OF_CAP))
-    n_nodes = 1 if ranks_per_node is None else -(-n_ranks // ranks_per_node)
+    block_nbytes = max(1, min(_BLOCK_NBYTES, cap_nbytes // SHARE_OF_CAP))
     phase = (0,) * len(array.shape)
     if 0 in array.shape:
         nothing = Grid(array.shape, tuple(max(1, n) for n in array.shape), phase)
         return WriteLayout(array, nothing, nothing, shards)
     page = _PAGE_NBYTES if n_nodes > 1 else 1
     if array.chunks is None:
-        held = _runs_in_shards(array, shards, page, most)
-        if held is not None:
-            return WriteLayout(array, held, held, shards)
-        cell, fits = plan_rows(array.shape, array.itemsize, most, page)
+        runs = _runs_in_shards(array, shards, page, block_nbytes)
+        if runs is not None:
+            return WriteLayout(array, runs, runs, shards)
+        cell, fits = plan_rows(array.shape, array.itemsize, block_nbytes, page)
         rows = Grid(array.shape, cell, phase)
         rows_owners = Owners(max(1, min(n_ranks, rows.n_cells))) if fits else Owners()
         return WriteLayout(array, rows, rows, shards, Schedule(rows, shards, array.itemsize, n_ranks, rows_owners))
@@ -161,14 +160,14 @@ def plan_array(
         begins = (0,) * len(array.shape) if first is None else first
         units = Grid(array.shape, array.files, tuple(k % c for k, c in zip(begins, array.files, strict=True)))
         if math.prod(array.files) * array.itemsize > _MOST_FILE_NBYTES:
-            blocks = plan_blocks(chunks, array.itemsize * growth, max_nbytes=most, n_owners=1, per_owner=1)
+            blocks = plan_blocks(chunks, array.itemsize * growth, max_nbytes=block_nbytes, n_owners=1, per_owner=1)
             return WriteLayout(
                 array, blocks, chunks, shards, Schedule(blocks, shards, array.itemsize, n_ranks, Owners()), growth
             )
     if not any(units.phase) and _is_inside(units, shards) and _is_spread(array, shards, n_ranks):
         return WriteLayout(array, units, chunks, shards)
     n_owners = max(1, min(n_ranks, units.n_cells))
-    blocks = plan_blocks(units, array.itemsize * growth, max_nbytes=most, n_owners=n_owners, per_owner=1)
+    blocks = plan_blocks(units, array.itemsize * growth, max_nbytes=block_nbytes, n_owners=n_owners, per_owner=1)
     owners = Owners(max(1, min(n_owners, blocks.n_cells)))
     return WriteLayout(array, blocks, chunks, shards, Schedule(blocks, shards, array.itemsize, n_ranks, owners), growth)
 
@@ -188,21 +187,21 @@ def _runs_in_shards(array: StoredArray, shards: Shards, page: int, most_nbytes: 
     """Cells of a contiguous array that are runs of the file and lie in one shard; None if they would be too short, or if two
     nodes would write to a page.
     """
-    shape, held = array.shape, [min(s, n) for s, n in zip(shards.shard_shape, array.shape, strict=True)]
-    last = max((k for k, n in enumerate(shape) if held[k] < n), default=-1)
+    shape, extent = array.shape, [min(s, n) for s, n in zip(shards.shard_shape, array.shape, strict=True)]
+    last = max((k for k, n in enumerate(shape) if extent[k] < n), default=-1)
     if last < 0 and math.prod(shape) * array.itemsize <= most_nbytes:
         return Grid(shape, shape, (0,) * len(shape))  # one rank writes all of it
-    least = min(_LEAST_RUN_NBYTES, most_nbytes)
-    cell = [1 if axis < last else held[axis] for axis in range(len(shape))]
+    least_nbytes = min(_LEAST_RUN_NBYTES, most_nbytes)
+    cell = [1 if axis < last else extent[axis] for axis in range(len(shape))]
     for axis in range(max(0, last), len(shape)):
         row = math.prod(cell[axis + 1 :]) * array.itemsize
         if row > most_nbytes:
             cell[axis] = 1
             continue
-        most = min(cell[axis], most_nbytes // row)
-        sizes = [n for n in range(1, most + 1) if (axis != last or cell[axis] % n == 0) and n * row % page == 0]
+        most_rows = min(cell[axis], most_nbytes // row)
+        sizes = [n for n in range(1, most_rows + 1) if (axis != last or cell[axis] % n == 0) and n * row % page == 0]
         cell[axis] = max(sizes, default=0)
-        if not cell[axis] or (axis and shape[axis] * row % page) or (last >= 0 and cell[axis] * row < least):
+        if not cell[axis] or (axis and shape[axis] * row % page) or (last >= 0 and cell[axis] * row < least_nbytes):
             return None
         break
     return Grid(shape, tuple(cell), (0,) * len(cell))
@@ -276,13 +275,13 @@ def plan_chunks(shape: Sequence[int], itemsize: int, shards: Shards, cap_nbytes:
     """
     cell = [max(1, min(n, s)) for n, s in zip(shape, shards.shard_shape, strict=True)]
     is_cut = [c > 1 for c in shards.cuts]
-    most = max(itemsize, min(_MOST_CHUNK_NBYTES, cap_nbytes // SHARE_OF_CAP))
-    while math.prod(cell) * itemsize > most:
+    most_nbytes = max(itemsize, min(_MOST_CHUNK_NBYTES, cap_nbytes // SHARE_OF_CAP))
+    while math.prod(cell) * itemsize > most_nbytes:
         axis, step = _next_cut(cell, is_cut)
         cell[axis] = -(-cell[axis] // step)
     # Join small shards: the last axes first, whose chunks then are runs of the file.
     for axis in reversed(range(len(cell))):
-        while cell[axis] < shape[axis] and 2 * math.prod(cell) * itemsize <= min(2 * _LEAST_CHUNK_NBYTES, most):
+        while cell[axis] < shape[axis] and 2 * math.prod(cell) * itemsize <= min(2 * _LEAST_CHUNK_NBYTES, most_nbytes):
             cell[axis] = min(shape[axis], 2 * cell[axis])
     return tuple(cell)
 

@@ -96,15 +96,15 @@ class SourceLayout:
 
     @staticmethod
     def pattern(selection: Selection, chunk_shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """What is equal for selections that are cut by the chunks in the same way, wherever they are: planning takes long.
+        """A key that is equal for selections which the chunks cut in the same way, wherever they are: they share a plan.
 
         >>> from shardload.planning.selection import select_axes
         >>> [SourceLayout.pattern(select_axes(index, (8, 16)), (4, 4)) for index in (0, 5, (7, slice(4, 16)))]
         [((16,), (1,), (0,)), ((16,), (1,), (0,)), ((12,), (1,), (0,))]
         """
-        kept = selection.kept
-        phase = () if chunk_shape is None else tuple(o % chunk_shape[k] for k, o in zip(kept, selection.offset, strict=True))
-        return selection.shape, kept, phase
+        axes = selection.kept
+        phase = () if chunk_shape is None else tuple(o % chunk_shape[k] for k, o in zip(axes, selection.offset, strict=True))
+        return selection.shape, axes, phase
 
     @property
     def has_chunks(self) -> bool:
@@ -132,7 +132,7 @@ class SourceLayout:
         return self.chunk_size * self.file_dtype.itemsize
 
 
-_MAX_KEPT = 4096
+_MOST_CACHED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +163,14 @@ class Parts(Iterable[Part]):
 
     def __init__(self, make: Callable[[], Iterator[Part]], n: int) -> None:
         self._make, self._n = make, n
-        self._kept: tuple[Part, ...] | None = None
+        self._cached: tuple[Part, ...] | None = None
 
     def __iter__(self) -> Iterator[Part]:
-        if self._n > _MAX_KEPT:
+        if self._n > _MOST_CACHED:
             return self._make()
-        if self._kept is None:
-            self._kept = tuple(self._make())
-        return iter(self._kept)
+        if self._cached is None:
+            self._cached = tuple(self._make())
+        return iter(self._cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,11 +322,9 @@ class Schedule:
             yield from self._merged_blocks(rank)
         elif self.is_direct:
             for section in self.targets(rank):
-                whole = self.target(section)
-                for number in self.blocks.meeting(whole) if whole else ():
-                    region = self.blocks.region(number).intersect(whole) if whole else None
-                    if region is not None:
-                        yield Block(region, (Part(region, section, rank),))
+                target = self.target(section)
+                for _, region in () if target is None else self.blocks.cut(target):
+                    yield Block(region, (Part(region, section, rank),))
         else:
             for number in self.blocks_of(rank):
                 region = self.blocks.region(number)
@@ -468,10 +466,10 @@ def plan_shared(
     return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, owners)
 
 
-def _cut_blocks(layout: SourceLayout, max_nbytes: int, **how: Any) -> Grid:
+def _cut_blocks(layout: SourceLayout, max_nbytes: int, **options: Any) -> Grid:
     """Blocks that fit into a staging buffer of `max_nbytes`, with all chunks that they meet."""
     max_cells = most_chunks(layout.chunk_size * layout.wide_itemsize, max_nbytes) if layout.has_chunks else 1 << 62
-    blocks = plan_blocks(layout.chunks, layout.wide_itemsize, max_nbytes=max_nbytes, max_cells=max_cells, **how)
-    if how.get("per_shard") is None:
+    blocks = plan_blocks(layout.chunks, layout.wide_itemsize, max_nbytes=max_nbytes, max_cells=max_cells, **options)
+    if options.get("per_shard") is None:
         return blocks
     return replace(blocks, phase=tuple(o % c for o, c in zip(layout.selection.offset, blocks.cell, strict=True)))

@@ -68,8 +68,8 @@ class Selection:
         """
         if len(self.kept) == data.ndim:
             return data
-        kept = set(self.kept)
-        index: Any = (*(slice(None) if k in kept else 0 for k in range(data.ndim)), ...)  # an array, also when 0-d
+        kept_axes = set(self.kept)
+        index: Any = (*(slice(None) if k in kept_axes else 0 for k in range(data.ndim)), ...)  # an array, also when 0-d
         view: np.ndarray[Any, Any] = data[index]
         return view
 
@@ -104,14 +104,14 @@ def select_axes(
         parts = [index]
     if sum(p is Ellipsis for p in parts) > 1:
         raise ValueError("select has more than one '...'; one stands for all the axes that are not named")
-    named = sum(p is not Ellipsis for p in parts)
-    if named > len(shape):
-        raise IndexError(f"select names {named} axes, but the array has {len(shape)}: shape {tuple(shape)}")
-    rest: list[Index] = [slice(None)] * (len(shape) - named)
+    n_named = sum(p is not Ellipsis for p in parts)
+    if n_named > len(shape):
+        raise IndexError(f"select names {n_named} axes, but the array has {len(shape)}: shape {tuple(shape)}")
+    whole_axes: list[Index] = [slice(None)] * (len(shape) - n_named)
     where = next((i for i, p in enumerate(parts) if p is Ellipsis), None)
-    parts = parts + rest if where is None else parts[:where] + rest + parts[where + 1 :]
+    parts = parts + whole_axes if where is None else parts[:where] + whole_axes + parts[where + 1 :]
 
-    start, stop, kept = [], [], []
+    start, stop, kept_axes = [], [], []
     for axis, (part, size) in enumerate(zip(parts, shape, strict=True)):
         name = axis if dims is None or dims[axis] is None else f"{axis}, {dims[axis]!r}"
         if isinstance(part, slice) and part.step not in (None, 1):
@@ -119,7 +119,7 @@ def select_axes(
         try:
             if isinstance(part, slice):
                 low, high, _ = part.indices(size)
-                kept.append(axis)
+                kept_axes.append(axis)
             else:
                 low = operator.index(None if isinstance(part, bool) else part)  # type: ignore[arg-type]
                 if not -size <= low < size:
@@ -141,7 +141,7 @@ def select_axes(
             ) from None
         start.append(low)
         stop.append(max(low, high))
-    return Selection(Region(tuple(start), tuple(stop)), tuple(kept))
+    return Selection(Region(tuple(start), tuple(stop)), tuple(kept_axes))
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,7 +155,7 @@ class Near:
     value: Any
     within: Any = None
     typed: str = ""
-    told: Callable[[Any], str] = field(default=str, compare=False)
+    to_text: Callable[[Any], str] = field(default=str, compare=False)
     tie: Any = None
 
     def __repr__(self) -> str:
@@ -171,7 +171,7 @@ class Between:
     low: Any
     high: Any
     typed: str = ""
-    told: Callable[[Any], str] = field(default=str, compare=False)
+    to_text: Callable[[Any], str] = field(default=str, compare=False)
 
     def __repr__(self) -> str:
         """As it is typed."""
@@ -232,8 +232,8 @@ def named_coordinates(select: Any) -> set[str]:
     ({'lat'}, {'lon'})
     """
     if isinstance(select, Mapping):
-        own = {str(name) for name, part in select.items() if isinstance(part, Near | Between) or _counts_from_end(part)}
-        return own.union(*map(named_coordinates, select.values()))
+        names = {str(name) for name, part in select.items() if isinstance(part, Near | Between) or _counts_from_end(part)}
+        return names.union(*map(named_coordinates, select.values()))
     return set[str]().union(*map(named_coordinates, select)) if isinstance(select, list | tuple) else set()
 
 
@@ -266,7 +266,7 @@ def name_axes(
     for name, part in select.items():
         axes = [axis for axis, dim in enumerate(dims) if dim == name]
         if len(axes) != 1:
-            raise ValueError(f"select names the axis {name!r}, but the array {axes_told(name, len(axes), dims)}")
+            raise ValueError(f"select names the axis {name!r}, but the array {axes_text(name, len(axes), dims)}")
         if isinstance(part, (str, Real)) and not isinstance(part, Integral):
             raise ValueError(
                 f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For coordinates "
@@ -291,62 +291,63 @@ def _counts_from_end(part: Any) -> bool:
     return any(isinstance(end, Integral) and end < 0 for end in ends)
 
 
-def axes_told(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
+def axes_text(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
     """Which axes an array has, and what to pass instead of a name that is not one of them."""
     names = [dim for dim in dims if dim]
     if n_found or not names:
-        found = f"has {n_found} axes of that name" if n_found else "has no names of axes"
-        return f"{found}; pass positions, as NumPy would index it"
-    near_it = get_close_matches(str(name), names, 1)
-    hint = f". Did you mean {near_it[0]!r}?" if near_it else "; pass one of these, or positions, as NumPy would index it"
+        problem = f"has {n_found} axes of that name" if n_found else "has no names of axes"
+        return f"{problem}; pass positions, as NumPy would index it"
+    similar = get_close_matches(str(name), names, 1)
+    hint = f". Did you mean {similar[0]!r}?" if similar else "; pass one of these, or positions, as NumPy would index it"
     return f"has the {'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}{hint}"
 
 
 def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | None) -> int | slice:
     """The position, or range of positions, of a coordinate."""
+    selected = f"select has {part} on the axis {name!r}"
     if values is None or values.ndim != 1 or not values.size or values.dtype.kind not in "iuf":
-        raise ValueError(
-            f"select has {part} on the axis {name!r}, which has no coordinate of that name with numbers that can be searched; "
-            "pass a position"
-        )
-    numbers: list[Any] = [part.low, part.high] if isinstance(part, Between) else [part.value]
-    if isinstance(part, Near) and part.within is not None:
-        numbers.append(part.within)
+        raise ValueError(f"{selected}, which has no coordinate of that name with numbers that can be searched; pass a position")
+    numbers = (part.low, part.high) if isinstance(part, Between) else (part.value, 0 if part.within is None else part.within)
     if not all(isinstance(number, Real) and not isinstance(number, np.timedelta64) for number in numbers):
         raise ValueError(
-            f"select has {part} on the axis {name!r}; expected numbers in the units of the coordinate (shardload.open(path) "
-            "shows units and values; for dates see docs/values.md)"
+            f"{selected}; expected numbers in the units of the coordinate (shardload.open(path) shows units and values; for "
+            "dates see docs/values.md)"
         )
-    if isinstance(part, Between) and part.low > part.high and not part.typed:  # of dates that was said before
-        raise ValueError(f"select has {part} on the axis {name!r}: the lower end comes first, however the coordinate is sorted")
-    if isinstance(part, Near) and part.within is not None and part.within < 0:
-        raise ValueError(f"select has {part} on the axis {name!r}: within is a distance, 0 or more")
-    ends = f"it goes from {part.told(values[0])} to {part.told(values[-1])}"
     if isinstance(part, Near):
-        # As plain numbers, which take the coordinates' type; of dates exactly.
-        value, within = part.value if part.typed else _plain(part.value), part.within
-        nearest = _nearest(values, value, part.tie)
-        if nearest is None:
-            raise ValueError(f"select has {part} on the axis {name!r}, but none of its coordinates is a number near it")
-        at, distance = nearest
-        if within is not None and not distance <= _plain(within):
-            raise ValueError(
-                f"select has {part} on the axis {name!r}, but the nearest coordinate is {part.told(values[at])} (position "
-                f"{at}); {ends}"
-            )
-        return at
+        return _nearest_position(part, values, selected)
+    if part.low > part.high and not part.typed:  # of dates that was said before
+        raise ValueError(f"{selected}: the lower end comes first, however the coordinate is sorted")
     # In float64, 0.3 is less than the 0.3 of float32, and leaves it out.
-    low, high = (_plain(number) for number in numbers)
+    low, high = _plain(part.low), _plain(part.high)
     if values.dtype.kind in "iu":  # compared as integers, exactly
         low = math.ceil(low) if math.isfinite(low) else low
         high = math.floor(high) if math.isfinite(high) else high
     with np.errstate(over="ignore"):  # 1e300 is beyond all float32 coordinates
         inside = np.flatnonzero((values >= low) & (values <= high))
     if not inside.size:
-        raise ValueError(f"select has {part} on the axis {name!r}, but no coordinate is in that range; {ends}")
+        raise ValueError(f"{selected}, but no coordinate is in that range; {_ends_text(part, values)}")
     if inside[-1] - inside[0] + 1 != inside.size:
-        raise ValueError(f"select has {part} on the axis {name!r}, but the coordinates in that range are not beside each other")
+        raise ValueError(f"{selected}, but the coordinates in that range are not beside each other")
     return slice(int(inside[0]), int(inside[-1]) + 1)
+
+
+def _nearest_position(part: Near, values: np.ndarray[Any, Any], selected: str) -> int:
+    """The position of the nearest coordinate. ValueError, which begins with `selected`, if it is too far away."""
+    if part.within is not None and part.within < 0:
+        raise ValueError(f"{selected}: within is a distance, 0 or more")
+    # As plain numbers, which take the coordinates' type; of dates exactly.
+    nearest = _nearest(values, part.value if part.typed else _plain(part.value), part.tie)
+    if nearest is None:
+        raise ValueError(f"{selected}, but none of its coordinates is a number near it")
+    position, distance = nearest
+    if part.within is not None and not distance <= _plain(part.within):
+        found = f"{part.to_text(values[position])} (position {position})"
+        raise ValueError(f"{selected}, but the nearest coordinate is {found}; {_ends_text(part, values)}")
+    return position
+
+
+def _ends_text(part: Near | Between, values: np.ndarray[Any, Any]) -> str:
+    return f"it goes from {part.to_text(values[0])} to {part.to_text(values[-1])}"
 
 
 def _plain(number: Any) -> int | float:
@@ -371,11 +372,11 @@ def _nearest(values: np.ndarray[Any, Any], value: Any, tie: Any = None) -> tuple
         distance = np.abs(values.astype("f8") - float(value))
         if np.isnan(distance).all():
             return None
-        at = int(np.nanargmin(distance))
+        position = int(np.nanargmin(distance))
         if tie is not None:
-            near_by = np.where(distance <= distance[at] + float(tie), values, -np.inf)
-            at = int(np.argmax(near_by))
-        return at, distance[at]
+            near_by = np.where(distance <= distance[position] + float(tie), values, -np.inf)
+            position = int(np.argmax(near_by))
+        return position, distance[position]
     # Exactly: float64 does not tell large integers (identifiers, nanoseconds) from their neighbours.
     below, above = values[values <= math.floor(value)], values[values >= math.ceil(value)]
     sides = [*([int(below.max())] if below.size else []), *([int(above.min())] if above.size else [])]

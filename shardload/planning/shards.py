@@ -138,16 +138,16 @@ class SectionGrid(Cells):
 
     def meeting_axes(self, region: Region) -> list[Sequence[int]]:
         """See `Cells`."""
-        found: list[Sequence[int]] = []
+        sections: list[Sequence[int]] = []
         for a, b, (c, h, n, size, wraps) in zip(region.start, region.stop, self._axes, strict=True):
             if b <= a or not n:
-                found.append(())
+                sections.append(())
                 continue
-            met: Sequence[int] = range(max(0, (a - h) // n), min(c, -(-(b + h) // n)))
+            along_axis: Sequence[int] = range(max(0, (a - h) // n), min(c, -(-(b + h) // n)))
             if wraps and (b > size - h or a < h):
-                met = [*met, *[c] * (b > size - h), *[c + 1] * (a < h)]
-            found.append(met)
-        return found
+                along_axis = [*along_axis, *[c] * (b > size - h), *[c + 1] * (a < h)]
+            sections.append(along_axis)
+        return sections
 
     def places(self, number: int) -> tuple[int, ...]:
         """The place of a section's shard along each axis."""
@@ -211,9 +211,9 @@ class Content:
         place, source = self.place, self.source
         first = region.moved([p - s for p, s in zip(place.start, source.start, strict=True)])
         is_repeated = self.is_repeated
-        again = [range(n if is_repeated and m == 1 else 1) for n, m in zip(place.shape, source.shape, strict=True)]
-        for more in itertools.product(*again):
-            yield first.moved(more)
+        repeats = [range(n if is_repeated and m == 1 else 1) for n, m in zip(place.shape, source.shape, strict=True)]
+        for steps in itertools.product(*repeats):
+            yield first.moved(steps)
 
 
 class _Run(NamedTuple):
@@ -234,22 +234,22 @@ def contents_of(grid: SectionGrid, place: Sequence[int], origin: Sequence[int], 
     # Empty runs go before the product: of 64 axes with one of them each there are 2**64 products.
     axes = [[run for run in _runs(grid, axis, i, shape[axis]) if run.stop > run.start] for axis, i in enumerate(place)]
     for runs in itertools.product(*axes):
-        held = Region(tuple(run.start for run in runs), tuple(run.stop for run in runs)).moved(origin)
+        region = Region(tuple(run.start for run in runs), tuple(run.stop for run in runs)).moved(origin)
         if any(run.source is None for run in runs):
             fills = [run.fill for run, h in zip(runs, grid.halo.widths, strict=True) if run.source is None and h]
-            yield Content(held, None, fill=fills[-1] if fills else None)
+            yield Content(region, None, fill=fills[-1] if fills else None)
             continue
         start = tuple(run.source or 0 for run in runs)
         stop = tuple(a + (1 if run.is_repeated else run.stop - run.start) for a, run in zip(start, runs, strict=True))
-        yield Content(held, Region(start, stop), is_repeated=any(run.is_repeated for run in runs))
+        yield Content(region, Region(start, stop), is_repeated=any(run.is_repeated for run in runs))
 
 
 def _runs(grid: SectionGrid, axis: int, i: int, n_true: int) -> Iterator[_Run]:
     c, h, n, size, _ = grid._axes[axis]
     if not h:
-        kept = min(n, max(0, n_true - i * n))
-        yield _Run(0, kept, i * n)
-        yield _Run(kept, n, None)
+        n_kept = min(n, max(0, n_true - i * n))
+        yield _Run(0, n_kept, i * n)
+        yield _Run(n_kept, n, None)
         return
     yield from [] if i else [_beyond(grid.halo, axis, 0, h, size - h, 0)]
     low, high = max(0, i * n - h), min(size, (i + 1) * n + h)
@@ -377,8 +377,8 @@ class Shards:
     def holder_of(self, shards: IntArray, turns: IntArray) -> IntArray:
         """A rank that holds each of some shards: of several each in its turn."""
         _, rank, first = self._by_shard
-        found: IntArray = rank[first[shards] + turns % np.diff(first)[shards]]
-        return found
+        holders: IntArray = rank[first[shards] + turns % np.diff(first)[shards]]
+        return holders
 
     def shards_of(self, rank: int) -> tuple[int, ...]:
         """The shards that a rank holds, ascending, each once."""
@@ -469,8 +469,8 @@ class Shards:
     def held_by(self, rank: int, shape: tuple[int, ...]) -> tuple[HeldShard, ...]:
         """The shards of a rank, ascending, for an array of this shape in the file. Many arrays may have these shards."""
         key = rank, shape
-        if key not in self._held:
-            self._held[key] = tuple(
+        if key not in self._held_shards:
+            self._held_shards[key] = tuple(
                 HeldShard(
                     shard,
                     self.region(shard),
@@ -479,10 +479,10 @@ class Shards:
                 )
                 for shard in self.shards_of(rank)
             )
-        return self._held[key]
+        return self._held_shards[key]
 
     @cached_property
-    def _held(self) -> dict[tuple[int, tuple[int, ...]], tuple[HeldShard, ...]]:
+    def _held_shards(self) -> dict[tuple[int, tuple[int, ...]], tuple[HeldShard, ...]]:
         return {}
 
     def core_in(self, shard: int, shape: tuple[int, ...]) -> tuple[Region, Region] | None:

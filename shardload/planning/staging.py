@@ -87,10 +87,10 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     slot_nbytes, scratch_nbytes, n_chunks = _needs(arrays, batch_nbytes)
     wanted_threads = min(n_threads, MOST_THREADS, (cap_nbytes - 4 * slot_nbytes) // max(1, scratch_nbytes))
     n_threads = max(1, wanted_threads)
-    left = cap_nbytes - n_threads * scratch_nbytes
-    n_pack = 2 if 4 * slot_nbytes <= left else 1
+    left_nbytes = cap_nbytes - n_threads * scratch_nbytes
+    n_pack = 2 if 4 * slot_nbytes <= left_nbytes else 1
     wanted_slots = max(_SLOTS, n_threads * 2 // max(1, n_chunks) + 2)
-    n_slots = max(1, min(wanted_slots, left // max(1, slot_nbytes) - n_pack))
+    n_slots = max(1, min(wanted_slots, left_nbytes // max(1, slot_nbytes) - n_pack))
     return Staging(n_threads, n_slots, n_pack, slot_nbytes, batch_nbytes)
 
 
@@ -153,8 +153,8 @@ def least_staging(layout: SourceLayout) -> int:
     320
     """
     itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
-    least: int = layout.chunk_size * (2 * layout.wide_itemsize + 3 * file_itemsize + layout.casts * itemsize)
-    return least
+    nbytes: int = layout.chunk_size * (2 * layout.wide_itemsize + 3 * file_itemsize + layout.casts * itemsize)
+    return nbytes
 
 
 KEPT_ROUNDS = 3
@@ -198,16 +198,16 @@ def plan_rounds(arrays: Iterable[tuple[int, range, int]], round_nbytes: int) -> 
     Item(array=2, units=range(0, 1))
     """
     items: list[Item] = []
-    left = round_nbytes
+    left_nbytes = round_nbytes
     for array, units, nbytes in arrays:
         while units:
-            n = min(len(units), max(left // max(1, nbytes), 0 if items else 1))
+            n = min(len(units), max(left_nbytes // max(1, nbytes), 0 if items else 1))
             if n:
                 items.append(Item(array, units[:n]))
-                left, units = left - n * nbytes, units[n:]
+                left_nbytes, units = left_nbytes - n * nbytes, units[n:]
             if units:
                 yield items
-                items, left = [], round_nbytes
+                items, left_nbytes = [], round_nbytes
     if items:
         yield items
 

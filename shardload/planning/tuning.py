@@ -126,7 +126,7 @@ _CODEC_RATES = {"none": 2e9, "zstd": 6e8, "blosc": 1e9, "lz4": 1e9, "lzf": 3e8, 
 
 def _decode_rate(codec: str) -> float:
     names = [name for name in codec.lower().split("+") if name != "shuffle"] or ["none"]
-    return min(next((rate for known, rate in _CODEC_RATES.items() if known in name), _OTHER_RATE) for name in names)
+    return min(next((rate for word, rate in _CODEC_RATES.items() if word in name), _OTHER_RATE) for name in names)
 
 
 def one_reader_seconds(nbytes: int, n_chunks: int, codec: str, n_runs: int = 0) -> float:

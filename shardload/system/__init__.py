@@ -3,6 +3,7 @@
 thread_pool   daemon threads for calls that may block
 memory_limit  how much memory this process may use
 terminal      the width of the terminal, and tables and messages that fit it
+gpus          the GPUs of the node, and those that this process may use
 garbage       collections of garbage wait while many objects are made
 interruption  is an error kept until the ranks agree, or was it raised by a signal handler of the application?
 """

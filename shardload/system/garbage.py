@@ -52,8 +52,8 @@ def let_go(error: BaseException) -> None:
     For an error that is kept. It holds the calls, and these hold what they have as variables, perhaps also the error: all of it
     would stay until Python looks for unreachable cycles. After a load that failed, that would be its pieces.
     """
-    for one in chain_of(error):
-        trace = one.__traceback__
+    for link in chain_of(error):
+        trace = link.__traceback__
         while trace is not None:
             frame: FrameType | None = trace.tb_frame
             while frame is not None:

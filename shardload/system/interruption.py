@@ -20,17 +20,17 @@ from types import CodeType, FrameType
 from shardload.errors import StallError, chain_of
 from shardload.system.garbage import let_go
 
-_own = threading.local()
+_thread = threading.local()
 
 
 @contextmanager
 def outer_exception() -> Iterator[None]:
-    """For a call inside an ``except`` block: that exception becomes the context of all exceptions raised in the call."""
-    before, _own.outer = getattr(_own, "outer", None), sys.exc_info()[1]
+    """Remember the exception in whose ``except`` block a call is made: it becomes the context of all that the call raises."""
+    before, _thread.outer = getattr(_thread, "outer", None), sys.exc_info()[1]
     try:
         yield
     finally:
-        _own.outer = before
+        _thread.outer = before
 
 
 def let_interruption_pass(error: BaseException) -> None:
@@ -39,15 +39,15 @@ def let_interruption_pass(error: BaseException) -> None:
     Such an exception has a frame of a handler in its traceback. An exception that the caller was handling when the call began
     does not count (`outer_exception`).
     """
-    outer = getattr(_own, "outer", None)
+    outer = getattr(_thread, "outer", None)
     handlers = _handlers()
-    for seen in chain_of(error) if handlers else ():
-        if seen is outer:
+    for link in chain_of(error) if handlers else ():
+        if link is outer:
             return
-        trace = seen.__traceback__
+        trace = link.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code in handlers:
-                raise seen
+                raise link
             trace = trace.tb_next
 
 
@@ -82,8 +82,8 @@ def _code_of(handler: object) -> CodeType | None:
     handler = getattr(handler, "__func__", handler)  # a bound method
     if callable(handler) and not hasattr(handler, "__code__"):
         handler = getattr(type(handler), "__call__", None)  # noqa: B004
-    found = getattr(handler, "__code__", None)
-    return found if isinstance(found, CodeType) else None
+    code = getattr(handler, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 class FirstError:
@@ -110,7 +110,7 @@ class FirstError:
         self.error = self.error or error
 
     def take(self) -> BaseException | None:
-        """The error, which is not kept any longer."""
+        """Return the error, and keep it no longer."""
         error, self.error = self.error, None
         return error
 

@@ -58,7 +58,8 @@ def _limits_of(groups: str) -> tuple[str, ...]:
             continue
         root, names = Path(_ROOTS[version]), Path(path).parts[1:]
         # In a container the mount may begin below that path, or show only that folder.
-        folder = next(found for k in range(len(names) + 1) if (found := root.joinpath(*names[k:])).is_dir() or found == root)
+        folders = [root.joinpath(*names[k:]) for k in range(len(names) + 1)]  # the last one is the root
+        folder = next((folder for folder in folders if folder.is_dir()), root)
         while folder.is_relative_to(root):
             paths += [str(folder / name) for name in _LIMITS[version] if (folder / name).exists()]
             folder = folder.parent

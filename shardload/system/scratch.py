@@ -81,7 +81,7 @@ class ThreadScratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._held: list[dict[str, Array]] = []  # by the depth of the call, from the outermost
+        self._buffers_by_depth: list[dict[str, Array]] = []  # by the depth of the call, from the outermost
 
     def bytes(self, name: str, nbytes: int, at_least: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """`nbytes` uninitialised bytes, valid until this thread asks for the same name again in the same call.
@@ -89,16 +89,16 @@ class ThreadScratch(threading.local):
         `at_least`: bytes to allocate if the buffer is too small, so that growing requests do not allocate each time.
         """
         depth = _depth.get()
-        while len(self._held) <= depth:
-            self._held.append({})
-        del self._held[depth + 1 :]  # of calls that have ended
-        mine = self._held[depth]
-        held = mine.get(name)
-        if held is None or held.nbytes < nbytes:
-            held = None
-            mine.pop(name, None)  # free the old memory before asking for more
-            held = mine[name] = empty_bytes(max(nbytes, at_least))
-        return held[:nbytes]
+        while len(self._buffers_by_depth) <= depth:
+            self._buffers_by_depth.append({})
+        del self._buffers_by_depth[depth + 1 :]  # of calls that have ended
+        buffers = self._buffers_by_depth[depth]
+        buffer = buffers.get(name)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = None
+            buffers.pop(name, None)  # free the old memory before asking for more
+            buffer = buffers[name] = empty_bytes(max(nbytes, at_least))
+        return buffer[:nbytes]
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Like `bytes`, but as an array."""
@@ -120,8 +120,8 @@ def shared_scratch() -> ThreadScratch:
     """
     global _shared
     with _sharing:
-        found = None if _shared is None else _shared()
-        if found is None:
-            found = ThreadScratch()
-            _shared = weakref.ref(found)
-        return found
+        scratch = None if _shared is None else _shared()
+        if scratch is None:
+            scratch = ThreadScratch()
+            _shared = weakref.ref(scratch)
+        return scratch

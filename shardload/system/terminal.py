@@ -82,7 +82,7 @@ def wrap(text: str, width: int, first: str = "", rest: str | None = None) -> lis
     """
     rest = " " * len(first) if rest is None else rest
     most = width - max(len(first), len(rest))
-    text = _WHOLE.sub(lambda found: _keep(found[0]) if len(found[0]) <= most else found[0], text)
+    text = _WHOLE.sub(lambda match: _keep(match[0]) if len(match[0]) <= most else match[0], text)
     lines = textwrap.wrap(
         text,
         max(width, len(rest) + 1, len(first) + 1),
@@ -97,8 +97,8 @@ def wrap(text: str, width: int, first: str = "", rest: str | None = None) -> lis
 def wrap_parts(parts: Sequence[str], width: int, first: str = "", rest: str | None = None) -> list[str]:
     """Join `parts` by ``;`` and break the text into lines; each part is kept in one line if it fits."""
     most = width - max(len(first), len(rest or ""))
-    kept = [_keep(part) if len(part) < most else part for part in parts if part]
-    return wrap("; ".join(kept), width, first, rest)
+    unbroken = [_keep(part) if len(part) < most else part for part in parts if part]
+    return wrap("; ".join(unbroken), width, first, rest)
 
 
 def _keep(text: str) -> str:
@@ -149,11 +149,11 @@ def say_error(text: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    said = "error: " + "\n".join(printable(line) for line in text.splitlines())
+    message = "error: " + "\n".join(printable(line) for line in text.splitlines())
     if sys.stderr.isatty():
         width = width_of(sys.stderr)
-        said = "\n".join(line for part in said.splitlines() for line in wrap(part, width, "", "  "))
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(said, style="red"))
+        message = "\n".join(line for part in message.splitlines() for line in wrap(part, width, "", "  "))
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(message, style="red"))
 
 
 class OutputError(OSError):

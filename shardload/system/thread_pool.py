@@ -102,12 +102,12 @@ def _run(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ..
     if not future.set_running_or_notify_cancel():
         return
     try:
-        found = call(*arguments)
+        result = call(*arguments)
     except BaseException as error:
         future.set_exception(error)
         del future  # the error has this call in its traceback: neither would be freed before a garbage collection
     else:
-        future.set_result(found)
+        future.set_result(result)
 
 
 def _join(thread: threading.Thread, deadline: float | None) -> None:
@@ -153,9 +153,9 @@ def done_here(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Run a call in this thread, at once: waking a thread takes longer than a small read. Ctrl-C is raised, not stored."""
     future: Future[Any] = Future()
     try:
-        found = call(*arguments)
+        result = call(*arguments)
     except Exception as error:
         future.set_exception(error)
     else:
-        future.set_result(found)
+        future.set_result(result)
     return future

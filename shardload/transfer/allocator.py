@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.planning.region import Array
 from shardload.system.memory_limit import keeps_addresses, limit_nbytes
 from shardload.transfer.buffers import aligned_empty
 
@@ -35,8 +36,6 @@ _WORTH_NBYTES = 1 << 20  # smaller pieces use ordinary memory, which the system'
 _SHARE = 4  # at most 1 / _SHARE of the memory that a process may use is kept
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _CAN_KEEP = hasattr(mmap, "MADV_FREE") and bool(_FLAGS)
-
-Array = np.ndarray[Any, Any]
 
 
 class _Use:
@@ -72,22 +71,22 @@ class Reserve:
             If there is not enough memory.
         """
         self._most_nbytes = 0.0 if keeps_addresses() else limit_nbytes() / _SHARE
-        wanted = [-(-max(n, 1) // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes]
+        block_sizes = [-(-max(n, 1) // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes]
         free: dict[int, list[mmap.mmap]] = {}
         for block in self._take_all():
             free.setdefault(len(block), []).append(block)
-        blocks = [same.pop() if (same := free.get(size)) else None for size in wanted]
+        blocks = [same.pop() if (same := free.get(size)) else None for size in block_sizes]
         for same in free.values():  # before anything new is made
             for block in same:
                 block.close()
-        return [self._lend(block or _new(size))[:n] for block, size, n in zip(blocks, wanted, sizes, strict=True)]
+        return [self._lend(block or _new(size))[:n] for block, size, n in zip(blocks, block_sizes, sizes, strict=True)]
 
     def _take_all(self) -> list[mmap.mmap]:
-        found = []
+        blocks = []
         with suppress(IndexError):  # none is left; another thread may have been first
             while True:
-                found.append(self._free.popleft())
-        return found
+                blocks.append(self._free.popleft())
+        return blocks
 
     def _lend(self, block: mmap.mmap) -> Array:
         use = _Use(block)
@@ -116,16 +115,16 @@ def _new(size: int) -> mmap.mmap:
 _reserve = Reserve()
 
 
-def empty_pieces(wanted: Sequence[tuple[Sequence[tuple[int, ...]], np.dtype[Any]]]) -> list[list[Array]]:
+def empty_pieces(arrays: Sequence[tuple[Sequence[tuple[int, ...]], np.dtype[Any]]]) -> list[list[Array]]:
     """Uninitialised arrays for one load: for each of its arrays the shapes of the pieces, and their dtype.
 
     JAX on CPU can use them as they are instead of copying them. All of it is mapped before any of it is touched: blocks that
     lie side by side are then one region for the kernel, which can take huge pages where a single block is too short for one.
     """
-    sizes = [[math.prod(shape) * dtype.itemsize for shape in shapes] for shapes, dtype in wanted]
+    sizes = [[math.prod(shape) * dtype.itemsize for shape in shapes] for shapes, dtype in arrays]
     large = [nbytes for of_array in sizes for nbytes in of_array if nbytes >= _WORTH_NBYTES]
     if not _CAN_KEEP or not large or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
-        return [[aligned_empty(shape, dtype) for shape in shapes] for shapes, dtype in wanted]
+        return [[aligned_empty(shape, dtype) for shape in shapes] for shapes, dtype in arrays]
     gc.collect(0)  # JAX releases the memory of deleted arrays at a garbage collection of Python, of any generation
     taken = iter(_reserve.take(large))
     return [
@@ -133,5 +132,5 @@ def empty_pieces(wanted: Sequence[tuple[Sequence[tuple[int, ...]], np.dtype[Any]
             next(taken).view(dtype).reshape(shape) if nbytes >= _WORTH_NBYTES else aligned_empty(shape, dtype)
             for shape, nbytes in zip(shapes, of_array, strict=True)
         ]
-        for (shapes, dtype), of_array in zip(wanted, sizes, strict=True)
+        for (shapes, dtype), of_array in zip(arrays, sizes, strict=True)
     ]

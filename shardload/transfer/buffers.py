@@ -21,13 +21,12 @@ import numpy as np
 
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import StallError
-from shardload.planning.region import Region, aligned
+from shardload.planning.region import Array, Region, aligned
 from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import ThreadScratch, aligned_bytes
 from shardload.system.thread_pool import Pool
 
-Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -36,10 +35,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
-def view_of(data: Array, region: Region, held: Region) -> Array:
-    """The view of `region` in a buffer that holds the region `held`."""
+def view_of(data: Array, region: Region, whole: Region) -> Array:
+    """The view of `region` in a buffer that holds the region `whole`."""
     # Ending the index in `...` keeps a 0-d view an array: `data[()]` would be a scalar, hence a copy.
-    index: tuple[Any, ...] = (*region.slices(held.start), ...)
+    index: tuple[Any, ...] = (*region.slices(whole.start), ...)
     view: Array = data[index]
     return view
 
@@ -181,18 +180,18 @@ class Packer:
             _, _, data, buffer = last  # compared by block too: another array may have the same region
         else:
             view = block.view(region)
-            found = self._room(view.nbytes)
-            if found is None:
+            free_buffer = self._open_buffer(view.nbytes)
+            if free_buffer is None:
                 return None
-            buffer = found
+            buffer = free_buffer
             data = buffer.slot[buffer.n_used : buffer.n_used + view.nbytes].view(view.dtype).reshape(view.shape)
             np.copyto(data, view, casting="no")
             buffer.n_used += aligned(view.nbytes)
             self._last = (block.block, region, data, buffer)
         buffer.n_sending += 1
-        return data, partial(self._one_less, buffer)
+        return data, partial(self._count_down, buffer)
 
-    def _room(self, nbytes: int) -> _Buffer | None:
+    def _open_buffer(self, nbytes: int) -> _Buffer | None:
         if nbytes > self._slots.nbytes:
             raise ValueError(f"a part of {nbytes} bytes for slots of {self._slots.nbytes}")
         if self._open is not None and self._open.n_used + nbytes <= self._slots.nbytes:
@@ -203,7 +202,7 @@ class Packer:
         self._open = _Buffer(slot)
         return self._open
 
-    def _one_less(self, buffer: _Buffer) -> None:
+    def _count_down(self, buffer: _Buffer) -> None:
         buffer.n_sending -= 1
         if not buffer.n_sending:
             if buffer is self._open:

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import is_added
-from shardload.planning.region import Region
+from shardload.planning.region import Array, Region
 from shardload.values.decoding import Decoding
 
 _SIZE = 1 << 14  # elements: decoding, and checking a cast, take temporaries of this size, not of a block's
@@ -22,7 +22,6 @@ _NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
 
 _HOW_TO_ROUND = ". To round integers on purpose, load them as they are and use astype"
 
-Array = np.ndarray[Any, Any]
 # Takes the stored numbers, the array to write the values to, and the numbers' name for messages.
 Convert = Callable[[Array, Array, str], None]
 
@@ -69,16 +68,16 @@ def cast_into(raw: Array, out: Array, name: str) -> None:
     for region in Region.whole(raw.shape).split(_SIZE):
         index: Any = (*region.slices(), ...)
         if not _fits(raw[index], out[index]):
-            keep = f"{raw.dtype}{_NEEDS_X64 if _is_wide(raw.dtype) else ''}"
+            keep = f"{raw.dtype}{_NEEDS_X64 if is_wide(raw.dtype) else ''}"
             raise ConfigError(
                 f"{name} have values that {out.dtype} cannot hold, such as {_misfit(raw[index], out.dtype)}. Pass no dtype, to "
                 f"keep {keep}, or one that holds all values{_HOW_TO_ROUND if _is_rounded(raw.dtype, out.dtype) else ''}"
             )
 
 
-def _is_wide(dtype: np.dtype[Any]) -> bool:
+def is_wide(dtype: np.dtype[Any]) -> bool:
     """True if JAX has this type only with `jax_enable_x64`."""
-    return dtype.itemsize > (8 if dtype.kind == "c" else 4)
+    return dtype.kind in "iufc" and dtype.itemsize > (8 if dtype.kind == "c" else 4)
 
 
 def _misfit(raw: Array, dtype: np.dtype[Any]) -> str:
@@ -116,9 +115,9 @@ def _is_rounded(raw: np.dtype[Any], out: np.dtype[Any]) -> bool:
     return is_added(out) or raw.itemsize * 8 - (raw.kind == "i") > np.finfo(out).nmant + 1
 
 
-def _is_exact(raw: Array, out: Array, most: int = 0) -> bool:
-    """True if integers are the same as floating point numbers. Up to `most` all are, of either sign."""
-    if raw.size == 0 or (-most <= int(raw.min()) and int(raw.max()) <= most):
+def _is_exact(raw: Array, out: Array, limit: int = 0) -> bool:
+    """True if integers are the same as floating point numbers. Up to `limit` all are, of either sign."""
+    if raw.size == 0 or (-limit <= int(raw.min()) and int(raw.max()) <= limit):
         return True
     try:
         with np.errstate(invalid="raise"):  # 2**63 - 1 becomes 2**63, which is no int64
@@ -128,13 +127,15 @@ def _is_exact(raw: Array, out: Array, most: int = 0) -> bool:
 
 
 def _fits_foreign(raw: Array, out: Array) -> bool:
-    """For bfloat16, float8, int4 and the like. Out of range, they silently give inf, NaN, 4 (int4 of 100) or their largest."""
-    found = out.astype(np.float64)
+    """`_fits` for bfloat16, float8, int4 and the like, which silently turn values out of range into inf, NaN, their largest
+    value or another number (4 is the int4 of 100).
+    """
+    values = out.astype(np.float64)
     if not np.asarray(0.5).astype(out.dtype).astype(np.float64):  # integers
-        return np.array_equal(found, np.trunc(raw))
+        return np.array_equal(values, np.trunc(raw))
     if _is_rounded(raw.dtype, out.dtype):
-        return _is_exact(raw, found)
+        return _is_exact(raw, values)
     largest = np.asarray(np.inf).astype(out.dtype).astype(np.float64)
     if np.isfinite(largest):  # types without inf and NaN, which saturate
         return bool((np.abs(raw) <= largest).all())
-    return np.array_equal(np.isnan(found), np.isnan(raw)) and np.array_equal(np.isinf(found), np.isinf(raw))
+    return np.array_equal(np.isnan(values), np.isnan(raw)) and np.array_equal(np.isinf(values), np.isinf(raw))

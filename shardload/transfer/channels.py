@@ -24,14 +24,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from shardload.comm.collectives import backoff
 from shardload.comm.shared_memory import Bell
-from shardload.comm.transport import Integers, Receive, Transport
+from shardload.comm.transport import Receive, Transport
 from shardload.errors import PeerError
+from shardload.planning.region import Array, IntArray
 from shardload.planning.schedule import Block, Part
 from shardload.transfer.buffers import Packer, StagedBlock
 from shardload.transfer.checksum import checksum, identity, seed_of
@@ -45,8 +45,6 @@ HEAD_SIZE = 4  # of an offer: OFFER, its number, how many parts, which array; th
 _pause_seconds = partial(backoff, n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_alike=100)
 # Waiting for the bell, which may ring before the message can be received: look all the same, less and less often.
 _listening_seconds = partial(backoff, first_seconds=2e-3, longest_seconds=3.2e-2)
-
-Array = np.ndarray[Any, Any]
 
 
 class Channels:
@@ -114,10 +112,10 @@ class Channels:
                 of_rank.setdefault(part.rank, []).append(part)
         for rank, parts in of_rank.items():
             channel = self.route(rank)
-            for some in channel.together(block, parts):
+            for group in channel.together(block, parts):
                 block.n_sending += 1
-                self._queue.append((channel, array, block, some))
-        one_less(block)
+                self._queue.append((channel, array, block, group))
+        count_down(block)
 
     def send_queued(self) -> bool:
         """Send queued parts, in order, while there is room to pack them. Return True if any was sent."""
@@ -133,8 +131,8 @@ class Channels:
 
     def offer(self, rank: int, n_parts: int, array: int, rows: list[int], on_done: Callable[[], None]) -> None:
         """Tell `rank` where parts lie. `on_done` is called when the receiver has copied them."""
-        note: Integers = np.array([OFFER, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
-        self.transport.tell(rank, note)
+        note: IntArray = np.array([OFFER, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
+        self.transport.send_note(rank, note)
         self._n_offers += 1
         self._offered[self._n_offers] = on_done
 
@@ -178,22 +176,22 @@ class Channels:
         if self._n_by_message:
             for rank, nbytes, receive in self.transport.receive():
                 has_moved = True
-                self.route(rank).take(nbytes, receive)
+                self.route(rank).take_message(nbytes, receive)
         if self._open or self._offered:
-            for rank, note in self.transport.told():
+            for rank, note in self.transport.receive_notes():
                 has_moved = True
                 self.hear(rank, note)
         return has_moved
 
-    def hear(self, rank: int, note: Integers) -> None:
+    def hear(self, rank: int, note: IntArray) -> None:
         """Handle a note. What goes wrong is kept: others wait for this rank."""
         with self.arrivals.errors:
             if note[0] == ACK:
                 self.acknowledged(rank, int(note[1]))
             elif note[0] == RECEIPT:
-                self.route(rank).end(note)
+                self.route(rank).take_receipt(note)
             else:
-                self.route(rank).look(note)
+                self.route(rank).take_offer(note)
 
     def closed(self, channel: Channel) -> None:
         """Called by a channel from which nothing more will come."""
@@ -263,9 +261,9 @@ class Channel:
         return [[part] for part in parts] if self.uses_messages or not block.is_shared else [parts]
 
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
-        """Send parts of a block. Return False if there is no room to pack them. `one_less` is called when they have left."""
+        """Send parts of a block. Return False if there is no room to pack them. `count_down` is called when they have left."""
         views = [block.view(part.region) for part in parts]
-        done: Callable[[], None] = partial(one_less, block)
+        done: Callable[[], None] = partial(count_down, block)
         packed = None
         if not (views[0].flags.c_contiguous if self.uses_messages else block.is_shared):
             packed = self._common.packer.pack(block, parts[0].region)
@@ -284,19 +282,19 @@ class Channel:
         self._n_sent += len(parts)
         self._sent_sums += sums
         if packed is not None:
-            one_less(block)  # the part was copied, so it no longer needs the block
+            count_down(block)  # the part was copied, so it no longer needs the block
         return True
 
     def _offer(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
         rows: list[int] = []
         for part, view in zip(parts, views, strict=True):
-            rows += [*part.region.start, *part.region.stop, self._transport.place_of(view), *view.strides]
+            rows += [*part.region.start, *part.region.stop, self._transport.offset_of(view), *view.strides]
         self._common.offer(self.rank, len(parts), array, rows, on_done)
 
     def send_receipt(self, went_well: bool) -> None:
         """Send the receipt: no more parts follow it."""
         receipt = [RECEIPT, went_well, self._n_sent, self._identity, *self._sent_sums]
-        self._transport.tell(self.rank, np.array(receipt, dtype=np.int64))
+        self._transport.send_note(self.rank, np.array(receipt, dtype=np.int64))
 
     # --- from the other rank
 
@@ -307,22 +305,22 @@ class Channel:
             self._n_expected += 1
         self._sums = [0] * (self._n_expected if self._checksums else 0)
 
-    def take(self, nbytes: int, receive: Receive) -> None:
+    def take_message(self, nbytes: int, receive: Receive) -> None:
         """Receive a message with the values of the next part. One that is not expected is reported, and thrown away."""
         number, array, part = next(self._following, (0, -1, None)) if self.uses_messages else (0, -1, None)
         view = None if part is None else self._common.arrivals.view(array, part)
         if part is None or view is None or view.nbytes != nbytes:
             self._common.arrivals.report_list(None, self.rank)
-            receive(np.empty(nbytes, dtype=np.uint8), partial(self._see, 1))
+            receive(np.empty(nbytes, dtype=np.uint8), partial(self._count_parts, 1))
         else:
             receive(view, partial(self._received, number, array, part, view))
 
     def _received(self, number: int, array: int, part: Part, view: Array) -> None:
         with self._common.arrivals.errors:
             self._arrived(number, array, part, view)
-        self._see(1)
+        self._count_parts(1)
 
-    def look(self, offer: Integers) -> None:
+    def take_offer(self, offer: IntArray) -> None:
         """Copy what an offer names out of the sender's memory, and acknowledge it. What is not expected is reported."""
         started = time.perf_counter()
         arrivals, array, n_parts = self._common.arrivals, int(offer[3]), int(offer[2])
@@ -336,19 +334,19 @@ class Channel:
             with arrivals.errors:  # the sender waits for an answer
                 self._copy(array, rows[k : k + width], n)
         arrivals.counters.copy_seconds += time.perf_counter() - started
-        self._transport.tell(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
-        self._see(n_parts)
+        self._transport.send_note(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
+        self._count_parts(n_parts)
 
     def _copy(self, array: int, row: list[int], n: int) -> None:
         """Copy the values of the next part, which a row of an offer names."""
         arrivals = self._common.arrivals
-        number, of, part = next(self._following, (0, -1, None))
-        if part is None or of != array or row[: 2 * n] != [*part.region.start, *part.region.stop]:
+        number, expected_array, part = next(self._following, (0, -1, None))
+        if part is None or expected_array != array or row[: 2 * n] != [*part.region.start, *part.region.stop]:
             arrivals.report_list(None if part is None else part.region, self.rank, array)
             return
         target = arrivals.view(array, part)
         try:
-            values = self._transport.look(self.rank, target.shape, target.dtype, row[2 * n], row[2 * n + 1 :])
+            values = self._transport.view_at(self.rank, target.shape, target.dtype, row[2 * n], row[2 * n + 1 :])
         except (TypeError, ValueError):  # outside the sender's memory
             arrivals.report_list(part.region, self.rank, array)
             return
@@ -361,17 +359,17 @@ class Channel:
             self._sums[number] = checksum(view, self._common.seeds[array])
         self._common.arrivals.receive(array, part, self._checksums)
 
-    def end(self, receipt: Integers) -> None:
+    def take_receipt(self, receipt: IntArray) -> None:
         """Take the receipt: no more parts than it counts will come. It may overtake messages with values.
 
         Notes come in order, so nothing follows it where there are offers: not even parts that it counts and no offer named.
         """
         self._receipt = receipt[1:].tolist()
-        self._see(0)
+        self._count_parts(0)
         if not self.uses_messages:
             self._common.closed(self)
 
-    def _see(self, n_parts: int) -> None:
+    def _count_parts(self, n_parts: int) -> None:
         """Count parts that have come."""
         self._n_seen += n_parts
         if self._receipt is not None and self._n_seen >= self._receipt[1]:
@@ -402,7 +400,7 @@ def _in_order(expected: Sequence[tuple[int, Iterable[Part]]]) -> Iterator[tuple[
     return ((number, array, part) for number, (array, part) in enumerate(every))
 
 
-def one_less(block: StagedBlock) -> None:
+def count_down(block: StagedBlock) -> None:
     """Count down the receivers that need the block. When none does, free its slot."""
     block.n_sending -= 1
     if block.n_sending == 0:

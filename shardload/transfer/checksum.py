@@ -27,7 +27,7 @@ from typing import Any
 import deflate
 import numpy as np
 
-from shardload.planning.region import Region
+from shardload.planning.region import Array, Region
 from shardload.system.scratch import ThreadScratch
 
 _AT_ONCE_NBYTES = 1 << 19  # a copy of this size stays in the core's own cache
@@ -37,7 +37,6 @@ _POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x**0
 _ONE = 1 << 31
 _ALL = 0xFFFFFFFF
 
-Array = np.ndarray[Any, Any]
 Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 
@@ -124,7 +123,7 @@ def join_sums(sums: Iterable[int], nbytes: int) -> int:
 
 
 def _runs_of(shape: tuple[int, ...], shape_global: tuple[int, ...]) -> tuple[int, int]:
-    """How a box of `shape` lies in the memory of the array: the number of axes that count its runs, and elements per run.
+    """The number of axes that count the runs of a box of `shape` in the memory of the array, and the elements of a run.
 
     >>> _runs_of((2, 3, 8), (4, 6, 8)), _runs_of((2, 6, 8), (4, 6, 8)), _runs_of((), ())
     ((1, 24), (0, 96), (0, 1))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.planning.region import Grid, Region
+from shardload.planning.region import Grid, IntArray, Region
 from shardload.planning.schedule import Block, Schedule
 from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once
@@ -25,8 +26,7 @@ from shardload.units import counted
 MOST_NAMED = 3  # missing chunks that are named in a message
 _NONE = 2**63 - 1
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-Counter = Callable[[Block, Numbers, Grid], Numbers]
+Counter = Callable[[Block, IntArray, Grid], IntArray]
 
 
 @dataclass
@@ -53,10 +53,9 @@ class Counters:
 
     def add(self, other: Counters) -> None:
         """Add what one task, array or round counted."""
-        peak_nbytes = max(self.peak_nbytes, other.peak_nbytes)
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        self.peak_nbytes = peak_nbytes
+            join = max if name == "peak_nbytes" else add
+            setattr(self, name, join(getattr(self, name), value))
         self.missing = sorted(self.missing)[:MOST_NAMED]
 
     def add_missing(self, numbers: np.ndarray[Any, Any]) -> None:
@@ -71,39 +70,41 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
     That is the read that has its first element. If each rank reads its own shards, the first holder of that shard counts.
     """
 
-    def counts(read: Block, numbers: Numbers, chunks: Grid) -> Numbers:
+    def counts(read: Block, numbers: IntArray, chunks: Grid) -> IntArray:
         if not plan.is_direct:
             return _beginning_in(read.region, numbers, chunks)
         shards = plan.shards
         first_held = (part for part in read.parts if shards.holders(shards.shard_of(part.target))[0] == rank)
-        own = [shards.own(part.target, part.region) for part in first_held]
-        begin = (_beginning_in(region, numbers, chunks) for region in own if region is not None)
+        regions = [shards.own(part.target, part.region) for part in first_held]
+        begin = (_beginning_in(region, numbers, chunks) for region in regions if region is not None)
         return np.sort(np.concatenate([numbers[:0], *begin]))
 
     return counts
 
 
-def count_by_region(block: Block, numbers: Numbers, chunks: Grid) -> Numbers:
+def count_by_region(block: Block, numbers: IntArray, chunks: Grid) -> IntArray:
     """The `Counter` for blocks with one owner: a chunk is counted by the block that has its first element."""
     return _beginning_in(block.region, numbers, chunks)
 
 
-def _beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
+def _beginning_in(region: Region, numbers: IntArray, chunks: Grid) -> IntArray:
     """The chunks whose first element (of those that are selected) is in a region.
 
     >>> _beginning_in(Region((3,), (9,)), np.array([0, 1, 2]), Grid((12,), (4,), (0,))).tolist()
     [1, 2]
     """
-    rest, begins = numbers, np.ones(len(numbers), dtype=bool)
+    remaining, begins = numbers, np.ones(len(numbers), dtype=bool)
     axes = zip(chunks.counts, chunks.cell, chunks.phase, region.start, region.stop, strict=True)
     for count, cell, phase, start, stop in reversed(list(axes)):
-        rest, at = np.divmod(rest, count)
-        first = np.maximum(at * cell - phase, 0)
+        remaining, index = np.divmod(remaining, count)
+        first = np.maximum(index * cell - phase, 0)
         begins &= (start <= first) & (first < stop)
     return numbers[begins]
 
 
-def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> Numbers:
+def chunk_numbers(
+    indices: Sequence[tuple[int, ...]], selection: Selection, chunk_shape: Sequence[int], chunks: Grid
+) -> IntArray:
     """The numbers of chunks of the file in the grid of the selected array.
 
     >>> from shardload.planning.selection import select_axes
@@ -111,20 +112,20 @@ def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file
     >>> chunk_numbers([(1, 2)], selection, (4, 4), Grid((8,), (4,), (0,))).tolist()
     [1]
     """
-    at, numbers = np.array(indices, dtype=np.int64), np.zeros(len(indices), dtype=np.int64)
+    table, numbers = np.array(indices, dtype=np.int64), np.zeros(len(indices), dtype=np.int64)
     for k, count in zip(selection.kept, chunks.counts, strict=True):
-        numbers = numbers * count + at[:, k] - selection.region.start[k] // file_chunk[k]
+        numbers = numbers * count + table[:, k] - selection.region.start[k] // chunk_shape[k]
     return numbers
 
 
 def fold_first(numbers: Sequence[int]) -> list[int]:
-    """The first few numbers, padded to the same length on every rank, so that their minimum over the ranks can be taken."""
+    """The first few numbers, padded to one length, so that the ranks can take their minimum, number by number."""
     return [*numbers[:MOST_NAMED], *[_NONE] * (MOST_NAMED - len(numbers))]
 
 
-def unfold_first(least: Sequence[int]) -> list[int]:
+def unfold_first(minima: Sequence[int]) -> list[int]:
     """The inverse of `fold_first`: numbers that some rank had. The first is the least of all."""
-    return [n for n in least if n != _NONE]
+    return [n for n in minima if n != _NONE]
 
 
 def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: Selection, chunks: Grid) -> str:
@@ -150,10 +151,10 @@ def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
     SourceError
         If `missing` is "error".
     """
-    known = "missing='fill' if you know that they were never written (writers leave out chunks that are all fill value, too)"
+    advice = "missing='fill' if you know that they were never written (writers leave out chunks that are all fill value, too)"
     if missing == "error":
-        text = f"{text}. Nothing was loaded. Pass {known}; missing='warn' to have such a file all the same"
+        text = f"{text}. Nothing was loaded. Pass {advice}; missing='warn' to have such a file all the same"
         raise SourceError(text, path=info.path, dataset=info.dataset)
     if missing == "warn":
-        text = f"{text}. Pass missing='error' to refuse such a file, {known}"
+        text = f"{text}. Pass missing='error' to refuse such a file, {advice}"
         warn_once(text, MissingChunksWarning, rank)

@@ -37,11 +37,11 @@ def exchange(
     group: Group,
     moves: Sequence[ArrayMove],
     resources: Resources,
+    outgoing: Outgoing,
     *,
     tags: tuple[int, int],
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
-    outgoing: Outgoing | None = None,
     begin_next: Callable[[], bool] = lambda: False,
 ) -> tuple[BaseException | None, Counters]:
     """Move every part of every array to its target. Collective over `group`. Errors are returned, not raised.
@@ -54,14 +54,14 @@ def exchange(
         The arrays to move: the same ones in the same order on every rank.
     resources : Resources
         Memory that the arrays share.
+    outgoing : Outgoing
+        The blocks that this rank stages. It may have begun with some.
     tags : tuple of int
         Result of `Group.next_tags`. Every rank must have called it, even a rank that fails before this call.
     checksums : bool
         Whether each part is checksummed on both sides.
     on_progress : callable, optional
         Called with the number of bytes of each part that has arrived in a target.
-    outgoing : Outgoing, optional
-        The blocks that this rank stages, if it has begun with some.
     begin_next : callable, optional
         Called while this rank has begun with all its blocks, and has nothing to do. Returns whether it has done something.
 
@@ -76,12 +76,11 @@ def exchange(
     arrivals = Arrivals(moves, on_progress)
     channels = Channels(transport, moves, arrivals, Packer(resources.pack_slots), checksums)
     started = time.perf_counter()
-    outgoing = Outgoing(moves, group.rank) if outgoing is None else outgoing
     moving = _Exchange(group, channels, moves, arrivals, resources, outgoing)
     try:
         moving.run(begin_next)
     except BaseException:
-        _abandoned.append((transport.remains(), moves, resources))
+        _abandoned.append((transport.in_use(), moves, resources))
         group.forget_shared_memory()
         raise
     channels.close()
@@ -112,7 +111,7 @@ class Outgoing:
             return False
         array, block = self.following
         producer = self._moves[array].producer
-        if len(self.under_way) >= producer.n_at_once or not producer.has_room(block):
+        if len(self.under_way) >= producer.n_ahead or not producer.has_room(block):
             return False
         self.under_way.append((array, producer.start(block)))
         self.following = next(self._blocks, None)
@@ -157,13 +156,10 @@ class _Exchange:
                 else:
                     n_idle += 1
                 self.watch.look()
-                if n_idle and (self._begin_next(begin_next) or self.channels.wait(self.bell, n_idle, self.watch.nap_seconds)):
+                has_begun = n_idle > 0 and self.outgoing.following is None and begin_next()
+                if has_begun or (n_idle and self.channels.wait(self.bell, n_idle, self.watch.nap_seconds)):
                     n_idle = 0  # what the bell rings for can come a moment later: the next sleep is short
         self.channels.check(not self.failure)
-
-    def _begin_next(self, begin_next: Callable[[], bool]) -> bool:
-        """Begin with what comes after this exchange, once this rank has begun with all that it stages here."""
-        return self.outgoing.following is None and begin_next()
 
     def _step(self) -> bool:
         has_moved = self.channels.receive()

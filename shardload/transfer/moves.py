@@ -21,13 +21,12 @@ import numpy as np
 
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError
-from shardload.planning.region import IntArray, Region
+from shardload.planning.region import Array, IntArray, Region
 from shardload.planning.schedule import Block, Part, Schedule
 from shardload.system.interruption import FirstError
 from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.counters import Counters
 
-Array = np.ndarray[Any, Any]
 DEFECT = "This is a defect in shardload; please report it with the shape, the mesh and the spec"
 
 
@@ -35,7 +34,7 @@ class Producer(Protocol):
     """Stages the blocks that one rank sends, in order."""
 
     @property
-    def n_at_once(self) -> int:
+    def n_ahead(self) -> int:
         """Number of blocks to start before the first is done."""
         ...
 
@@ -98,7 +97,7 @@ class PiecesToBlocks:
     schedule: Schedule
     places: range | None = None
     # By rank: what all rounds need.
-    _known: dict[int, tuple[IntArray, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _pairs_by_rank: dict[int, tuple[IntArray, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.schedule.shards.has_halo:
@@ -116,14 +115,13 @@ class PiecesToBlocks:
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
-        schedule, blocks = self.schedule, self.schedule.blocks
-        block, shard, owner = self._pairs(rank)
-        ends = np.flatnonzero(np.diff(block, append=-1)) + 1
+        block_of_pair, shard_of_pair, owner_of_pair = self._pairs(rank)
+        ends = np.flatnonzero(np.diff(block_of_pair, append=-1)) + 1
         for start, stop in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=False):
-            number, to = int(block[start]), int(owner[start])
-            region = blocks.region(number)
-            sent = [held for held in shard[start:stop].tolist() if self._sender(held, to) == rank]
-            parts = tuple(Part(part, number, to) for held in sent for part in schedule.messages(region, held))
+            block, owner = int(block_of_pair[start]), int(owner_of_pair[start])
+            region = self.schedule.blocks.region(block)
+            shards = [shard for shard in shard_of_pair[start:stop].tolist() if self._sender(shard, owner) == rank]
+            parts = tuple(Part(part, block, owner) for shard in shards for part in self.schedule.messages(region, shard))
             if parts:
                 yield Block(region, parts)
 
@@ -133,31 +131,33 @@ class PiecesToBlocks:
 
     def _pairs(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
         """The blocks of this round that meet shards of a rank: block, shard, owner, by the place of the block."""
-        if rank not in self._known:
+        if rank not in self._pairs_by_rank:
             block, shard = self.schedule.pairs_of(rank)
             owner = self.schedule.owner(block)
             owners, inverse = np.unique(owner, return_inverse=True)
             first = np.array([self.schedule.blocks_of(number).start for number in owners.tolist()], dtype=np.int64)
             place = block - first[inverse] if len(owners) else block
             order = np.argsort(place, kind="stable")
-            self._known[rank] = place[order], block[order], shard[order], owner[order]
-        place, block, shard, owner = self._known[rank]
+            self._pairs_by_rank[rank] = place[order], block[order], shard[order], owner[order]
+        place, block, shard, owner = self._pairs_by_rank[rank]
         if self.places is not None:
-            here = slice(*np.searchsorted(place, (self.places.start, self.places.stop)).tolist())
-            block, shard, owner = block[here], shard[here], owner[here]
+            of_round = slice(*np.searchsorted(place, (self.places.start, self.places.stop)).tolist())
+            block, shard, owner = block[of_round], shard[of_round], owner[of_round]
         return block, shard, owner
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
         schedule = self.schedule
-        found: dict[int, list[Part]] = {}
+        parts_by_sender: dict[int, list[Part]] = {}
         for number in self.targets(rank):
             region = schedule.blocks.region(number)
             for shard in schedule.shards.grid.meeting(region):
                 sender = self._sender(shard, rank)
                 if sender != rank:
-                    found.setdefault(sender, []).extend(Part(part, number, sender) for part in schedule.messages(region, shard))
-        return found
+                    parts_by_sender.setdefault(sender, []).extend(
+                        Part(part, number, sender) for part in schedule.messages(region, shard)
+                    )
+        return parts_by_sender
 
     def target(self, number: int) -> Region | None:
         """See `Flow`."""
@@ -183,7 +183,7 @@ class ArrayMove:
         Type of the values as they are sent.
     name : str
         Name of the array in error messages.
-    named : callable, optional
+    with_name : callable, optional
         Makes an error of this array one that names it.
     producer : Producer
         Stages what this rank sends. The source of a session sets it.
@@ -200,7 +200,7 @@ class ArrayMove:
     flow: Flow
     dtype: np.dtype[Any]
     name: str = ""
-    named: Callable[[BaseException], BaseException] | None = None
+    with_name: Callable[[BaseException], BaseException] | None = None
     producer: Any = None
     targets: Mapping[int, Piece] = field(default_factory=dict)
     on_complete: Callable[[Piece], None] | None = None
@@ -208,14 +208,14 @@ class ArrayMove:
 
     def explain(self, error: BaseException) -> BaseException:
         """An error of this array as one that names it."""
-        return error if self.named is None else self.named(error)
+        return error if self.with_name is None else self.with_name(error)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Raise an error of this array as one that names it."""
-        named = self.explain(error)
-        if named is error:
+        named_error = self.explain(error)
+        if named_error is error:
             raise error
-        raise named from error
+        raise named_error from error
 
 
 class Arrivals:
@@ -247,12 +247,12 @@ class Arrivals:
 
     def count(self, array: int, part: Part) -> None:
         """Count a part, which is in its target now."""
-        move, left, target, size = self._moves[array], self._n_left[array], part.target, part.region.size
-        left[target] -= size
+        move, n_left, target, size = self._moves[array], self._n_left[array], part.target, part.region.size
+        n_left[target] -= size
         if self._on_progress is not None and not self.errors:
             with self.errors:
                 self._on_progress(size * move.dtype.itemsize)
-        if left[target] == 0 and move.on_complete is not None and not self.errors:
+        if n_left[target] == 0 and move.on_complete is not None and not self.errors:
             try:
                 move.on_complete(move.targets[target])
             except Exception as error:
@@ -266,8 +266,8 @@ class Arrivals:
 
     def check_coverage(self) -> None:
         """Check that every element of every target has arrived. One that nobody sent holds whatever was in memory before."""
-        for move, left in zip(self._moves, self._n_left, strict=True):
-            for number, n_left in left.items():
+        for move, n_left_of in zip(self._moves, self._n_left, strict=True):
+            for number, n_left in n_left_of.items():
                 if n_left:
                     n = _size(move.flow.target(number))
                     self._report(
@@ -277,10 +277,10 @@ class Arrivals:
     def report_list(self, region: Region | None, rank: int, array: int | None = None) -> None:
         """Report that a rank sends parts which this rank does not expect."""
         which = "without a region" if region is None else str(region)
-        of = "" if array is None else _of(self._moves[array])
+        of_array = "" if array is None else _of(self._moves[array])
         self._report(
-            f"the part {which}{of} that came from rank {rank} is not what this rank expects: the sender's list of regions "
-            "is not the one that was expected",
+            f"the part {which}{of_array} that came from rank {rank} is not what this rank expects: the sender's list of "
+            "regions is not the one that was expected",
             rank,
         )
 

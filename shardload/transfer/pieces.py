@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import PeerError, ShardloadError
-from shardload.planning.region import Region, unravel
+from shardload.planning.region import Array, Region, unravel
 from shardload.planning.schedule import Part
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import Piece, view_of
 from shardload.transfer.checksum import checksum
 from shardload.transfer.counters import Counters
-
-Array = np.ndarray[Any, Any]
 
 
 class LocalPieces:
@@ -50,8 +48,8 @@ class LocalPieces:
 
     def in_place(self, parts: Iterable[Part], region: Region) -> Array | None:
         """The view of `region` in a piece, if no other rank or shard needs it and it has no gaps; else None."""
-        part, *others = itertools.islice(parts, 2)
-        if others or not self.is_own(part) or not part.region.contains(region):
+        part, *more_parts = itertools.islice(parts, 2)
+        if more_parts or not self.is_own(part) or not part.region.contains(region):
             return None
         view = self.view(part, region)
         return view if view.flags.c_contiguous else None
@@ -113,13 +111,13 @@ class ShardPieces:
         What the exchange fills, by section.
     """
 
-    def __init__(self, shards: Shards, shape: tuple[int, ...], room: Sequence[Array], rank: int) -> None:
-        self._halo, self._cuts, self._held = shards.halo, shards.cuts, shards.held_by(rank, shape)
+    def __init__(self, shards: Shards, shape: tuple[int, ...], memory: Sequence[Array], rank: int) -> None:
+        self._halo, self._cuts, self._held_shards = shards.halo, shards.cuts, shards.held_by(rank, shape)
         self.shards: dict[int, Piece] = {}
         self.sections: dict[int, Piece] = {}
         self._shard_of: dict[int, int] = {}  # by the id of a section
         self._n_left: dict[int, int] = {}  # sections that have not arrived
-        for shard, data in zip(self._held, room, strict=True):
+        for shard, data in zip(self._held_shards, memory, strict=True):
             piece = self.shards[shard.number] = Piece(shard.region, data)
             self._n_left[shard.number] = len(shard.sections)
             for number, region, place in shard.sections:
@@ -135,7 +133,7 @@ class ShardPieces:
         ShardloadError
             If an element is neither in the file nor filled. Verification looks at the same regions, so it could not find that.
         """
-        for shard in self._held:
+        for shard in self._held_shards:
             piece = self.shards[shard.number]
             n_left = piece.region.size
             for content in shard.contents:

@@ -83,11 +83,7 @@ class Naming:
 
     def explain(self, error: Exception, region: Region) -> SourceError:
         """Turn a read error into one that names the chunk. To find it, the chunks of the region are read again one by one."""
-        chunks = self._chunks
-        for number in chunks.meeting(region) if chunks is not None else ():
-            cell = None if chunks is None else chunks.region(number).intersect(region)
-            if cell is None:
-                continue
+        for _, cell in () if self._chunks is None else self._chunks.cut(region):
             place = self._selection.to_file(cell)
             try:
                 self._source.read_into(place, np.empty(place.shape, dtype=self._source.dtype))
@@ -99,9 +95,9 @@ class Naming:
     def unreadable(self, error: Exception, region: Region | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
         """The error for a region, or an array, that could not be read. It names the chunk, if that is known."""
         info = self._source.info
-        what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
+        subject = f"chunk {chunk} of {info}" if chunk is not None else str(info)
         where = "" if region is None else f" (elements {self._selection.to_file(region)})"
-        text = f"{what} could not be read{where}: {type(error).__name__}: {error}. "
+        text = f"{subject} could not be read{where}: {type(error).__name__}: {error}. "
         if self._has_changed(error):
             text += (
                 "The file has changed since it was opened, which may be the cause; nothing was loaded. Load it again when "

@@ -26,7 +26,7 @@ from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, as_chunks, copy_chunks, region_of
 from shardload.formats.contract.format import Source
-from shardload.planning.region import Region, cut_box, numbers_in
+from shardload.planning.region import Array, Region, cut_box, numbers_in
 from shardload.planning.schedule import Block, Part, SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import RemoteError
@@ -38,9 +38,8 @@ from shardload.transfer.counters import Counter, Counters, chunk_numbers, count_
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
 
-Array = np.ndarray[Any, Any]
 Box = tuple[range, ...]
-Met = Sequence[tuple[Part, Region]]  # parts that a box meets, and what they have in common with it
+PartsMet = Sequence[tuple[Part, Region]]  # parts that a box meets, and what they have in common with it
 Task = Callable[[Counters], None]
 
 
@@ -51,13 +50,13 @@ class SourceReader(ABC):
 
     Attributes
     ----------
-    n_at_a_time : int
+    n_tasks : int
         Number of tasks that run at once.
     counters : Counters
         What was read.
     """
 
-    n_at_a_time = 1
+    n_tasks = 1
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class SourceReader(ABC):
 
     @abstractmethod
     def expect(self, blocks: Iterable[Block]) -> None:
-        """Told which blocks will be read, in this order, of a file in a store: they are fetched ahead."""
+        """Announce the blocks that will be read, in this order, so that they are fetched ahead. For a file in a store."""
 
     @abstractmethod
     def _needs_slot(self, block: Block) -> bool:
@@ -105,9 +104,9 @@ class SourceReader(ABC):
         return self._names.activity()
 
     @property
-    def n_at_once(self) -> int:
+    def n_ahead(self) -> int:
         """Number of blocks to start before the first is done: one for each thread, and one that waits to be delivered."""
-        return self.n_at_a_time + 1
+        return self.n_tasks + 1
 
     def has_room(self, block: Block) -> bool:
         """True if a staging buffer is free for this block, or it needs none."""
@@ -129,18 +128,16 @@ class SourceReader(ABC):
             staged.tasks = [done_here(self._run, task, block) for task in work]
             return staged
         staged.tasks = [self._resources.pool.submit(self._run, task, block) for task in work]
+        bell = self._resources.bell
         for task in staged.tasks:  # ring when the future is done, not when its work ends: who waits checks `done` at once
-            task.add_done_callback(self._tell)
+            task.add_done_callback(lambda _: bell.ring())
         self._tasks += staged.tasks
         return staged
 
     @property
     def _is_free(self) -> bool:
         """Whether a task would run at once."""
-        return len(self._tasks) < self.n_at_a_time
-
-    def _tell(self, _: Future[None]) -> None:
-        self._resources.bell.ring()
+        return len(self._tasks) < self.n_tasks
 
     def _run(self, work: Task, block: Block) -> None:
         counters = Counters()
@@ -203,10 +200,10 @@ def open_reader(
             if isinstance(error, ShardloadError):
                 raise
             raise Naming(source, layout.selection, layout.chunks).unreadable(error) from error
+    options: dict[str, Any] = {"tuning": tuning, "counts": counts, "convert": convert}
     if chunk_reader is None:
-        how: dict[str, Any] = {"tuning": tuning, "counts": counts, "convert": convert}
-        return BlockReader(source, layout, local, resources, library=library, **how)
-    return BoxReader(chunk_reader, source, layout, local, resources, tuning=tuning, counts=counts, convert=convert)
+        return BlockReader(source, layout, local, resources, library=library, **options)
+    return BoxReader(chunk_reader, source, layout, local, resources, **options)
 
 
 # --- by the format's library
@@ -219,8 +216,8 @@ class BlockReader(SourceReader):
     block: into the piece if the block lies there without gaps, else into a staging buffer.
     """
 
-    def __init__(self, *given: Any, library: threading.Lock | None = None, **how: Any) -> None:
-        super().__init__(*given, **how)
+    def __init__(self, *arguments: Any, library: threading.Lock | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._library = library or threading.Lock()
 
     @property
@@ -256,9 +253,9 @@ class BlockReader(SourceReader):
             for part in parts:
                 self._read_block(StagedBlock(part, slot=staged.slot), counters)
             return
-        own = self._in_place(block)
-        if own is not None:
-            self._read(block, own, counters)
+        view = self._in_place(block)
+        if view is not None:
+            self._read(block, view, counters)
             return
         values = self._view(block)
         if values is None:
@@ -343,20 +340,20 @@ class BoxReader(SourceReader):
     """
 
     def __init__(
-        self, chunk_reader: ChunkReader, source: Source, layout: SourceLayout, *given: Any, tuning: Tuning, **how: Any
+        self, chunk_reader: ChunkReader, source: Source, layout: SourceLayout, *arguments: Any, tuning: Tuning, **options: Any
     ) -> None:
-        super().__init__(source, layout, *given, tuning=tuning, **how)
-        self._reader, self.n_at_a_time = chunk_reader, self._resources.n_threads
-        self._room = partial(self._scratch.bytes, "stored")
+        super().__init__(source, layout, *arguments, tuning=tuning, **options)
+        self._chunk_reader, self.n_tasks = chunk_reader, self._resources.n_threads
+        self._allocate = partial(self._scratch.bytes, "stored")
         batch_nbytes = self._resources.batch_nbytes if layout.chunk_nbytes <= tuning.batched_chunk_nbytes else 0
         self._chunks_per_box = batch_nbytes // max(1, layout.chunk_nbytes)
         selection, chunk_shape = layout.selection, layout.chunk_shape or ()
         self._chunk_shape = chunk_shape
         self._first_chunk = tuple(a // c for a, c in zip(selection.region.start, chunk_shape, strict=True))
-        kept, n = set(selection.kept), len(chunk_shape)
+        kept_axes, n = set(selection.kept), len(chunk_shape)
         # Of a buffer with an axis for each axis of the box, then one for each axis of a chunk: what the selection keeps.
-        inside = (slice(None) if k in kept else selection.region.start[k] % chunk_shape[k] for k in range(n))
-        self._kept: tuple[Any, ...] = (*(slice(None) if k in kept else 0 for k in range(n)), *inside, ...)
+        inside = (slice(None) if k in kept_axes else selection.region.start[k] % chunk_shape[k] for k in range(n))
+        self._chunk_index: tuple[Any, ...] = (*(slice(None) if k in kept_axes else 0 for k in range(n)), *inside, ...)
         # Whether chunks have more than what is loaded of them, or other values: then they are never decoded into a piece.
         self._is_cut = layout.casts or layout.chunk_size != math.prod(layout.chunks.cell)
 
@@ -367,41 +364,41 @@ class BoxReader(SourceReader):
         if staged.slot is not None:
             staged.tiles.append(Piece(staged.block.region, self._in_slot(staged)))
         axes = self._layout.chunks.meeting_axes(staged.block.region)
-        most = max(1, min(self._chunks_per_box, -(-math.prod(map(len, axes)) // self.n_at_a_time)))
-        boxes = list(cut_box(axes, most))  # of chunks that are read together
+        chunks_per_box = max(1, min(self._chunks_per_box, -(-math.prod(map(len, axes)) // self.n_tasks)))
+        boxes = list(cut_box(axes, chunks_per_box))  # of chunks that are read together
         # Each task takes every n-th box, so that all end at about the same time.
-        n = min(self.n_at_a_time, len(boxes))
+        n = min(self.n_tasks, len(boxes))
         return [partial(self._read_boxes, staged, boxes[k::n]) for k in range(n)]
 
     def expect(self, blocks: Iterable[Block]) -> None:
         """Tell the reader what these blocks need, in their order; where all of a block is needed, as one box."""
         boxes = ((block, [tuple(self._layout.chunks.meeting_axes(block.region))]) for block in blocks)
-        found = (self._in_file(box) for block, whole in boxes for box, _, _ in self._needed(block, whole))
-        self._reader.expect(found)
+        boxes_in_file = (self._in_file(box) for block, whole in boxes for box, _, _ in self._needed(block, whole))
+        self._chunk_reader.expect(boxes_in_file)
 
-    def _needed(self, block: Block, boxes: Iterable[Box]) -> Iterator[tuple[Box, Region, Met]]:
-        """Those boxes that parts of a block need, and smaller ones of those that they need no more than a part of."""
+    def _needed(self, block: Block, boxes: Iterable[Box]) -> Iterator[tuple[Box, Region, PartsMet]]:
+        """The boxes that parts of a block need. A box of which they need only some chunks is cut into smaller ones."""
         chunks = self._layout.chunks
         for box in boxes:
             region = region_of(box, chunks.cell, block.region, chunks.phase)
-            met = [(part, common) for part in block.parts if (common := part.region.intersect(region)) is not None]
-            if not met:  # it lies between the shards of this rank
+            parts_met = [(part, common) for part in block.parts if (common := part.region.intersect(region)) is not None]
+            if not parts_met:  # it lies between the shards of this rank
                 continue
             # Shards do not overlap; replicas have equal regions.
-            is_whole = sum(common.size for common in {common for _, common in met}) == region.size
+            is_whole = sum(common.size for common in {common for _, common in parts_met}) == region.size
             if (n := math.prod(map(len, box))) == 1 or is_whole:
-                yield box, region, met
+                yield box, region, parts_met
             else:
                 yield from self._needed(block, cut_box(box, n // 2))
 
     def _read_boxes(self, staged: StagedBlock, boxes: Iterable[Box], counters: Counters) -> None:
-        for box, region, met in self._needed(staged.block, boxes):
-            self._read_box(staged, box, region, met, counters)
+        for box, region, parts_met in self._needed(staged.block, boxes):
+            self._read_box(staged, box, region, parts_met, counters)
 
-    def _read_box(self, staged: StagedBlock, box: Box, region: Region, met: Met, counters: Counters) -> None:
+    def _read_box(self, staged: StagedBlock, box: Box, region: Region, parts_met: PartsMet, counters: Counters) -> None:
         with self._names.at(region):
             try:
-                self._read(staged, box, region, met, counters)
+                self._read(staged, box, region, parts_met, counters)
                 return
             except (MemoryError, PeerError):
                 raise
@@ -414,35 +411,35 @@ class BoxReader(SourceReader):
                     raise self._names.unreadable(error, region, self._names.index(region)) from error
         self._read_boxes(staged, cut_box(box, 1), counters)
 
-    def _read(self, staged: StagedBlock, box: Box, region: Region, met: Met, counters: Counters) -> None:
+    def _read(self, staged: StagedBlock, box: Box, region: Region, parts_met: PartsMet, counters: Counters) -> None:
         """Read a box of chunks and deliver its values: all of them, or none."""
         layout, local, n = self._layout, self._local, math.prod(map(len, box))
         started = time.perf_counter()
-        own = [(common, local.view(part, common)) for part, common in met if local.is_own(part)]
-        sent = {common for part, common in met if not local.is_own(part)}
+        copies = [(common, local.view(part, common)) for part, common in parts_met if local.is_own(part)]
+        sent = {common for part, common in parts_met if not local.is_own(part)}
         place = None
         if sent:
             place = staged.tiles[0].view(region)
-        elif len(own) == 1 and own[0][0] == region:
-            place = own[0][1]
+        elif len(copies) == 1 and copies[0][0] == region:
+            place = copies[0][1]
         target = None if place is None or self._is_cut else as_chunks(place, box, layout.chunks.cell)
         is_in_place = target is not None
         if target is None:
             target = self._scratch.array("chunk", (n, *self._chunk_shape), layout.file_dtype)
         in_file = self._in_file(box)
         encoded: Encoded | None = None
-        if not (layout.codec == "none" and self._reader.read_plain(in_file, target)):
-            encoded = self._reader.fetch(in_file, self._room)
+        if not (layout.codec == "none" and self._chunk_reader.read_plain(in_file, target)):
+            encoded = self._chunk_reader.fetch(in_file, self._allocate)
         fetched = time.perf_counter()
         if encoded is not None:
-            self._reader.decode(encoded, target)
+            self._chunk_reader.decode(encoded, target)
         settle_bools(target)
         decoded = time.perf_counter()
         if not is_in_place:
-            own += [(common, staged.tiles[0].view(common)) for common in sent]
+            copies += [(common, staged.tiles[0].view(common)) for common in sent]
         if not is_in_place or sent:
-            values = target.reshape((*map(len, in_file), *self._chunk_shape))[self._kept]
-            self._deliver(values, box, region, own, counters)
+            values = target.reshape((*map(len, in_file), *self._chunk_shape))[self._chunk_index]
+            self._deliver(values, box, region, copies, counters)
         counters.read_seconds += fetched - started
         counters.decode_seconds += decoded - fetched
         counters.copy_seconds += time.perf_counter() - decoded
@@ -453,10 +450,9 @@ class BoxReader(SourceReader):
     def _count_stored(self, staged: StagedBlock, box: Box, encoded: Encoded | None, target: Array, counters: Counters) -> None:
         if encoded is None:
             counters.nbytes_stored += target.nbytes
-        elif not encoded.has_missing:
-            counters.nbytes_stored += sum(map(len, encoded.data))
-        else:
-            counters.nbytes_stored += sum(len(data) for data in encoded.data if data is not None)
+            return
+        counters.nbytes_stored += sum(len(data) for data in encoded.data if data is not None)
+        if encoded.has_missing:
             is_missing = [data is None for data in encoded.data]
             numbers = numbers_in(box, self._layout.chunks.counts)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))

@@ -219,7 +219,7 @@ def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
         low, high = float(low_number), float(high_number)
     else:
         low, high = math.ceil(begin), math.ceil(end) - 1 if is_open else math.floor(end)
-    return replace(part, low=low, high=high, typed=repr(part), told=axis.text)
+    return replace(part, low=low, high=high, typed=repr(part), to_text=axis.text)
 
 
 def _near(part: Near, axis: _Axis, dtype: np.dtype[Any]) -> Near:
@@ -235,7 +235,7 @@ def _near(part: Near, axis: _Axis, dtype: np.dtype[Any]) -> Near:
             within = Fraction(float(np.timedelta64(within) / np.timedelta64(1, "us"))) / 10**6 / axis.unit
         except (TypeError, ValueError):  # months, or NaT
             raise ValueError(f"within is {within!r}, which has no length. Pass datetime.timedelta(days=1)") from None
-    return replace(part, value=begin, within=within, typed=repr(part), told=axis.text, tie=2 * _HALF / axis.unit)
+    return replace(part, value=begin, within=within, typed=repr(part), to_text=axis.text, tie=2 * _HALF / axis.unit)
 
 
 def _rounded(number: Fraction, dtype: np.dtype[Any]) -> Any:

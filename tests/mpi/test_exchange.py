@@ -16,7 +16,7 @@ from shardload.planning.schedule import Owners, Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from shardload.transfer.buffers import Piece, Resources, Slots
-from shardload.transfer.exchange import exchange
+from shardload.transfer.exchange import Outgoing, exchange
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import open_reader
@@ -68,7 +68,8 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         move.producer, move.targets, move.on_complete = reader, pieces, complete.append
         arrays.append(move)
     with group.call():
-        failed, counters = exchange(group, arrays, resources, tags=group.next_tags(), checksums=checksums)
+        outgoing = Outgoing(arrays, group.rank)
+        failed, counters = exchange(group, arrays, resources, outgoing, tags=group.next_tags(), checksums=checksums)
         group.agree(failed)
     for reader in readers:
         reader.__exit__(None)

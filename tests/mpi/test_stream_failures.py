@@ -269,7 +269,7 @@ def test_without_prefetch_mpi_is_called_in_next_only(path: Path, monkeypatch: py
         next(batches)
         group = batches._batches._reader._group
         before = group.watch.n_agreed
-        assert not group._one_call.locked()
+        assert not group._call_lock.locked()
         assert [name for name in threads() if "stream" in name] == []
         time.sleep(0.05)
         assert group.watch.n_agreed == before

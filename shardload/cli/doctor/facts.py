@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import jax
 
 from shardload.comm.group import Group
-from shardload.comm.mpi import gpu_files, launched, library_version, mpi_problem, task, thread_level, world_rank_and_size
+from shardload.comm.mpi import launched, library_version, mpi_problem, task, thread_level, world_rank_and_size
+from shardload.system.gpus import gpu_files
 
 # Variables that show how the job was started, or that change its behaviour.
 _VARIABLES: tuple[str, ...] = (

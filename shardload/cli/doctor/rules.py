@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardload.cli.doctor.facts import Facts
+from shardload.system.gpus import visible_gpus
 from shardload.units import counted, ranks_text
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -80,12 +81,12 @@ def _mpi(rows: Rows) -> Iterator[Finding]:
         yield from _no_mpi(rows)
     elif row.mpi_size == 1 and row.n_launched > 1:
         if row.launcher == "srun":
-            wanted, other = ("pmix", "pmi2") if "Open MPI" in library else ("pmi2", "pmix")
+            flavour, other_flavour = ("pmix", "pmi2") if "Open MPI" in library else ("pmi2", "pmix")
             if "cray" in library.lower():
-                wanted, other = "cray_shasta", "pmi2"
+                flavour, other_flavour = "cray_shasta", "pmi2"
             fix = (
-                f"srun --mpi={wanted} ... is right for {library} (--mpi={other} for the other kind of MPI); 'srun --mpi=list' "
-                "shows what this cluster has; SHARDLOAD_MPI=0 runs without MPI, more slowly"
+                f"srun --mpi={flavour} ... is right for {library} (--mpi={other_flavour} for the other kind of MPI); 'srun "
+                "--mpi=list' shows what this cluster has; SHARDLOAD_MPI=0 runs without MPI, more slowly"
             )
         else:
             start = "Open MPI's mpirun" if row.launcher == "mpirun" else "the mpiexec of MPICH or Intel MPI"
@@ -135,16 +136,17 @@ def _no_mpi(rows: Rows) -> Iterator[Finding]:
 def _jax(rows: Rows) -> Iterator[Finding]:
     failed = [row for row in rows if row.jax_problem]
     if failed:
-        text, asked = f"JAX could not be started: {_first_line(failed[0].jax_problem)}", failed[0].environ.get("JAX_PLATFORMS")
-        text += f" (JAX_PLATFORMS is {asked!r})" if asked else ""  # JAX's own text may be AssertionError alone
+        text = f"JAX could not be started: {_first_line(failed[0].jax_problem)}"
+        if platforms := failed[0].environ.get("JAX_PLATFORMS"):  # JAX's own text may be AssertionError alone
+            text += f" (JAX_PLATFORMS is {platforms!r})"
         fix = "call shardload.initialize() at the top of the script; "
         fix += "for GPUs pip install 'shardload[cuda12]', else JAX_PLATFORMS=cpu"
         yield from _finding("jax-failed", ERROR, failed, text, fix)
     n = rows[0].mpi_size
-    other = [row for row in rows if row.jax_processes not in (None, n) and not row.mpi_problem]
-    text = f"MPI has {counted(n, 'rank')}, but JAX's number of processes is {other[0].jax_processes if other else 0}"
+    deviating = [row for row in rows if row.jax_processes not in (None, n) and not row.mpi_problem]
+    text = f"MPI has {counted(n, 'rank')}, but JAX's number of processes is {deviating[0].jax_processes if deviating else 0}"
     fix = "call shardload.initialize() first, in place of jax.distributed.initialize(): one JAX process per MPI rank"
-    yield from _finding("jax-count", ERROR, other, text, fix)
+    yield from _finding("jax-count", ERROR, deviating, text, fix)
     versions = [row.versions | ({"MPI": row.mpi_library} if row.mpi_library else {}) for row in rows]
     for name in sorted({name for row in versions for name in row}):
         values = [row.get(name, "missing") for row in versions]
@@ -158,8 +160,8 @@ def _devices(rows: Rows) -> Iterator[Finding]:
     for node in _nodes(rows):
         n_users = Counter(gpu for row in node for gpu in set(row.gpus))
         sharing = [row for row in node if any(n_users[gpu] > 1 for gpu in row.gpus)]
-        seen = sharing[0].environ.get("CUDA_VISIBLE_DEVICES", "not set") if sharing else ""
-        text = f"{{who}} use the same GPUs ({len(n_users)} in all; CUDA_VISIBLE_DEVICES: {seen})"
+        visible = sharing[0].environ.get("CUDA_VISIBLE_DEVICES", "not set") if sharing else ""
+        text = f"{{who}} use the same GPUs ({len(n_users)} in all; CUDA_VISIBLE_DEVICES: {visible})"
         fix = (
             "as many ranks a node as GPUs: srun --ntasks-per-node=4 --gpus-per-task=1; set no CUDA_VISIBLE_DEVICES for all; "
             "start JAX with shardload.initialize(), which shares out the GPUs"
@@ -167,10 +169,10 @@ def _devices(rows: Rows) -> Iterator[Finding]:
         yield from _finding("gpu-shared", ERROR, sharing, text, fix)
 
     unused = [row for row in rows if row.platform == "cpu" and _n_gpus(row)]
-    asked = unused[0].environ.get("JAX_PLATFORMS", "") if unused else ""
+    platforms = unused[0].environ.get("JAX_PLATFORMS", "") if unused else ""
     n = _n_gpus(unused[0]) if unused else 0
-    if "cpu" in asked:
-        text = f"there are {n} GPUs on the node, but JAX uses the CPU because JAX_PLATFORMS={asked}"
+    if "cpu" in platforms:
+        text = f"there are {n} GPUs on the node, but JAX uses the CPU because JAX_PLATFORMS={platforms}"
         yield from _finding("gpus-unused", WARNING, unused, text, "unset JAX_PLATFORMS")
     else:
         text = f"there are {n} GPUs on the node, but JAX finds none and uses the CPU"
@@ -187,9 +189,8 @@ def _devices(rows: Rows) -> Iterator[Finding]:
 
 def _n_gpus(row: Facts) -> int:
     """The GPUs that this process could use, as far as anything says."""
-    given = row.environ.get("SLURM_GPUS_ON_NODE", "")
-    visible = [v for v in row.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip() not in ("", "-1", "NoDevFiles")]
-    return max(row.n_gpus, len(visible), int(given) if given.isdecimal() else 0)
+    of_slurm = row.environ.get("SLURM_GPUS_ON_NODE", "")
+    return max(row.n_gpus, len(visible_gpus(row.environ) or ()), int(of_slurm) if of_slurm.isdecimal() else 0)
 
 
 def _machines(rows: Rows) -> Iterator[Finding]:
@@ -209,11 +210,11 @@ def _machines(rows: Rows) -> Iterator[Finding]:
     for row in rows:
         leaders[row.host].add(row.node[0])
     is_meant = rows[0].mpi_problem or "SHARDLOAD_RANKS_PER_NODE" in rows[0].environ
-    apart = [row for row in rows if not row.shares_memory or (len(leaders[row.host]) > 1 and not is_meant)]
-    off = any(row.environ.get("SHARDLOAD_SHARED_MEMORY") == "0" for row in apart)
+    isolated = [row for row in rows if not row.shares_memory or (len(leaders[row.host]) > 1 and not is_meant)]
+    off = any(row.environ.get("SHARDLOAD_SHARED_MEMORY") == "0" for row in isolated)
     fix = "containers: all ranks of a node in one, or with --pid=host --ipc=host, as the same user"
     text = "{who} cannot read each other's memory, so they send messages, which is slower"
-    yield from _finding("memory-apart", WARNING, apart, text, "unset SHARDLOAD_SHARED_MEMORY" if off else fix)
+    yield from _finding("memory-apart", WARNING, isolated, text, "unset SHARDLOAD_SHARED_MEMORY" if off else fix)
 
 
 def _first_line(text: str) -> str:

@@ -142,13 +142,13 @@ def _examine(facts: Facts, deadline: Deadline) -> Result:
     nodes: dict[object, list[Facts]] = defaultdict(list)
     for row in rows:
         nodes[_node_of(row)].append(row)
-    rows = [replace(row, node=tuple(other.rank for other in nodes[_node_of(row)])) for row in rows]
+    rows = [replace(row, node=tuple(neighbour.rank for neighbour in nodes[_node_of(row)])) for row in rows]
     findings = diagnose(rows)
     return rows, findings, run_checks(group, deadline, not is_ok(findings, []))
 
 
 def _node_of(row: Facts) -> str | tuple[int, ...]:
-    """What the ranks of a node have in common: without MPI its name."""
+    """A key of a node, equal for all of its ranks: with MPI the ranks, else the name of the host."""
     return row.host if row.mpi_problem else row.node
 
 
@@ -203,7 +203,7 @@ class Deadline:
 
     @contextmanager
     def watching(self) -> Iterator[Deadline]:
-        """The time in which it ends the process."""
+        """End the process if this block takes longer."""
         threading.Thread(target=self._wait, daemon=True).start()
         # A library that hangs while it holds the GIL stops that thread too, but not this one.
         faulthandler.dump_traceback_later(self._seconds + _LAST_SECONDS, exit=True, file=2)
@@ -287,22 +287,22 @@ def _scatter(devices: list[Any]) -> str:
 
 
 def as_json(rows: Sequence[Facts], findings: Sequence[Finding], checks: Sequence[Check]) -> str:
-    """For scripts."""
+    """The report as JSON, for scripts."""
     parts: dict[str, Sequence[Any]] = {"ranks": rows, "findings": findings, "checks": checks}
-    told = {name: [asdict(one) for one in part] for name, part in parts.items()}
-    return json.dumps({"ok": is_ok(findings, checks), **told}, indent=2)
+    document = {name: [asdict(entry) for entry in part] for name, part in parts.items()}
+    return json.dumps({"ok": is_ok(findings, checks), **document}, indent=2)
 
 
 def as_text(rows: Sequence[Facts], findings: Sequence[Finding], checks: Sequence[Check], width: int = WIDTH) -> str:
-    """For people, in `width` columns: a table of what differs between ranks, then what all ranks have in common."""
+    """The report for people, in `width` columns: a table of what differs between ranks, then what they have in common."""
     cells = {title: [printable(show(row)) for row in rows] for title, show in _COLUMNS.items()}
     common = {title: texts[0] for title, texts in cells.items() if title not in _ALWAYS and len(set(texts)) == 1}
     shown = [title for title in cells if title not in common]
     table = [list(row) for row in zip(*(cells[title] for title in shown), strict=True)]
     lines = [*fit_table([Column(title) for title in shown], table, width), ""]
     lines += _paragraphs([(title, text) for title, text in common.items() if text], width)
-    said = {True: "ok    ", False: "FAILED", None: "-     "}
-    lines += _paragraphs([(f"{said[check.ok]}  {check.name}", check.text) for check in checks], width)
+    outcomes = {True: "ok    ", False: "FAILED", None: "-     "}
+    lines += _paragraphs([(f"{outcomes[check.ok]}  {check.name}", check.text) for check in checks], width)
     for finding in findings:
         where = ranks_text(finding.ranks)
         where = "" if len(finding.ranks) == len(rows) or where in finding.text else f" ({where})"
@@ -314,12 +314,12 @@ def as_text(rows: Sequence[Facts], findings: Sequence[Finding], checks: Sequence
 def _summary(rows: Sequence[Facts], findings: Sequence[Finding], checks: Sequence[Check]) -> str:
     levels = [finding.level for finding in findings]
     levels += ["failed check" for check in checks if check.ok is False]
-    said = ", ".join(counted(levels.count(level), level) for level in dict.fromkeys(levels))
+    totals = ", ".join(counted(levels.count(level), level) for level in dict.fromkeys(levels))
     n_nodes = len({row.node[0] for row in rows})
     job = f"{counted(len(rows), 'rank')} on {counted(n_nodes, 'node')}, {counted(rows[0].n_devices, 'device')}"
     if rows[0].size == 1 and rows[0].n_launched > 1:
         job = f"{rows[0].n_launched} tasks, each a job of its own"
-    return f"{'OK' if is_ok(findings, checks) else 'FAILED'}: {job}{'; ' if said else ''}{said}"
+    return f"{'OK' if is_ok(findings, checks) else 'FAILED'}: {job}{'; ' if totals else ''}{totals}"
 
 
 def _paragraphs(texts: Sequence[tuple[str, str]], width: int) -> list[str]:

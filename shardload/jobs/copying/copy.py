@@ -51,7 +51,7 @@ from shardload.jobs.copying.request import (
 )
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, TIMEOUT, Progress
-from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_array, plan_copy_rounds
+from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_copy_rounds, plan_slab_layout
 from shardload.planning.region import Grid, Region
 from shardload.planning.saving import plan_rows
 from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
@@ -184,7 +184,7 @@ def plan_copy(
         )
         staging = request.options.staging_cap(least, reason, fix=", or smaller chunks=")
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
-    slabs = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
+    slabs = tuple(plan_slab_layout(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
     return CopyPlan(arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
 
@@ -358,7 +358,7 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
     with (
         progress_of(options.progress, f"copy to {request.target}", nbytes, group.rank) as advance,
         source,
-        Session(group, f"{call.asked.digest:016x}", shared_nbytes=shared, checksums=options.checksums) as session,
+        Session(group, f"{call.invocation.digest:016x}", shared_nbytes=shared, checksums=options.checksums) as session,
         FileTarget(
             group,
             sink,

@@ -226,7 +226,7 @@ class LoadCall:
 
     def loader(self, loads: list[ArrayLoad]) -> Loader:
         """What loads the planned arrays, inside this call."""
-        return Loader(self.call.group, loads, self.call.asked, self._tuning)
+        return Loader(self.call.group, loads, self.call.invocation, self._tuning)
 
     @property
     def call(self) -> Call:
@@ -242,7 +242,7 @@ class LoadCall:
         plans = [_with_names(load) for load in loads]
         executor: Executor | None = None
         if self._call is not None:
-            agreed, comm = self._call.asked, self._keywords.get("comm")
+            agreed, comm = self._call.invocation, self._keywords.get("comm")
             executor = partial(execute, comm, loads, agreed, self._tuning)
             plans = [
                 replace(plan, _executor=partial(execute, comm, [load], agreed.also(array=load.where), self._tuning))

@@ -67,7 +67,7 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
     invocation = replace(agreed, kind="execute", title=f"execute() of the plan for {name}")
     with begin_call(invocation, None, comm=comm, timeout=timeout, watched_as=name) as call:
         call.settle()
-        return Loader(call.group, loads, call.asked, tuning).run(started)
+        return Loader(call.group, loads, call.invocation, tuning).run(started)
 
 
 def _name_of(loads: Sequence[ArrayLoad]) -> str:

@@ -18,7 +18,7 @@ from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.trees import ArrayTree, in_array, is_one, is_one_spec, is_tree_of_selections, refuse_traced, text_of
 from shardload.options import OPTIONS, PER_LOADED_ARRAY, Options
-from shardload.planning.selection import axes_told
+from shardload.planning.selection import axes_text
 
 _DATASET = OPTIONS["dataset"]
 
@@ -59,7 +59,7 @@ class Request:
             return self
         for name in self.by_name:
             if axes.count(name) != 1:
-                why = f"{info} {axes_told(name, axes.count(name), info.dims)}"
+                why = f"{info} {axes_text(name, axes.count(name), info.dims)}"
                 if name in info.dims:
                     why = "it is selected away: pass a slice of it"
                 raise ConfigError(f"the spec {dict(self.by_name)} names the axis {name!r}, but {why}")

@@ -26,10 +26,10 @@ from shardload.planning.saving import (
     StoredArray,
     WriteLayout,
     least_save_memory,
-    plan_array,
     plan_chunks,
     plan_save_memory,
     plan_save_rounds,
+    plan_write_layout,
 )
 from shardload.planning.shards import Shards
 from shardload.planning.staging import Item, RoundMemory
@@ -203,14 +203,13 @@ def plan_into(
 ) -> SavePlan:
     """Plan how arrays go into a sink. `first` says where appended arrays begin in those of the file, by name."""
     machine = group.machine
-    per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
     layouts = []
     for array, shards in zip(request.arrays, shards_of_arrays, strict=True):
         spec, cap = sink.arrays[array.name].spec, request.options.staging_nbytes
         is_packed = spec.compression is not None or spec.checksum
         shape = array.shape if array.name in first else spec.shape
         stored = StoredArray(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards)
-        layouts.append(plan_array(stored, shards, group.size, per_node, cap, first.get(array.name)))
+        layouts.append(plan_write_layout(stored, shards, group.size, machine.n_nodes, cap, first.get(array.name)))
     if not group.has_mpi and machine.n_nodes > 1:
         sent = [layout.array for layout in layouts if layout.schedule is not None]
         check_sent("save", sum(math.prod(array.shape) * array.itemsize for array in sent))

@@ -147,7 +147,7 @@ def planned(
             for text, category in ((padding_warning, PaddingWarning), (completed.left_out, LeftOutWarning)):
                 if text:
                     _warn(text, category, group)
-            yield group, completed, save_plan, f"{call.asked.digest:016x}"
+            yield group, completed, save_plan, f"{call.invocation.digest:016x}"
     except BaseException as error:
         let_go(error)  # from Python 3.13 on, calls of `contextlib` that have ended keep it, and it keeps the arrays
         raise

@@ -26,8 +26,8 @@ from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
 from shardload.options import OPTIONS
 from shardload.planning.batch_flow import BatchSchedule
-from shardload.planning.region import Grid, plan_blocks
-from shardload.planning.sample_order import Ints, SampleOrder, block_steps, spread_in
+from shardload.planning.region import Grid, IntArray, plan_blocks
+from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import Owners, Schedule, SourceLayout
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
@@ -387,7 +387,7 @@ class StreamPlanner:
         breaks = self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64)
         return SampleOrder(n_steps, first, last, block, longest.start % block, sampling.shuffle, spread, breaks, crosses), pool
 
-    def _breaks(self, arrays: Sequence[StreamArray]) -> Ints:
+    def _breaks(self, arrays: Sequence[StreamArray]) -> IntArray:
         """The steps before which there is a gap. ConfigError if gaps are forbidden."""
         if self._sampling.gaps == IGNORE:
             return np.empty(0, dtype=np.int64)
@@ -471,7 +471,7 @@ class StreamPlanner:
         return mean, deviation
 
 
-def find_gaps(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ints:
+def find_gaps(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> IntArray:
     """The steps before which a coordinate has a gap: it goes on by more than 1.5 times the median, or back.
 
         time      0   6  12  18  48  54
@@ -490,7 +490,7 @@ def find_gaps(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ints:
     return np.flatnonzero(~is_regular) + 1
 
 
-def gaps_in(array: StreamArray, is_error: bool) -> Ints:
+def gaps_in(array: StreamArray, is_error: bool) -> IntArray:
     """The gaps of an array's steps; none if they have no coordinate of numbers. ConfigError if gaps are forbidden."""
     selection, info = array.source.selection, array.info
     axis = selection.kept[array.schedule.axis]

@@ -210,7 +210,7 @@ class StreamCall(LoadCall):
         """Plan the stream on all ranks. Collective."""
         plan: StreamPlan = self.call.plan(self.find, self._make_plan, lambda plan: repr(plan.fingerprint))
         warn_of_packed([(str(array.info), array.info, array.options) for array in plan.arrays], self.call.group.rank)
-        title, digest = f"batches of {plan.arrays[0].info}", f"{self.call.asked.digest:016x}"
+        title, digest = f"batches of {plan.arrays[0].info}", f"{self.call.invocation.digest:016x}"
         comm, timeout = self._keywords["comm"], self._options.timeout
 
         def make_reader(epoch: int, sample: int, n_batches: int | None = None) -> RoundReader:

@@ -203,15 +203,15 @@ def _() -> None:
 @case("no memory for a note or message on rank 0")
 def _() -> None:
     """Of the first of three parts only: the others have left, and must be counted in the receipts."""
-    call = lambda: patched("shardload.comm.transport", "message_of", full, lambda: load("fine.h5", readers="root"), (0,))  # noqa: E731
-    before = MpiTransport.tell
+    call = lambda: patched("shardload.comm.transport", "mpi_message", full, lambda: load("fine.h5", readers="root"), (0,))  # noqa: E731
+    before = MpiTransport.send_note
 
-    def tell(self: Any, rank: int, note: Any) -> None:
+    def send_note(self: Any, rank: int, note: Any) -> None:
         if note[0] == OFFER:
             full()
         before(self, rank, note)
 
-    with patch.object(MpiTransport, "tell", tell if comm.rank == 0 else before):
+    with patch.object(MpiTransport, "send_note", send_note if comm.rank == 0 else before):
         call()
 
 

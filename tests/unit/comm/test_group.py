@@ -497,7 +497,7 @@ def test_a_second_thread_is_refused_on_every_rank() -> None:
 
 def waits(group: Group, at: threading.Event) -> None:
     """Set `at` when somebody waits for the group, and not before."""
-    lock = group._one_call
+    lock = group._call_lock
 
     class Waited:
         def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -508,7 +508,7 @@ def waits(group: Group, at: threading.Event) -> None:
         def release(self) -> None:
             lock.release()
 
-    group._one_call = Waited()  # type: ignore[assignment]
+    group._call_lock = Waited()  # type: ignore[assignment]
 
 
 def test_a_process_alone_makes_one_call_after_the_other() -> None:
@@ -728,12 +728,12 @@ def test_a_wait_does_not_fail_because_no_thread_can_ask_who_has_left(monkeypatch
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert departures.known() == {} and departures.known() == {}
+    assert departures.departed() == {} and departures.departed() == {}
 
 
 def test_a_call_in_a_signal_handler_can_take_what_the_thread_holds() -> None:
     """Wrong if it waited for ever, because the thread was in one of these few lines at that moment: nothing watches there."""
-    for lock in (mpi._keeping, mpi.CommunicatorValue().making, groups._making, scratch._sharing, garbage._lock):
+    for lock in (mpi._keeping, mpi.CommunicatorAttribute().making, groups._making_group, scratch._sharing, garbage._lock):
         with lock:
             assert lock.acquire(blocking=False)
             lock.release()

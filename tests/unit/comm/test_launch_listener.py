@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from shardload.comm.launch import addresses_of, await_listener, first_here, free_port, is_free, join, listening_host, split
+from shardload.comm.launch import (
+    addresses_of,
+    await_listener,
+    first_here,
+    free_port,
+    is_free,
+    join_address,
+    listening_host,
+    split_address,
+)
 from shardload.errors import ConfigError, PeerError
 from tests.ports import free_ports
 from tests.unit.comm.test_group import on_ranks
@@ -129,7 +138,7 @@ def test_where_process_0_listens(host: str, found: list[str] | None, listens: st
 def test_addresses_of_a_name(names: dict[str, list[str]]) -> None:
     names["n1"] = ["fe80::1%eth0", ELSEWHERE, "fd00::1", ELSEWHERE]
     assert addresses_of("n1") == [ELSEWHERE, "fd00::1"]
-    assert all(split(join(host, 7)) == (host, "7") for host in ("n1", "fd00::1", "10.0.0.1"))
+    assert all(split_address(join_address(host, 7)) == (host, "7") for host in ("n1", "fd00::1", "10.0.0.1"))
 
 
 class Ranks:
@@ -178,7 +187,7 @@ def test_ranks_on_two_machines(
     monkeypatch.setattr(launch, "free_port", lambda: 61440)
     for rank, known in enumerate([mine, mine, seen.split(), seen.split()]):
         names["n1"] = known
-        found = "" if bind is None else split(bind)[0]
+        found = "" if bind is None else split_address(bind)[0]
         comes, listens = launch._meeting_place(Ranks(rank, seen, found), rank < 2)
         assert listens == bind
         assert comes == address

@@ -115,7 +115,7 @@ def test_a_package_that_is_imported_over_a_link(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         names["fail"](error)
     linked.share(error, 0, 1)
-    text = linked.text_of(error)
+    text = linked.printed_text(error)
     assert text is not None and __file__ in text and str(tmp_path) not in text
 
 

@@ -32,7 +32,7 @@ def test_alone_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     cores(monkeypatch, {0, 3, 5})
     alone = Group(None)
     assert alone.node.ranks == (0,)
-    assert alone.machine == Topology((0,), 3) and alone.machine.ranks_per_node == 1
+    assert alone.machine == Topology((0,), 3) and alone.machine.n_nodes == 1
     assert alone.node.shared_memory(1000) == {}, "there is nobody to share with"
 
 

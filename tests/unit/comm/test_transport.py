@@ -57,7 +57,7 @@ def test_a_note_wakes_its_rank() -> None:
     """Wrong if a rank that sleeps until its bell rings were not told: it would look only now and then."""
     transport, comm, segment = made(has_left=True)
     assert not segment.bell.wait(0)
-    transport.tell(1, np.zeros(3, dtype=np.int64))
+    transport.send_note(1, np.zeros(3, dtype=np.int64))
     assert segment.bell.wait(0) and not segment.bell.wait(0)
     assert [(dest, of) for dest, of, _ in comm.sent] == [(1, 6)]
     assert not transport
@@ -68,9 +68,9 @@ def test_a_note_that_has_not_left_is_kept() -> None:
     """Wrong if its memory were freed while MPI still reads it, or if nobody called MPI until it has left."""
     transport, comm, segment = made(has_left=False)
     note = np.zeros(3, dtype=np.int64)
-    transport.tell(1, note)
+    transport.send_note(1, note)
     assert not transport.test() and transport
-    assert any(kept is note for _, kept in transport.remains()[1])
+    assert any(kept is note for _, kept in transport.in_use()[1])
     comm.sent[0][2].has_left = True
     assert transport.test() and not transport
     segment.seal()
@@ -87,7 +87,7 @@ def test_values_through_the_store_come_whole_and_in_order_and_few_are_there_at_a
     left, come, notes = list[Any](), list[Any](), list[Any]()
     for key, values in sent.items():
         ranks[0].send(key[1], values, lambda key=key: left.append(key))  # type: ignore[misc]
-    ranks[0].tell(2, np.array([5, 6]))
+    ranks[0].send_note(2, np.array([5, 6]))
     end = time.monotonic() + 60
     while any(ranks) or len(come) < len(sent) or not notes:
         assert time.monotonic() < end
@@ -98,7 +98,7 @@ def test_values_through_the_store_come_whole_and_in_order_and_few_are_there_at_a
                 into = np.zeros((nbytes // 4, 2), dtype="i4")[:, 0]  # with gaps
                 receive(into, lambda: None)
                 come.append((source, transport.rank, into))
-            notes += [(rank, transport.rank, note.tolist()) for rank, note in transport.told()]
+            notes += [(rank, transport.rank, note.tolist()) for rank, note in transport.receive_notes()]
     assert notes == [(0, 2, [5, 6])] and sorted(left) == sorted(sent)
     for rank in (1, 2):
         here = [into for source, receiver, into in come if receiver == rank and source == 0]

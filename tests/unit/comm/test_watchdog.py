@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shardload.comm.shared_errors import text_of as shown_of
-from shardload.comm.watchdog import Activity, RankState, Watchdog, beat_seconds, text_of, text_of_ranks
+from shardload.comm.shared_errors import printed_text as shown_of
+from shardload.comm.watchdog import Activity, RankState, Watchdog, beat_seconds, describe_ranks, stall_text
 from shardload.errors import PeerError, StallError
 from tests.unit.waiting import BEAT, TICK, TIMEOUT, FakeMailbox, Job, Post
 
@@ -400,7 +400,7 @@ def test_of_many_ranks_a_few_are_named() -> None:
     heard = {rank: RankState(1, 1, "exchange", f"reading chunk ({rank},)") for rank in range(10)}
     heard[0] = RankState(1, 1, "write", "writing [0:4] of '/x'")
     lost = {rank: RankState(1, 1, "open") for rank in range(10, 20)}
-    text = text_of("'f.h5'", 900, text_of_ranks(range(20, 4000), lost, heard))
+    text = stall_text("'f.h5'", 900, describe_ranks(range(20, 4000), lost, heard))
     assert "ranks 20, 21, 22, 23 and 3976 more did not come to this call, or are held up" in text
     assert "ranks 10, 11, 12, 13 and 6 more are held up or gone" in text
     assert "rank 0 is writing [0:4] of '/x'; " in text and "rank 3 is reading chunk (3,)" in text and "rank 4 is" not in text

@@ -59,7 +59,7 @@ class Ends:
 
     def round(self, number: int, **staging: int) -> Round:
         sizes = {"n_threads": 2, "n_slots": 2, "n_pack": 1, "slot_nbytes": TABLE.nbytes} | staging
-        move = ArrayMove(number, InOrder(), TABLE.dtype, named=lambda error: ValueError(f"round {number}: {error}"))
+        move = ArrayMove(number, InOrder(), TABLE.dtype, with_name=lambda error: ValueError(f"round {number}: {error}"))
         return Round([move], Staging(**sizes), is_shared=False)
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:

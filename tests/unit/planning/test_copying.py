@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.copying import CopiedArray, count_rounds, plan_array, plan_copy_rounds
+from shardload.planning.copying import CopiedArray, count_rounds, plan_copy_rounds, plan_slab_layout
 from shardload.planning.region import Grid, Region, aligned
 from shardload.planning.saving import plan_rows
 from shardload.planning.staging import least_memory, plan_memory
@@ -37,7 +37,7 @@ def cases(draw: Any) -> tuple[CopiedArray, int, int]:
 def test_every_element_is_copied_once_in_whole_units(case: tuple[CopiedArray, int, int]) -> None:
     """Wrong if slabs overlapped, left out a last remainder, cut a unit, took more memory, or counted decoded chunks wrongly."""
     unit, n_ranks, room = case
-    planned = plan_array(unit, n_ranks, room)
+    planned = plan_slab_layout(unit, n_ranks, room)
     rounds = [list(plan_copy_rounds([planned], n_ranks, room, rank)) for rank in range(n_ranks)]
     assert max(map(len, rounds)) == count_rounds([planned], n_ranks, room)
     assert len({sum(is_together for _, is_together in mine) for mine in rounds}) == 1
@@ -77,7 +77,7 @@ def test_slabs_follow_chunks_of_both_wherever_that_fits() -> None:
         ((24, 30), (4, 5), (6, 10), (2, 5)),
         ((100,), (6,), (10,), (4,)),
     ]:
-        planned = plan_array(
+        planned = plan_slab_layout(
             CopiedArray(shape, unit, Grid(shape, chunk, phase), True, 8), 1, 12 * 60 * 8 // (4 if len(shape) > 1 else 12)
         )
         assert planned.factor == 1, (shape, planned)
@@ -86,11 +86,11 @@ def test_slabs_follow_chunks_of_both_wherever_that_fits() -> None:
 def test_unaligned_chunks_that_fit_nowhere_are_decoded_more_than_once() -> None:
     shape = (16, 16)
     unit = CopiedArray(shape, (16, 1), Grid(shape, (1, 16), (0, 0)), True, 8)
-    planned = plan_array(unit, 2, 16 * 4 * 8)
+    planned = plan_slab_layout(unit, 2, 16 * 4 * 8)
     assert planned.is_together
     assert planned.factor == 2
-    assert plan_array(unit, 1, 16 * 4 * 8).factor == 4
-    assert plan_array(unit, 4, 16 * 4 * 8).factor == 1
+    assert plan_slab_layout(unit, 1, 16 * 4 * 8).factor == 4
+    assert plan_slab_layout(unit, 4, 16 * 4 * 8).factor == 1
 
 
 @pytest.mark.parametrize("page", [1, 64, 4096])
@@ -121,7 +121,8 @@ def test_memory_is_what_was_asked_for() -> None:
 def small_arrays(sizes: list[int], n_ranks: int, room: int, *, is_alone: bool = False) -> list[Any]:
     shapes = [(n,) for n in sizes]
     return [
-        plan_array(CopiedArray(shape, (1,), Grid(shape, shape, (0,)), True, 64, is_alone), n_ranks, room) for shape in shapes
+        plan_slab_layout(CopiedArray(shape, (1,), Grid(shape, shape, (0,)), True, 64, is_alone), n_ranks, room)
+        for shape in shapes
     ]
 
 
@@ -166,7 +167,7 @@ def test_a_rank_plans_its_own_rounds_of_100_terabytes(shape: Any, unit: Any, chu
     """Wrong if a rank made those of others, or anything for each chunk of the file: both are 10 to 100 GB of lists."""
     tracemalloc.start()
     started = time.process_time()
-    array = plan_array(CopiedArray(shape, unit, Grid(shape, chunk, (0,) * len(shape)), True, 4), 1024, 64 << 20)
+    array = plan_slab_layout(CopiedArray(shape, unit, Grid(shape, chunk, (0,) * len(shape)), True, 4), 1024, 64 << 20)
     n_rounds = count_rounds([array], 1024, 64 << 20)
     mine = sum(1 for _ in plan_copy_rounds([array], 1024, 64 << 20, 1023))
     seconds, peak = time.process_time() - started, tracemalloc.get_traced_memory()[1]

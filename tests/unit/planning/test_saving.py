@@ -15,10 +15,10 @@ from shardload.planning.region import Region, run_of
 from shardload.planning.saving import (
     StoredArray,
     least_save_memory,
-    plan_array,
     plan_chunks,
     plan_save_memory,
     plan_save_rounds,
+    plan_write_layout,
 )
 from shardload.planning.shards import Shards, plan_shards
 
@@ -54,8 +54,8 @@ def test_each_chunk_is_written_once_in_one_round(n_ranks: int) -> None:
             chunks = tuple(min(n, s) for n, s in zip(shape, shards.shard_shape, strict=True))
         unit = StoredArray(shape, chunks, 4, chance.random() < 0.5)
         cap = chance.choice([1 << 12, 1 << 15, 1 << 28])
-        per_node = chance.choice([None, 1, 2])
-        made = plan_array(unit, shards, n_ranks, per_node if n_ranks > 1 else None, cap)
+        n_nodes = chance.choice([1, n_ranks, -(-n_ranks // 2)])
+        made = plan_write_layout(unit, shards, n_ranks, n_nodes, cap)
         kinds["alone" if made.schedule is None else "travels"] += 1
         memory = plan_save_memory([made], max(cap, least_save_memory([made])), 2)
         assert memory.nbytes <= max(cap, least_save_memory([made]))
@@ -92,7 +92,7 @@ def test_two_nodes_never_write_to_one_page() -> None:
         if shape[cut] % 4:
             continue
         shards = plan_shards(shape, [(0,) if k == cut else () for k in range(len(shape))], np.arange(4))
-        made = plan_array(StoredArray(shape, None, 4, False), shards, 4, 2)
+        made = plan_write_layout(StoredArray(shape, None, 4, False), shards, 4, 2)
         pages: dict[int, set[int]] = {}
         if made.schedule is None:
             regions = [(rank, made.units.region(unit)) for rank in range(4) for unit, _ in made.units_of(rank)]
@@ -114,7 +114,7 @@ def test_chunks_follow_shards() -> None:
         shards = plan_shards(padded, axes, np.arange(math.prod(mesh)).reshape(mesh))
         chunks = plan_chunks(shape, 4, shards)
         assert 1 << 18 <= math.prod(chunks) * 4 <= 4 << 20
-        made = plan_array(StoredArray(shape, chunks, 4, True), shards, math.prod(mesh))
+        made = plan_write_layout(StoredArray(shape, chunks, 4, True), shards, math.prod(mesh))
         assert made.schedule is None, (shape, mesh, chunks)
 
 
@@ -122,10 +122,10 @@ def test_a_file_of_chunks_has_one_writer_on_several_nodes() -> None:
     """Wrong if two nodes wrote to one file of Zarr shards, in which chunks lie at any byte."""
     shards = plan_shards((64, 64), [(0,), (1,)], np.arange(4).reshape(2, 2))
     unit = StoredArray((64, 64), (4, 5), 4, True, (8, 10))
-    for per_node, size in ((None, 20), (2, 80)):
-        made = plan_array(unit, shards, 4, per_node)
+    for n_nodes, size in ((1, 20), (2, 80)):
+        made = plan_write_layout(unit, shards, 4, n_nodes)
         assert made.schedule is not None
-        assert all(cell % n == 0 for cell, n in zip(made.schedule.blocks.cell, (8, 10) if per_node else (4, 5), strict=True))
+        assert all(cell % n == 0 for cell, n in zip(made.schedule.blocks.cell, (8, 10) if n_nodes > 1 else (4, 5), strict=True))
         assert size <= math.prod(made.schedule.blocks.cell)
 
 
@@ -144,7 +144,7 @@ def test_empty_and_scalar() -> None:
     """Wrong if an array without elements or axes had no plan."""
     for shape in ((), (0, 3)):
         shards = plan_shards(shape, [()] * len(shape), np.arange(3))
-        made = plan_array(StoredArray(shape, None, 8, False), shards, 3)
+        made = plan_write_layout(StoredArray(shape, None, 8, False), shards, 3)
         assert made.schedule is None
         found = [made.units.region(u) for rank in range(3) for u, _ in made.units_of(rank)]
         assert found == ([Region((), ())] if not shape else [])

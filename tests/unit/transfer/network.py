@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardload.comm.collectives import IntArray
 from shardload.comm.shared_memory import Bell, Segment
-from shardload.comm.transport import Integers, MpiTransport, Receive
+from shardload.comm.transport import MpiTransport, Receive
 from shardload.comm.watchdog import Watchdog
 from shardload.planning.region import aligned
 from shardload.transfer import exchange as engine
@@ -79,13 +80,13 @@ class FakeTransport(MpiTransport):
             callback()
         return bool(done)
 
-    def tell(self, rank: int, note: Integers) -> None:
+    def send_note(self, rank: int, note: IntArray) -> None:
         with self.network.lock:
             self.network.queue("notes", self.rank, rank).append([note, False])
         if rank in self._segments:
             self._segments[rank].bell.ring()
 
-    def told(self) -> Any:
+    def receive_notes(self) -> Any:
         for sender in range(self.network_size):
             if self.network.may_arrive(sender, self.rank):
                 queue = self.network.queue("notes", sender, self.rank)
@@ -136,7 +137,9 @@ def exchange_all(
         group.transport = partial(FakeTransport, group)
         resources = Resources(rank.slots, rank.bell, pack_slots=rank.pack_slots, segments=rank.segments)
         try:
-            found[rank.number] = engine.exchange(group, arrays[rank.number], resources, tags=(0, 1), checksums=checksums)
+            moves = arrays[rank.number]
+            outgoing = engine.Outgoing(moves, rank.number)
+            found[rank.number] = engine.exchange(group, moves, resources, outgoing, tags=(0, 1), checksums=checksums)
         except BaseException as error:
             found[rank.number] = error
 

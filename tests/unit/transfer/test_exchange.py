@@ -243,7 +243,7 @@ def test_a_last_array_that_all_ranks_drop(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("what", ["the number of another array", "no such array", "an array of other axes"])
 def test_an_offer_of_another_array(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if an offer's array were not compared with what is expected there, or an offer with a wrong one not answered."""
-    right = FakeTransport.tell
+    right = FakeTransport.send_note
     other = {"the number of another array": 3, "no such array": 77, "an array of other axes": 1}[what]
 
     def wrong(self: Any, rank: int, note: Any) -> None:
@@ -251,7 +251,7 @@ def test_an_offer_of_another_array(what: str, monkeypatch: pytest.MonkeyPatch) -
             note[3] = other
         right(self, rank, note)
 
-    monkeypatch.setattr(FakeTransport, "tell", wrong)
+    monkeypatch.setattr(FakeTransport, "send_note", wrong)
     assert any(isinstance(error, PeerError) and error.rank == 2 for error in failed(Loads("shared memory")))
 
 
@@ -304,7 +304,7 @@ class PieceProducer:
     rank: int
     pieces: dict[int, Piece]
     targets: dict[int, Piece]
-    n_at_once: int = 2
+    n_ahead: int = 2
 
     def has_room(self, block: Block) -> bool:
         return True

@@ -31,7 +31,7 @@ INFINITY = 1 << 62
 
 
 class FakeTransport(MpiTransport):
-    """Keeps what is told, instead of sending it."""
+    """Keeps notes, instead of sending them."""
 
     def __init__(self, rank: int, segments: dict[int, Segment]) -> None:
         super().__init__(rank, None, None, (0, 1), segments)
@@ -40,7 +40,7 @@ class FakeTransport(MpiTransport):
     def send(self, rank: int, values: Any, on_done: Any) -> None:
         raise AssertionError("a message with values")
 
-    def tell(self, rank: int, note: Any) -> None:
+    def send_note(self, rank: int, note: Any) -> None:
         self.messages.append((rank, note))
 
 
@@ -268,12 +268,12 @@ def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
     def full(*_: object) -> None:
         raise MemoryError("cannot allocate 512 GiB")
 
-    ranks.there.tell = full  # type: ignore[method-assign]
+    ranks.there.send_note = full  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         ranks.put()
     assert len(ranks.sending._offered) == 0
     ranks.sending.give_up(ranks.plan.outgoing(0))
-    del ranks.there.tell
+    del ranks.there.send_note
     ranks.receipt()
     assert ranks.receiving.is_done
 

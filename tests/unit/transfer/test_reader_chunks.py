@@ -162,7 +162,7 @@ def test_as_many_chunks_at_a_time_as_there_are_threads() -> None:
     source = chunked(data, (1, 4), meet=threading.Barrier(3))
     piece = piece_of(rows(0, 5))
     with reader_of(source, {0: piece}, n_threads=3, slots=Slots(1, 9 * 64)) as reader:
-        assert reader.n_at_once == 4
+        assert reader.n_ahead == 4
         block = fetch(reader, Block(rows(0, 9), (Part(rows(0, 5), 0, 0), Part(rows(5, 9), 1, 1))))
     assert len(chunks_of(source).threads) == 3
     np.testing.assert_array_equal(piece.data, data[:5])

@@ -304,7 +304,7 @@ def test_what_is_no_date(part: Any, attrs: dict[str, Any], says: str) -> None:
 @given(st.sampled_from(CALENDARS), st.integers(-40000, 2_000_000), st.integers(0, 86399))
 def test_a_number_is_shown_as_its_date(calendar: str, day: int, second: int) -> None:
     axis = {"units": "seconds since 0800-03-01", "calendar": calendar}
-    told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).told(day * 86400 + second)
+    told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).to_text(day * 86400 + second)
     wanted = cftime.datetime(800, 3, 1, calendar=calendar) + datetime.timedelta(days=day, seconds=second)
     assert told.replace("T", " ").removesuffix(" 00:00:00") == str(wanted).removesuffix(" 00:00:00")
 
@@ -315,7 +315,7 @@ def test_a_number_is_shown_as_its_date(calendar: str, day: int, second: int) -> 
 )
 def test_a_number_long_before_the_first_year_is_shown_as_its_date(calendar: str, days_of_400_years: int) -> None:
     axis = {"units": "days since 0000-03-01", "calendar": calendar}
-    told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).told
+    told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).to_text
     assert [told(-k * days_of_400_years) for k in (3, 25)] == ["-1200-03-01", "-10000-03-01"]
 
 
