@@ -79,36 +79,29 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 # No module of the package has one of these names: importing it would replace the function by the module.
-_HOMES = {
-    "LoadReport": "jobs.loading.plan",
-    "Plan": "jobs.loading.plan",
-    "AppendReport": "jobs.saving.append",
-    "BackgroundSave": "jobs.saving.save",
-    "SavePlan": "jobs.saving.plan",
-    "SaveReport": "jobs.saving.save",
-    "Stream": "jobs.streaming.stream",
-    "StreamIterator": "jobs.streaming.stream",
-    "StreamPlan": "jobs.streaming.plan",
-    "StreamReport": "jobs.streaming.reader",
-    "TreePlan": "jobs.loading.plan",
-    "VerifyReport": "arrays.verification",
-    "initialize": "comm.launch",
-    "JoinReport": "jobs.joining.request",
-    "Concatenation": "formats.concatenation",
-    "concat": "jobs.joining.join",
-    "copy": "jobs.copying.copy",
-    "CopyReport": "jobs.copying.copy",
-    "join": "jobs.joining.join",
-    "open": "jobs.contents",
-    "load_dataset": "jobs.dataset.loading",
-    "to_xarray": "jobs.loading.labelled",
-    **dict.fromkeys(("between", "near"), "planning.selection"),
-    **dict.fromkeys(("append", "load", "mask", "plan", "plan_save", "save", "scatter", "stream", "unpad", "verify"), "api"),
-    **dict.fromkeys(("ConfigError", "PeerError", "ShardloadError", "SourceError", "StallError", "VerifyError"), "errors"),
-    **dict.fromkeys(
-        ("LeftOutWarning", "MissingChunksWarning", "PackedWarning", "PaddingWarning", "ShardloadWarning"), "errors"
-    ),
+_NAMES = {
+    "api": "append load mask plan plan_save save scatter stream unpad verify",
+    "arrays.verification": "VerifyReport",
+    "comm.launch": "initialize",
+    "errors": "ConfigError LeftOutWarning MissingChunksWarning PackedWarning PaddingWarning PeerError ShardloadError "
+    "ShardloadWarning SourceError StallError VerifyError",
+    "formats.concatenation": "Concatenation",
+    "jobs.contents": "open",
+    "jobs.copying.copy": "CopyReport copy",
+    "jobs.dataset.loading": "load_dataset",
+    "jobs.joining.join": "concat join",
+    "jobs.joining.request": "JoinReport",
+    "jobs.loading.labelled": "to_xarray",
+    "jobs.loading.plan": "LoadReport Plan TreePlan",
+    "jobs.saving.append": "AppendReport",
+    "jobs.saving.plan": "SavePlan",
+    "jobs.saving.save": "BackgroundSave SaveReport",
+    "jobs.streaming.plan": "StreamPlan",
+    "jobs.streaming.reader": "StreamReport",
+    "jobs.streaming.stream": "Stream StreamIterator",
+    "planning.selection": "between near",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # or a type checker would accept any name
     __all__ = sorted(_HOMES)
@@ -119,8 +112,8 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
         from shardload.system.garbage import collections_wait
 
         with collections_wait():  # among all objects of JAX: a third of the time that the imports take
-            found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        return found
+            value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

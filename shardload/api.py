@@ -229,12 +229,12 @@ def load(
     >>> x.shape, float(x.sum())
     ((8, 8, 4), 256.0)
     """
-    given = keywords_of("load", locals())
-    if given.pop("like") is not None:
+    options = keywords_of("load", locals())
+    if options.pop("like") is not None:
         if (mesh, spec, dataset) != (None, None, None):
-            raise ConfigError("like is given, which says what to load and where: leave out mesh, spec and dataset")
-        return load_state(path, like, given)
-    with LoadCall("load", path, mesh, spec, given).begin() as call:
+            raise ConfigError("like is options, which says what to load and where: leave out mesh, spec and dataset")
+        return load_state(path, like, options)
+    with LoadCall("load", path, mesh, spec, options).begin() as call:
         return call.load()
 
 
@@ -269,8 +269,8 @@ def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = DEFAULTS.data
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    given = with_defaults("plan", {"dataset": dataset, **options})
-    with LoadCall("plan", path, mesh, spec, given).begin() as call:
+    keywords = with_defaults("plan", {"dataset": dataset, **options})
+    with LoadCall("plan", path, mesh, spec, keywords).begin() as call:
         return call.hand_out(call.plan())
 
 
@@ -699,10 +699,10 @@ def plan_save(path: Any, tree: Any, **options: Any) -> SavePlan:
     ConfigError, SourceError, PeerError
         As `save` does, as far as that is known before anything is written.
     """
-    given = with_defaults("plan_save", options)
+    keywords = with_defaults("plan_save", options)
     from shardload.jobs.saving.save import plan_save as describe
 
-    return describe(path, tree, given, given["comm"])
+    return describe(path, tree, keywords, keywords["comm"])
 
 
 def append(
@@ -827,9 +827,9 @@ def mask(x: Any, plan: Any = None) -> Any:
     500.0
     """
 
-    def one(name: str, x: Any, given: Any) -> jax.Array:
+    def mask_one(name: str, x: Any, plan: Any) -> jax.Array:
         if isinstance(x, Plan):
-            if given is not None:
+            if plan is not None:
                 raise ConfigError(f"{name} is a plan already; pass no second one")
             if isinstance(x.sharding.mesh, jax.sharding.AbstractMesh):
                 raise ConfigError(
@@ -837,9 +837,9 @@ def mask(x: Any, plan: Any = None) -> Any:
                     "jax.sharding.Mesh"
                 )
             return make_mask(x.extent, x.sharding)
-        return make_mask(_extent(name, x, given), x.sharding)
+        return make_mask(_extent(name, x, plan), x.sharding)
 
-    return _each(one, x, plan)
+    return _each(mask_one, x, plan)
 
 
 @overload
@@ -897,38 +897,39 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
     if numpy and sharding is not None:
         raise ConfigError("numpy=True and a sharding were given; a NumPy array has no sharding: pass one of them")
 
-    def one(name: str, x: Any, given: Any) -> Any:
+    def unpad_one(name: str, x: Any, plan: Any) -> Any:
         if hasattr(x, "xindexes"):  # an object of xarray
             from shardload.jobs.dataset.loading import unpad_labelled
 
-            return unpad_labelled(x, given, one)
-        extent = _extent(name, x, given)
+            return unpad_labelled(x, plan, unpad_one)
+        extent = _extent(name, x, plan)
         check_exists(x, name)
         return to_numpy(x, extent, name) if numpy else cut_out(x, extent, sharding, name)
 
-    return _each(one, x, plan)
+    return _each(unpad_one, x, plan)
 
 
-def _each(one: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
-    """Call `one` with the name of each array (or plan) of a tree, the array, and what is given for it."""
+def _each(function: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
+    """Call a function with the name of each array (or plan) of a tree, the array, and its plan or shape, if there is one."""
     tree: Any
-    x, plan = (given.plans if isinstance(given, TreePlan) and not hasattr(x, "xindexes") else given for given in (x, plan))
+    if not hasattr(x, "xindexes"):
+        x, plan = (argument.plans if isinstance(argument, TreePlan) else argument for argument in (x, plan))
     leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     if not leaves:
         raise ConfigError(f"x is {x!r}, which has no arrays; expected a jax.Array, or a tree of them")
     names = [f"x{jax.tree_util.keystr(path)}" for path, _ in leaves]
-    given = [None] * len(leaves)
+    plans = [None] * len(leaves)
     if plan is not None:
         try:
-            given = tree.flatten_up_to(plan)
+            plans = tree.flatten_up_to(plan)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"x and plan are trees that do not match: {error} Pass the plan that loaded x") from None
-    return tree.unflatten([one(name, leaf, what) for name, (_, leaf), what in zip(names, leaves, given, strict=True)])
+    return tree.unflatten([function(name, leaf, plan) for name, (_, leaf), plan in zip(names, leaves, plans, strict=True)])
 
 
-def _extent(name: str, x: Any, given: Any) -> Extent:
+def _extent(name: str, x: Any, plan: Any) -> Extent:
     if isinstance(x, jax.core.Tracer):
         raise ConfigError(f"{name} is traced: nothing says which of its elements are the file's. Call this outside of jax.jit")
     if not isinstance(x, jax.Array):
         raise ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array, or a tree of them")
-    return extent_of(x, given.extent if isinstance(given, Plan) else given, name)
+    return extent_of(x, plan.extent if isinstance(plan, Plan) else plan, name)

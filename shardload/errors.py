@@ -48,9 +48,9 @@ def chain_of(error: BaseException | None, has_contexts: bool = True) -> Iterator
 
     Each comes once, though libraries make circles of them (``raise error from error``).
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    ids: set[int] = set()
+    while error is not None and id(error) not in ids:
+        ids.add(id(error))
         yield error
         error = error.__cause__ or (error.__context__ if has_contexts else None)
 
@@ -67,11 +67,8 @@ def printable(text: str, kept: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if _is_seen(c) or c in kept else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_seen(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"
+    shown = {c for c in text if c.isprintable() or unicodedata.category(c) == "Zs" or c in kept}
+    return "".join(c if c in shown else c.encode("unicode_escape").decode() for c in text)
 
 
 class ShardloadError(Exception):

@@ -60,15 +60,15 @@ def _select(select: Any) -> Any:
     return {name: select[name] for name in sorted(select, key=repr)} if isinstance(select, Mapping) else select
 
 
-def _per_axis(given: Any, is_value: Callable[[Any], bool], expected: str) -> Any:
+def _per_axis(option_value: Any, is_value: Callable[[Any], bool], expected: str) -> Any:
     """A value for all axes, for each axis, or by the numbers of axes. The plan checks that the array has them."""
-    is_dict, is_list = isinstance(given, Mapping), isinstance(given, (tuple, list))
-    values = list(given.values()) if is_dict else list(given) if is_list else [given]
-    if not all(map(is_value, values)) or (is_dict and not all(map(_is_integer, given))):
+    is_dict, is_list = isinstance(option_value, Mapping), isinstance(option_value, (tuple, list))
+    values = list(option_value.values()) if is_dict else list(option_value) if is_list else [option_value]
+    if not all(map(is_value, values)) or (is_dict and not all(map(_is_integer, option_value))):
         raise ConfigError(expected)
     values = [int(value) if _is_integer(value) else value for value in values]
     if is_dict:
-        return {int(axis): value for axis, value in sorted(zip(given, values, strict=True), key=lambda pair: int(pair[0]))}
+        return dict(sorted(zip(map(int, option_value), values, strict=True), key=lambda pair: pair[0]))
     return tuple(values) if is_list else values[0]
 
 
@@ -101,7 +101,7 @@ def _is_one_halo(halo: Any) -> bool:
     """True for one halo or edge: a number or word, or a tuple of them, or a dict of them by axis."""
     values = halo.values() if isinstance(halo, Mapping) and all(map(_is_integer, halo)) else halo
     is_several = is_plain_tuple(halo) or values is not halo
-    return all(isinstance(one, (str, Number)) for one in (values if is_several else (halo,)))
+    return all(isinstance(value, (str, Number)) for value in (values if is_several else (halo,)))
 
 
 def _is_one_selection(select: Any) -> bool:
@@ -257,20 +257,20 @@ def _seconds(timeout: Any) -> float | None:
     return float(timeout)
 
 
-def filter_names(given: Any) -> tuple[str, ...]:
+def filter_names(filters: Any) -> tuple[str, ...]:
     """Names and numbers of filters as text, each once, sorted.
 
     >>> filter_names("ZFP, 32008"), filter_names(["bitshuffle", 307]), filter_names(32013)
     (('32008', 'zfp'), ('307', 'bitshuffle'), ('32013',))
     """
-    parts = [given] if isinstance(given, str) or _is_integer(given) else given
+    parts = [filters] if isinstance(filters, str) or _is_integer(filters) else filters
     if parts is None or isinstance(parts, (bool, bytes)) or not isinstance(parts, Collection):
         parts = [None]
     names = set()
     for part in parts:
         if not isinstance(part, str) and not (_is_integer(part) and part >= 0):
             raise ConfigError(
-                f"allow_filters is {given!r}; expected names or numbers of filters, such as 'bitshuffle', ['zfp', 32008] "
+                f"allow_filters is {filters!r}; expected names or numbers of filters, such as 'bitshuffle', ['zfp', 32008] "
                 "or 'all'"
             )
         names |= {name.strip().lower() for name in str(part).split(",")} - {""}
@@ -281,7 +281,7 @@ _HEADER = "default_headers."
 
 
 def _storage(storage: Any) -> StorageOptions:
-    """Its values may be keys, and are in no message."""
+    """Options of a store. Their values may be keys, so that no message has them."""
     from shardload.storage.remote.address import StorageOptions
 
     try:
@@ -303,13 +303,13 @@ def _dtype(dtype: Any) -> np.dtype[Any] | None:
     from shardload.formats.contract.array import native_dtype, refusal
 
     try:
-        found: np.dtype[Any] = np.dtype(dtype)
+        parsed: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):
         raise ConfigError(f"dtype is {dtype!r}; expected a NumPy dtype such as 'float32'") from None
-    refused = refusal(found)
+    refused = refusal(parsed)
     if refused is not None:
         raise ConfigError(f"dtype is {dtype!r}, which holds {refused}; expected a type of numbers such as 'float32'")
-    return native_dtype(found)
+    return native_dtype(parsed)
 
 
 @dataclass(frozen=True)
@@ -590,13 +590,13 @@ def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {option.name: arguments[option.name] for option in _DECLARED if call in option.calls}
 
 
-def with_defaults(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(call: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a function, with their defaults where the caller passed nothing."""
     defaults = vars(defaults_of(call))
-    for name in given:
+    for name in keywords:
         if name not in defaults:
             raise TypeError(f"{call}() has no option {name!r}; it takes {', '.join(defaults)}")
-    return defaults | dict(given)
+    return defaults | dict(keywords)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -646,14 +646,14 @@ class CallOptions:
         """The cap in bytes; for ``"auto"``, the one that files with small chunks get."""
         return STAGING_NBYTES if isinstance(self.staging, str) else self.staging
 
-    def staging_cap(self, needed: int, told: str, *, room: int = 0, ample: int = 0, fix: str = "") -> int:
+    def staging_cap(self, needed: int, purpose: str, *, room: int = 0, ample: int = 0, fix: str = "") -> int:
         """The cap in bytes for what needs so many: what was asked for; if that is ``"auto"`` and too little, what is needed.
 
         Parameters
         ----------
         needed, ample : int
             Bytes that are needed, and bytes that are better, for ``"auto"``.
-        told : str
+        purpose : str
             What needs them, for the message.
         room : int
             What ``"auto"`` may be at most.
@@ -670,11 +670,11 @@ class CallOptions:
             return cap
         if is_auto and needed <= room:
             return min(room, max(needed, ample))
-        found, how = format_nbytes(cap), "Pass"
+        cap_text, verb = format_nbytes(cap), "Pass"
         if is_auto:
-            found = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
-            how = "Start fewer processes on a node, or pass"
-        raise ConfigError(f"{told}, but staging is {found}. {how} staging='{-(-needed >> 20)}MiB' or more{fix}")
+            cap_text = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
+            verb = "Start fewer processes on a node, or pass"
+        raise ConfigError(f"{purpose}, but staging is {cap_text}. {verb} staging='{-(-needed >> 20)}MiB' or more{fix}")
 
     @property
     def limits(self) -> Limits | None:
@@ -731,7 +731,7 @@ class Options(CallOptions):
     edge: Any = DEFAULTS.edge
 
     @classmethod
-    def check(cls, **given: Any) -> Options:
+    def check(cls, **options: Any) -> Options:
         """Check each option by itself. Options that are not given have their default.
 
         Raises
@@ -739,10 +739,10 @@ class Options(CallOptions):
         ConfigError
             It names the option, the value found and the values expected.
         """
-        unknown = given.keys() - _NAMES
+        unknown = options.keys() - _NAMES
         if unknown:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
-        return cls(**{option.name: option.check(given.get(option.name, option.default)) for option in _KEPT})
+        return cls(**{option.name: option.check(options.get(option.name, option.default)) for option in _KEPT})
 
     def describe(self) -> dict[str, str]:
         """The options that every rank must pass alike, as text."""
@@ -770,24 +770,24 @@ def pad_value(pad: Any, dtype: np.dtype[Any], name: str = "pad") -> Any:
             f"{name} is {pad!r}, which is no number of {dtype}; pass the value that fills, such as {name}=0, or leave it out"
         )
     try:
-        given = np.asarray(pad)
-        if given.ndim or given.dtype.kind not in "biufc":
+        number = np.asarray(pad)
+        if number.ndim or number.dtype.kind not in "biufc":
             raise ValueError("not a number")
-        if given.dtype.kind == "c" and dtype.kind != "c":
-            if given.imag:
+        if number.dtype.kind == "c" and dtype.kind != "c":
+            if number.imag:
                 raise ValueError("not a real number")
-            given = given.real
+            number = number.real
         with np.errstate(all="ignore"):
-            value = given.astype(dtype)[()]
+            value = number.astype(dtype)[()]
             largest = np.asarray(np.inf).astype(dtype)  # finite in types that have neither inf nor NaN
-        kept = value == given or (given != given and value != value)
+        is_exact = value == number or (number != number and value != value)
         has_fractions = np.asarray(0.5).astype(dtype) == 0.5  # bfloat16 and similar types are not np.inexact
-        is_in_range = np.isfinite(given) and np.isfinite(value) and not abs(given) > abs(largest)
-        rounded = given.dtype.kind in "fc" and has_fractions and is_in_range
+        is_in_range = np.isfinite(number) and np.isfinite(value) and not abs(number) > abs(largest)
+        rounded = number.dtype.kind in "fc" and has_fractions and is_in_range
     except (TypeError, ValueError, OverflowError):
-        kept = rounded = False
+        is_exact = rounded = False
         value = None
-    if not (kept or rounded):
+    if not (is_exact or rounded):
         raise ConfigError(
             f"{name} is {pad!r}, which an array of {dtype} cannot hold; pass a value that it can, such as {name}=0"
         )

@@ -26,11 +26,11 @@ def parse_nbytes(text: object, name: str = "staging") -> int:
     if not isinstance(text, bool) and isinstance(text, Integral):
         n = int(text)
     else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
         units = {u.lower(): factor for u, factor in _UNITS.items()}
-        if found is None or found[2].lower() not in units:
+        if match is None or match[2].lower() not in units:
             raise ConfigError(f"{name} is {text!r}; expected bytes, as an int or such as '256MiB' or '2GB'")
-        n = int(Fraction(found[1]) * units[found[2].lower()])
+        n = int(Fraction(match[1]) * units[match[2].lower()])
     if n <= 0:
         raise ConfigError(f"{name} is {text!r}; expected more than 0 bytes, such as '256MiB'")
     return n
@@ -53,13 +53,13 @@ def as_html(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def counted(n: int, what: str) -> str:
+def counted(n: int, noun: str) -> str:
     """So many of something.
 
     >>> counted(1, "chunk"), counted(1024, "chunk")
     ('1 chunk', '1,024 chunks')
     """
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def first_ranks(ranks: Sequence[int], most: int = 4) -> str:
@@ -129,10 +129,12 @@ def shown(value: Any, most: int = 200) -> str:
     ("(['a', 'a', 'a', 'a', 'a', 'a', 'a', 'a', ...], (1,))", '[]', '()')
     """
     if isinstance(value, Mapping) or type(value) in (list, tuple):
-        some = list(itertools.islice(value, _MOST_SHOWN))
-        told = [f"{one!r}: {shown(value[one], most)}" if isinstance(value, Mapping) else shown(one, most) for one in some]
-        more = ", ..." if len(value) > len(some) else "," if isinstance(value, tuple) and len(value) == 1 else ""
-        text = (", ".join(told) + more).join("()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}")
+        entries = list(itertools.islice(value, _MOST_SHOWN))
+        texts = [shown(entry, most) for entry in entries]
+        if isinstance(value, Mapping):
+            texts = [f"{key!r}: {shown(value[key], most)}" for key in entries]
+        more = ", ..." if len(value) > len(entries) else "," if isinstance(value, tuple) and len(value) == 1 else ""
+        text = (", ".join(texts) + more).join("()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}")
     elif getattr(value, "size", 0) and hasattr(value, "dtype") and value.size > _MOST_SHOWN:
         text = f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     else:

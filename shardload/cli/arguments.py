@@ -57,7 +57,7 @@ def parse_spec(text: str, axes: Mapping[str, int]) -> Any:
             raise wrong("--spec", f"cannot read {text!r}: each axis of the array once, with =. Type --spec lat=a,lon=b")
         return dict(zip(dims, parse_spec(",".join(part for _, _, part in pairs), axes), strict=True))
     parts: list[str | tuple[str, ...] | None] = []
-    seen: set[str] = set()
+    used: set[str] = set()
     for part in text.split(","):
         if part.strip() in ("-", "None"):
             parts.append(None)
@@ -67,9 +67,9 @@ def parse_spec(text: str, axes: Mapping[str, int]) -> Any:
             if name not in axes:
                 fix = "Type an axis of the mesh, - or a+b for each array axis: --spec -," + ",".join(list(axes)[:2])
                 raise wrong("--spec", f"{text!r} names {name!r}, but --mesh has the axes {', '.join(axes)}. {fix}")
-            if name in seen:
+            if name in used:
                 raise wrong("--spec", f"{text!r} uses the mesh axis {name!r} twice; it can shard one array axis only.")
-            seen.add(name)
+            used.add(name)
         parts.append(names[0] if len(names) == 1 else names)
     return tuple(parts)
 
@@ -87,7 +87,7 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
     {'time': near('2001-06-15T12'), 'lat': between(30, 60), 'lon': near(12.5)}
     """
     parts: list[slice | int | EllipsisType] = []
-    named: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for piece in text.strip("[] ").split(","):
         name, equals, typed = piece.rpartition("=")
         part: Any = _position(typed.strip())
@@ -95,15 +95,15 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
             part = _coordinate(typed.strip())
         if part is None or bool(equals) != ("=" in text) or (equals and (not name.strip() or part is ...)):
             fix = "Each axis takes an integer, a slice or '...': positions that count from 0"
-            how = f'{fix}. Type for example --select "0,:,10:20"; by names of axes "time=-1,lat=10:50", or by their '
-            how += 'coordinates "time=2001-06..2001-08,lat=52.5"'
-            raise wrong("--select", f"cannot read {piece.strip()!r} in {text!r}. {how}")
-        if name.strip() in named:
+            advice = f'{fix}. Type for example --select "0,:,10:20"; by names of axes "time=-1,lat=10:50", or by their '
+            advice += 'coordinates "time=2001-06..2001-08,lat=52.5"'
+            raise wrong("--select", f"cannot read {piece.strip()!r} in {text!r}. {advice}")
+        if name.strip() in by_name:
             raise wrong("--select", f"{text!r} has the axis {name.strip()!r} twice; give each axis once")
         if equals and not isinstance(part, EllipsisType):
-            named[name.strip()] = part
+            by_name[name.strip()] = part
         parts.append(part)
-    return named or tuple(parts)
+    return by_name or tuple(parts)
 
 
 def _position(text: str) -> slice | int | EllipsisType | None:
@@ -120,18 +120,18 @@ def _position(text: str) -> slice | int | EllipsisType | None:
 
 
 def _coordinate(text: str) -> Any:
-    """What of a coordinate is asked for; None if it cannot be read. A month is all of it."""
+    """A selection by coordinate: `near` a value or `between` two; None if it cannot be read. A month is taken whole."""
     from shardload.planning.selection import between, near
 
     low, dots, high = text.partition("..")
-    ends = [_number_or_date(end) for end in (low, high or low)]
+    ends = [_typed_end(end) for end in (low, high or low)]
     if None in ends:
         return None
     is_month = not dots and re.fullmatch(r"\d{4}-\d{1,2}", text) is not None
     return between(*ends) if dots or is_month else near(ends[0])
 
 
-def _number_or_date(text: str) -> int | float | str | None:
+def _typed_end(text: str) -> int | float | str | None:
     if re.fullmatch(r"\d{4}-\d{1,2}(-\d{1,2}([T ]\d{1,2}(:\d{1,2}){0,2})?)?", text):
         return text
     try:
@@ -206,10 +206,10 @@ def parse_compression(text: str) -> Any:
     word = text.strip().lower()
     if word in ("none", KEEP):
         return None if word == "none" else KEEP
-    found = parse_compression(text)
-    if found is None:
+    compression = parse_compression(text)
+    if compression is None:
         raise wrong("--compression", f"cannot read {text!r}. Type for example --compression zstd, gzip:6+shuffle or none")
-    return found["name"] if found == parse_compression(found["name"]) else found
+    return compression["name"] if compression == parse_compression(compression["name"]) else compression
 
 
 def parse_storage(text: str) -> tuple[str, str]:
@@ -235,8 +235,8 @@ def parse_window(text: str) -> int | tuple[int, ...]:
     try:
         steps = tuple(int(step) for step in text.removesuffix(",").split(","))
     except ValueError:
-        how = "expected steps from the anchor of a sample. Type --window -1,0 or --window 1"
-        raise wrong("--window", f"cannot read {text!r}; {how}") from None
+        fix = "expected steps from the anchor of a sample. Type --window -1,0 or --window 1"
+        raise wrong("--window", f"cannot read {text!r}; {fix}") from None
     return steps if "," in text else steps[0]
 
 
@@ -267,7 +267,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
 
 
 def completes(*words: str) -> Callable[[str], list[str]]:
-    """What completes a flag that takes one of `words`.
+    """A function that completes the value of a flag that takes one of `words`.
 
     >>> completes("warn", "error")("w")
     ['warn']
@@ -292,10 +292,8 @@ def as_typed(message: str) -> str:
     return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
-_OF_COPIES = ("axis", "chunks", "compression", "format", "mode", "resume", "shards", "stack", "unlimited")
-_OF_STREAMS = ("along", "batch", "border", "gaps", "pool", "prefetch", "shuffle", "window")
-_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
-_FLAGS |= {name: f"--{name}" for name in (*_OF_COPIES, *_OF_STREAMS)}
+_FLAGS = {name: OPTIONS[name].flag or f"--{name}" for names in _PANELS.values() for name in names}
+_FLAGS |= {name: f"--{name}" for name in ("axis", "resume", "stack")}
 _KEYWORD = re.compile(
     rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|[\w.]*\w)?)"
 )
@@ -320,17 +318,16 @@ def wrong(flag: str, message: str) -> typer.BadParameter:
 
 
 def takes(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options of the library, as flags with their declared help, in the place of its ``**how``.
+    """Give a command these options of the library, as flags with their declared help, in the place of its ``**options``.
 
     `defaults` are options whose default or help is another one for this command: ``verify=(default, help)``.
     """
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        last = [own.pop().replace(kind=inspect.Parameter.KEYWORD_ONLY)] if own[-1].name == "as_json" else []
-        options = [_parameter(name, *defaults.get(name, ())) for name in names]
-        parameters = [*own, *options, *last]
+        *parameters, _ = signature.parameters.values()
+        as_json = [parameters.pop().replace(kind=inspect.Parameter.KEYWORD_ONLY)] if parameters[-1].name == "as_json" else []
+        parameters += [*(_parameter(name, *defaults.get(name, ())) for name in names), *as_json]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -340,33 +337,34 @@ def takes(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Calla
 
 def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> inspect.Parameter:
     option = OPTIONS[name]
-    words: dict[str, Any] = {"autocompletion": completes(*option.choices)} if option.choices else {}
-    words |= {"rich_help_panel": next(panel for panel, members in _PANELS.items() if name in members)}
-    words["metavar"] = "WORD" if option.choices else "TEXT"
     kind: Any = str
+    metavar = "WORD" if option.choices else "TEXT"
+    parser: Callable[[str], Any] | None = None
     if name == "dataset":
-        kind, words["metavar"] = list[str], "NAME"
+        kind, metavar = list[str], "NAME"
     elif isinstance(option.default, bool) or name in _SWITCHES:
-        kind, words["metavar"] = bool, ""
+        kind, metavar = bool, ""
     elif name in ("processes", "ranks_per_node", "batch", "shuffle", "prefetch"):
-        kind, words["metavar"] = int, "N"
+        kind, metavar = int, "N"
     elif name in _PARSERS:
-        kind, words = (
-            list[Any] if name == "storage" else Any,
-            words | dict(zip(("metavar", "parser"), _PARSERS[name], strict=True)),
-        )
-    flag = option.flag or f"--{name}"
-    flags = [f"{flag}/{flag.replace('--', '--no-', 1)}" if name in _SWITCHES else flag, *aliases]
+        kind, (metavar, parser) = list[Any] if name == "storage" else Any, _PARSERS[name]
+    flags = [f"{_FLAGS[name]}/{_FLAGS[name].replace('--', '--no-', 1)}" if name in _SWITCHES else _FLAGS[name], *aliases]
     default = option.default if default is ... else default
     default = ",".join(default) if isinstance(default, tuple) else default
-    declared: Any = Annotated[
-        kind if default is not None else kind | None, typer.Option(*flags, help=help or option.help, **words)
-    ]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=declared)
+    declared = typer.Option(
+        *flags,
+        help=help or option.help,
+        metavar=metavar,
+        parser=parser,
+        autocompletion=completes(*option.choices) if option.choices else None,
+        rich_help_panel=next(panel for panel, members in _PANELS.items() if name in members),
+    )
+    annotation: Any = Annotated[kind if default is not None else kind | None, declared]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @contextmanager
-def one_message(as_json: bool = False) -> Iterator[IO[str]]:
+def one_message(as_json: bool) -> Iterator[IO[str]]:
     """A stream to print on. A `ShardloadError` is its message on stderr, by the first task, and exit code 1: the message says
     what to do, a traceback does not. With `as_json` it is also one JSON document.
     """

@@ -27,30 +27,32 @@ _TOO_OFTEN = 1.1  # decodes of a chunk
 Figures = dict[str, float]  # times in seconds
 
 
-def run(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, n: int, step: float, as_json: bool, **how: Any) -> None:
-    """Take up to `n` batches, sleep `step` seconds after each, and print on rank 0 what that took. Collective: yes."""
-    how |= {"decode": bool(how["decode"]), "epochs": None}
+def run(
+    out: IO[str], file: str, axes: Mapping[str, int], spec: Any, n_batches: int, step: float, as_json: bool, **options: Any
+) -> None:
+    """Take up to `n_batches`, sleep `step` seconds after each, and print on rank 0 what that took. Collective: yes."""
+    options |= {"decode": bool(options["decode"]), "epochs": None}
     with mesh_of(axes) as mesh:
         began = time.perf_counter()
-        source, names = source_of(file, how["along"], how["dataset"], how["allow_external"])
-        how["dataset"] = names[0] if names and len(names) == 1 else names or None
-        opened = stream(source, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **how)
+        source, names = source_of(file, options["along"], options["dataset"], options["allow_external"])
+        options["dataset"] = names[0] if names and len(names) == 1 else names or None
+        opened = stream(source, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **options)
         plan, group = opened.plan, group_of()
-        found = _measure(opened, group, began, n, step)
+        figures = _measure(opened, group, began, n_batches, step)
     if group.rank == 0:
-        advice = [*_advice(plan, found)]
-        lines = [*str(plan).splitlines(), *_lines(plan, found), *advice]
-        text = "\n".join(line for each in lines for line in wrap(each.strip(), width_of(out), "", "  "))
-        tell(to_json({"ok": True, "plan": str(plan), **found, "advice": advice}) if as_json else text, out)
+        advice = [*_advice(plan, figures)]
+        lines = [*str(plan).splitlines(), *_lines(plan, figures), *advice]
+        text = "\n".join(line for paragraph in lines for line in wrap(paragraph.strip(), width_of(out), "", "  "))
+        tell(to_json({"ok": True, "plan": str(plan), **figures, "advice": advice}) if as_json else text, out)
 
 
 def _measure(opened: Stream, group: Group, began: float, n: int, step: float) -> Figures:
     """The figures, on all ranks: means over them, and of memory the most."""
-    memory, cpu, first, now, waited, taken = _most_nbytes(), time.process_time(), 0.0, began, 0.0, 0
+    memory, cpu, first, now, waited, n_taken = _most_nbytes(), time.process_time(), 0.0, began, 0.0, 0
     with iter(opened) as batches:
         for batch in batches:
             jax.block_until_ready(batch)
-            taken += 1
+            n_taken += 1
             waited += time.perf_counter() - now if first else 0.0
             first = first or time.perf_counter()
             del batch
@@ -58,18 +60,27 @@ def _measure(opened: Stream, group: Group, began: float, n: int, step: float) ->
             now = time.perf_counter()
             with group.call():  # all stop after the same batch
                 is_over = max(group.gather_int(int(now - began))) > _LONGEST_SECONDS
-            if taken == n or is_over:
+            if n_taken == n or is_over:
                 break
         report = batches.report
-    mine = [first - began, now - first, waited, time.process_time() - cpu, max(0, _most_nbytes() - memory)]
+    of_rank = [first - began, now - first, waited, time.process_time() - cpu, max(0, _most_nbytes() - memory)]
     with group.call():
-        rows = group.gather_ints([int(1e6 * value) for value in mine]) / 1e6
+        rows = group.gather_ints([int(1e6 * value) for value in of_rank]) / 1e6
     first, seconds, waited, cpu, _ = rows.mean(0).tolist()
-    times = sum(map(len, EpochRounds(opened.plan, 0, 0).readings)) / max(1, sum(of.n_columns for of in opened.plan.arrays))
-    found = {"n_batches": taken, "first_batch": first, "seconds_per_batch": seconds / taken, "step": step}
-    found |= {"stalled": waited / max(seconds, 1e-9), "cpu_per_batch": cpu / taken, "chunks_decoded": report.chunks_decoded}
-    found |= {"decodes_per_chunk": times, "memory_nbytes": int(rows[:, 4].max()), "n_ranks": group.size}
-    return found | {"n_cores": len(os.sched_getaffinity(0))}
+    n_decodes, n_columns = sum(map(len, EpochRounds(opened.plan, 0, 0).readings)), sum(a.n_columns for a in opened.plan.arrays)
+    return {
+        "n_batches": n_taken,
+        "first_batch": first,
+        "seconds_per_batch": seconds / n_taken,
+        "step": step,
+        "stalled": waited / max(seconds, 1e-9),
+        "cpu_per_batch": cpu / n_taken,
+        "chunks_decoded": report.chunks_decoded,
+        "decodes_per_chunk": n_decodes / max(1, n_columns),
+        "memory_nbytes": int(rows[:, 4].max()),
+        "n_ranks": group.size,
+        "n_cores": len(os.sched_getaffinity(0)),
+    }
 
 
 def _most_nbytes() -> int:
@@ -79,8 +90,8 @@ def _most_nbytes() -> int:
 
 def _lines(plan: StreamPlan, f: Figures) -> list[str]:
     """What was measured."""
-    each = f["seconds_per_batch"]
-    rate = f"{1 / each:.1f} a second, {format_nbytes(int(plan.batch_nbytes / each))}"
+    seconds = f["seconds_per_batch"]
+    rate = f"{1 / seconds:.1f} a second, {format_nbytes(int(plan.batch_nbytes / seconds))}"
     return [
         f"{f['n_batches']:,} batches: the first after {f['first_batch']:.2f} s, then {rate}",
         f"with a step of {1e3 * f['step']:g} ms the program waited {f['stalled']:.0%} of the time",
@@ -98,11 +109,11 @@ def _advice(plan: StreamPlan, f: Figures) -> Iterator[str]:
     if f["stalled"] <= _STALLED:
         yield f"nothing to change: {cost}, and the step hides it"
         return
-    array = max(plan.arrays, key=lambda of: of.step_nbytes)
+    array = max(plan.arrays, key=lambda array_plan: array_plan.step_nbytes)
     quarter, n_beside = array.n_steps * array.stored_step_nbytes // 4, array.schedule.rest.n_cells
     if f["decodes_per_chunk"] > _TOO_OFTEN and plan.pool_nbytes < quarter:
-        more = format_nbytes(quarter).replace(" ", "")
-        yield f"pool: {format_nbytes(plan.pool_nbytes)} decodes chunks {f['decodes_per_chunk']:.2f} times; try --pool {more}"
+        larger = format_nbytes(quarter).replace(" ", "")
+        yield f"pool: {format_nbytes(plan.pool_nbytes)} decodes chunks {f['decodes_per_chunk']:.2f} times; try --pool {larger}"
     if n_beside < n_ranks:
         ahead = f"{n_ranks} ranks read {n_ranks // n_beside} x {array.chunk_steps} steps at a time"
         ahead += f", as a step has {counted(n_beside, 'chunk')}"

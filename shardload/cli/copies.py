@@ -25,7 +25,7 @@ _COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values", 
 
 
 def run_copy(
-    out: IO[str], source: str, target: str, *, along: str | int | None, only_plan: bool, as_json: bool, **given: Any
+    out: IO[str], source: str, target: str, *, along: str | int | None, only_plan: bool, as_json: bool, **options: Any
 ) -> None:
     """Copy, and print on rank 0 what was done. Collective: yes.
 
@@ -43,8 +43,8 @@ def run_copy(
         Keywords of `shardload.copy`.
     """
     rank = world_rank_and_size()[0]
-    files, given["dataset"] = source_of(source, along, given["dataset"], given["allow_external"])
-    report = copy(files, target, only_plan=only_plan, **given)
+    files, options["dataset"] = source_of(source, along, options["dataset"], options["allow_external"])
+    report = copy(files, target, only_plan=only_plan, **options)
     if rank:
         return
     if as_json:
@@ -66,21 +66,21 @@ def source_of(file: str, along: str | int | None, dataset: Any, allow_external: 
 
 
 def _as_json(report: CopyReport) -> str:
-    told: dict[str, Any] = {"ok": True, "plan": report.plan.to_dict()}
+    document: dict[str, Any] = {"ok": True, "plan": report.plan.to_dict()}
     if report.written is not None:
-        told |= {"written": asdict(report.written), "seconds": report.seconds, "chunks_decoded": report.n_decoded}
-        told |= {"chunks_resumed": report.n_resumed, "notes": report.notes}
-    return json.dumps(told, indent=2)
+        document |= {"written": asdict(report.written), "seconds": report.seconds, "chunks_decoded": report.n_decoded}
+        document |= {"chunks_resumed": report.n_resumed, "notes": report.notes}
+    return json.dumps(document, indent=2)
 
 
-def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_json: bool, **given: Any) -> None:
+def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_json: bool, **options: Any) -> None:
     """Join, and print what was done."""
     if len(files) < 2:
         raise wrong("PART... WHOLE", "type the parts in their order, then the new file: shardload join a.nc b.nc whole.nc")
     *parts, whole = files
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LeftOutWarning)  # all notes are printed below
-        report = join(whole, parts, axis=axis, **given)
+        report = join(whole, parts, axis=axis, **options)
     if as_json:
         tell(json.dumps({"ok": True, **asdict(report)}, indent=2), out)
         return

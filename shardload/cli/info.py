@@ -32,8 +32,8 @@ _MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond ea
 def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
     """Print what is in a file, a group or an array. `trust` is what the file may do, as in `load`."""
     path, access = split_path(file)[0], Options.check(**trust).access
-    if (left := find_leftover(path)) is not None:
-        _print_leftover(out, left, list_labelled(path, access, _MOST_LABELLED) if left.is_whole else [], as_json)
+    if (leftover := find_leftover(path)) is not None:
+        _print_leftover(out, leftover, list_labelled(path, access, _MOST_LABELLED) if leftover.is_whole else [], as_json)
         return
     arrays, name, is_one = arrays_in(file, access, _MOST_LABELLED)
     if is_one and arrays[0].labels is None and not arrays[0].refused:
@@ -50,7 +50,8 @@ def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
             _print_rows(out, [*_rows_of_attrs(groups.get(name, {})), *left_out])
         else:
             _print_elsewhere(out, path, arrays, access)
-            _print_beside(out, path)
+            for leftover in [] if "://" in path else leftovers_beside(path):  # of saves that were killed, or go on now
+                _tell_leftover(out, leftover)
 
 
 _COLUMNS = (
@@ -60,11 +61,11 @@ _COLUMNS = (
 
 
 def _facts(array: ArrayInfo) -> dict[str, str]:
-    """What both a table of arrays and the description of one say."""
+    """The properties of an array that a table of arrays and the description of one array both have."""
     return {
         "shape": _shape_text(array.shape),
         "dtype": array.dtype,
-        "axes": _axes_text(array),
+        "axes": ", ".join(name or "-" for name in array.dims) if any(array.dims) else "",
         "chunks": _shape_text(array.chunks),
         "shards": _shape_text(array.shards) if array.shards else "",
         "codec": array.codec,
@@ -84,43 +85,37 @@ def _print_table(out: IO[str], path: str, arrays: Sequence[ArrayInfo]) -> None:
 
 
 def _print_elsewhere(out: IO[str], path: str, arrays: Sequence[ArrayInfo], access: Access) -> None:
-    """What the table does not have: links, and attributes of groups."""
+    """Print what the table does not have: links, and attributes of groups."""
     texts: list[str] = []
     with suppress(ShardloadError), open_file(path, access) as opened:
-        links = opened.links()
         groups: Mapping[str, Mapping[str, Any]] = opened.groups()[0] if len(arrays) <= _MOST_LABELLED else {}
-        links = {name: to for name, to in links.items() if not any(f"{a.dataset}/".startswith(f"{name}/") for a in arrays)}
+        names = [f"{array.dataset}/" for array in arrays]
+        links = [(link, target) for link, target in opened.links().items() if not any(n.startswith(f"{link}/") for n in names)]
         if links:
-            names = some([f"{name} (to {to})" for name, to in links.items()])
-            texts.append(f"links, not listed: {names}; shardload info {without_secrets(path)}:/NAME shows what one leads to")
+            listed = some([f"{link} (to {target})" for link, target in links])
+            texts.append(f"links, not listed: {listed}; shardload info {without_secrets(path)}:/NAME shows what one leads to")
         if owners := [f"{name} ({', '.join(attrs)})" for name, attrs in groups.items() if attrs]:
             texts.append(f"attributes of groups: {some(owners)}; shardload info {without_secrets(path)}:/GROUP shows them")
     for text in texts:
         tell("\n".join(wrap(printable(text), width_of(out))), out)
 
 
-def _print_beside(out: IO[str], path: str) -> None:
-    """What is beside a file or store of saves and appends that were killed, or go on now."""
-    for left in [] if "://" in path else leftovers_beside(path):
-        _tell_leftover(out, left)
-
-
-def _print_leftover(out: IO[str], left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:
-    """What a save left, and what is in it if it is whole."""
+def _print_leftover(out: IO[str], leftover: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:
+    """Print what a save left, and what is in it if it is whole."""
     if as_json:
-        about = {"path": left.path, "save_of": left.target, "what": left.kind, "is_whole": left.is_whole}
-        about |= {"commands": dict(left.commands), "arrays": [_described(array) for array in arrays]}
-        tell(to_json(about), out)
+        document = {"path": leftover.path, "save_of": leftover.target, "what": leftover.kind, "is_whole": leftover.is_whole}
+        document |= {"commands": dict(leftover.commands), "arrays": [_described(array) for array in arrays]}
+        tell(to_json(document), out)
         return
-    _tell_leftover(out, left)
-    if left.is_whole:
-        _print_table(out, left.path, arrays)
+    _tell_leftover(out, leftover)
+    if leftover.is_whole:
+        _print_table(out, leftover.path, arrays)
 
 
-def _tell_leftover(out: IO[str], left: Leftover) -> None:
-    """What it is, and what to type."""
-    lines = wrap(printable(f"{left.path} {left.description}. {left.condition},"), width_of(out))
-    lines += [printable(f"  {what}:  {command}") for what, command in left.commands]  # in one line each, to be copied
+def _tell_leftover(out: IO[str], leftover: Leftover) -> None:
+    """Print what a save left, and the commands that continue or remove it."""
+    lines = wrap(printable(f"{leftover.path} {leftover.description}. {leftover.condition},"), width_of(out))
+    lines += [printable(f"  {action}:  {command}") for action, command in leftover.commands]  # in one line each, to be copied
     tell("\n".join(lines), out)
 
 
@@ -135,8 +130,8 @@ def _rows_of_array(array: ArrayInfo) -> list[tuple[str, str]]:
         "dimension": "without a variable: it holds no values" if array.is_dimension else "",
         "refused": as_typed(array.refused or ""),
     }
-    told = [(title, text) for title, text in rows.items() if text]  # an attribute may be called shape, too
-    return [*told, *_rows_of_attrs({**array.attributes, **array.attrs}, is_array=True)]
+    filled = [(title, text) for title, text in rows.items() if text]  # an attribute may be called shape, too
+    return [*filled, *_rows_of_attrs({**array.attributes, **array.attrs}, is_array=True)]
 
 
 def _rows_of_attrs(attrs: Mapping[str, Any], is_array: bool = False) -> list[tuple[str, str]]:
@@ -153,11 +148,6 @@ def _print_rows(out: IO[str], rows: Sequence[tuple[str, str]]) -> None:
         tell("\n".join(lines), out)
 
 
-def _axes_text(array: ArrayInfo) -> str:
-    """The names of the axes; nothing if none has one."""
-    return ", ".join(name or "-" for name in array.dims) if any(array.dims) else ""
-
-
 def _coordinate_text(name: str, coordinate: Coordinate) -> str:
     """The first and last value of the coordinate of an axis, which say its direction; of others, such as the latitudes of a
     curvilinear grid or of stations, the axes, and the least and greatest value. What is not small was not read.
@@ -168,15 +158,15 @@ def _coordinate_text(name: str, coordinate: Coordinate) -> str:
         return f"{name}{axes}"
     values = coordinate.values.reshape(-1)
     if not is_of_axis and values.dtype.kind != "c":  # complex numbers have no order
-        there = values[values == values]  # what is missing is NaN
-        if values.size and not there.size:
+        present = values[values == values]  # what is missing is NaN
+        if values.size and not present.size:
             return f"{name}{axes} all missing"
-        values = there if there.size < 2 else there.take([there.argmin(), there.argmax()])
+        values = present if present.size < 2 else present.take([present.argmin(), present.argmax()])
     ends = values[[0, -1]] if values.size > 1 else values
     dates = " to ".join(as_dates(ends, coordinate.attrs)) if ends.dtype.kind in "iuf" else ""
     units = coordinate.attrs.get("units")
-    told = [name + axes, " to ".join(map(str, ends)), _plain_text(units) if units else "", f"({dates})" if dates else ""]
-    return " ".join(filter(None, told))
+    texts = [name + axes, " to ".join(map(str, ends)), _plain_text(units) if units else "", f"({dates})" if dates else ""]
+    return " ".join(filter(None, texts))
 
 
 def _packing_text(array: ArrayInfo) -> str:
@@ -188,8 +178,8 @@ def _packing_text(array: ArrayInfo) -> str:
         rule = decoding_of(dtype, array.packing, str(array))
     except ConfigError as error:
         return as_typed(str(error))
-    how = packed_by(dtype, array.packing)
-    is_packed = f"packed ({', '.join(how)}), " if how else ""
+    attributes = packed_by(dtype, array.packing)
+    is_packed = f"packed ({', '.join(attributes)}), " if attributes else ""
     return "" if rule is None else f"{is_packed}{rule.dtype} with --decode"
 
 
@@ -202,15 +192,16 @@ def _notes(array: ArrayInfo) -> str:
 
 
 def _described(array: ArrayInfo) -> dict[str, Any]:
-    told = {part.name: getattr(array, part.name) for part in fields(array) if part.name not in ("labels", "packing", "parts")}
+    names = [part.name for part in fields(array) if part.name not in ("labels", "packing", "parts")]
+    document = {name: getattr(array, name) for name in names}
     packing = {key: {"dtype": kind, "values": values} for key, (kind, values) in array.packing.items()}
-    more: dict[str, Any] = {"packing": packing, "nbytes": _nbytes(array), "dims": array.dims, "attrs": array.attrs}
-    more["n_parts"] = array.n_parts or None
-    return {**told, **more, "coords": {name: one.dataset for name, one in array.coords.items()}}
+    document |= {"packing": packing, "nbytes": _nbytes(array), "dims": array.dims, "attrs": array.attrs}
+    document |= {"n_parts": array.n_parts or None}
+    return document | {"coords": {name: coordinate.dataset for name, coordinate in array.coords.items()}}
 
 
 def to_json(value: Any) -> str:
-    """For scripts: an indented document."""
+    """An indented document, for scripts."""
     return json.dumps(_plain(value), indent=2, allow_nan=False)
 
 

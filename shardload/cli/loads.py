@@ -23,24 +23,25 @@ from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.loading.plan import Plan, TreePlan, describe_plan
 from shardload.options import Options
 from shardload.system.terminal import tell, width_of, wrap, wrap_parts
+from shardload.transfer.cast import is_wide
 from shardload.units import counted
 
 _MOST_DEVICES = 4096  # of a process: JAX takes 5 s to simulate so many, 37 s for 10,000
 
 
-def run_plan(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_json: bool, **how: Any) -> None:
+def run_plan(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_json: bool, **options: Any) -> None:
     """Plan, and print the plan."""
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    if how.get("dataset") is None:
-        file, how["dataset"] = _of_group(file, how)
-    made = plan(file, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **how)
-    if isinstance(made, TreePlan):
-        totals = {name: getattr(made, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
-        tell(to_json(_described(made) | totals) if as_json else made.describe(width_of(out)), out)
+    if options.get("dataset") is None:
+        file, options["dataset"] = _of_group(file, options)
+    load_plan = plan(file, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **options)
+    if isinstance(load_plan, TreePlan):
+        totals = {name: getattr(load_plan, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
+        tell(to_json(_described(load_plan) | totals) if as_json else load_plan.describe(width_of(out)), out)
     else:
-        tell(to_json(_described(made)) if as_json else describe_plan(made, width_of(out)), out)
-    leaves = made.leaves if isinstance(made, TreePlan) else [made]
-    if not as_json and (wide := [leaf for leaf in leaves if _needs_64_bits(leaf)]):
+        tell(to_json(_described(load_plan)) if as_json else describe_plan(load_plan, width_of(out)), out)
+    leaves = load_plan.leaves if isinstance(load_plan, TreePlan) else [load_plan]
+    if not as_json and (wide := [leaf for leaf in leaves if is_wide(leaf.dtype)]):
         fix = f"JAX_ENABLE_X64=1 in the environment, or --dtype {_NARROW.get(wide[0].dtype.kind, 'int32')} if its values fit"
         text = f"'{wide[0].info.dataset}' would be {wide[0].dtype}: the load needs JAX's 64-bit types, by {fix}"
         tell("\n" + "\n".join(wrap(printable(text), width_of(out), "", "  ")), out)
@@ -49,35 +50,31 @@ def run_plan(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_jso
 _NARROW = {"f": "float32", "c": "complex64", "u": "uint32"}
 
 
-def _needs_64_bits(plan: Plan) -> bool:
-    return plan.dtype.kind in "iufc" and plan.dtype.itemsize // (2 if plan.dtype.kind == "c" else 1) > 4
-
-
-def _of_group(file: str, how: Mapping[str, Any]) -> tuple[str, str | None]:
+def _of_group(file: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
     """The file and the pattern for all arrays of a group, if FILE:NAME names one; else the same, and None."""
     path, name = split_path(file)
     if name is None or name.endswith("*"):
         return file, None
-    access = Options.check(**{key: how[key] for key in ("allow_external", "allow_filters", "untrusted", "storage")}).access
+    access = Options.check(**{key: options[key] for key in ("allow_external", "allow_filters", "untrusted", "storage")}).access
     with open_file(path, access) as opened:
         group = f"/{name.strip('/')}".rstrip("/")
         names = [info.dataset for info in opened.list_arrays()]
-    is_group = group not in names and any(known.startswith(f"{group}/") for known in names)
+    is_group = group not in names and any(dataset.startswith(f"{group}/") for dataset in names)
     return (path, f"{group}/*".lstrip("/")) if is_group else (file, None)
 
 
-def _described(made: Plan | TreePlan) -> dict[str, Any]:
-    """What a plan says of its array, for JSON; or of each array of a tree, and which were left out."""
-    if isinstance(made, TreePlan):
-        arrays = [{"where": where, **_described(leaf)} for where, leaf in zip(made.where, made.leaves, strict=True)]
-        return {"arrays": arrays, "left_out": [info.dataset for info in made.left_out]}
+def _described(load_plan: Plan | TreePlan) -> dict[str, Any]:
+    """The fields of a plan for JSON: of its array, or of each array of a tree and the names of those that were left out."""
+    if isinstance(load_plan, TreePlan):
+        arrays = [{"where": where, **_described(leaf)} for where, leaf in zip(load_plan.where, load_plan.leaves, strict=True)]
+        return {"arrays": arrays, "left_out": [info.dataset for info in load_plan.left_out]}
     names = ("shape", "shape_global", "chunks", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers", "why")
-    told = {"path": made.info.path, "dataset": made.info.dataset, "dtype": made.dtype}
-    told |= {name: getattr(made, name) for name in names} | {"needs_64_bits": _needs_64_bits(made)}
-    return {**told, "costs": {mode: asdict(cost) for mode, cost in made.costs.items()}}
+    document = {"path": load_plan.info.path, "dataset": load_plan.info.dataset, "dtype": load_plan.dtype}
+    document |= {name: getattr(load_plan, name) for name in names} | {"needs_64_bits": is_wide(load_plan.dtype)}
+    return {**document, "costs": {mode: asdict(cost) for mode, cost in load_plan.costs.items()}}
 
 
-def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_json: bool, **how: Any) -> None:
+def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_json: bool, **options: Any) -> None:
     """Load, verify, and print on rank 0 what was checked.
 
     Collective: yes, all processes of the job.
@@ -96,12 +93,12 @@ def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_
         Keywords of `shardload.plan`.
     """
     n_devices = math.prod(axes.values())
-    how["decode"] = bool(how["decode"])  # None would warn of packed numbers, which nobody gets here
+    options["decode"] = bool(options["decode"])  # None would warn of packed numbers, which nobody gets here
     with mesh_of(axes) as mesh:
-        made = plan(file, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **how)
-        made.execute()
+        load_plan = plan(file, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **options)
+        load_plan.execute()
     if group_of().rank == 0:
-        tell(_as_json(made, n_devices) if as_json else "\n".join(_lines(made, n_devices, width_of(out))), out)
+        tell(_as_json(load_plan, n_devices) if as_json else "\n".join(_lines(load_plan, n_devices, width_of(out))), out)
 
 
 @contextmanager
@@ -119,30 +116,30 @@ def mesh_of(axes: Mapping[str, int]) -> Iterator[Mesh]:
         jax.config.update("jax_enable_x64", before)
 
 
-def _lines(made: Plan | TreePlan, n_devices: int, width: int) -> list[str]:
-    """What each array is, what was proven of it, and what of all together."""
-    report: Any = made.report
-    leaves: Any = [(made, report.proven)]
-    if is_tree := isinstance(made, TreePlan):
-        leaves = zip(made.leaves, (array.proven for array in report.arrays), strict=True)
+def _lines(load_plan: Plan | TreePlan, n_devices: int, width: int) -> list[str]:
+    """Lines for people: what each array is, and what was proven of it; last, what was proven of all together."""
+    report: Any = load_plan.report
+    leaves: Any = [(load_plan, report.proven)]
+    if is_tree := isinstance(load_plan, TreePlan):
+        leaves = zip(load_plan.leaves, (array.proven for array in report.arrays), strict=True)
     lines = []
     for leaf, proven in leaves:
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
-        what = (
+        description = (
             f"{shape} {leaf.dtype} as {leaf.decomposition} on {counted(n_devices, 'device')} of {counted(leaf.n_ranks, 'rank')}"
         )
-        lines += wrap(f"{printable(str(leaf.info))}: {what}", width, "", "  ")
+        lines += wrap(f"{printable(str(leaf.info))}: {description}", width, "", "  ")
         lines += wrap_parts(str(proven).split("; "), width, "", "  ")
     return [*lines, *(wrap_parts(f"all: {report.proven}".split("; "), width, "", "  ") if is_tree else [])]
 
 
-def _as_json(made: Plan | TreePlan, n_devices: int) -> str:
-    report = asdict(made.report) if made.report else {}
+def _as_json(load_plan: Plan | TreePlan, n_devices: int) -> str:
+    report = asdict(load_plan.report) if load_plan.report else {}
     arrays = report.pop("arrays", ())
-    told = _described(made)
-    for of_array, array in zip(told.get("arrays", ()), arrays, strict=True):
+    document = _described(load_plan)
+    for of_array, array in zip(document.get("arrays", ()), arrays, strict=True):
         of_array["proven"] = array["proven"]
-    return to_json({"ok": True, "n_devices": n_devices, **told, "proven": report.pop("proven", None), "report": report})
+    return to_json({"ok": True, "n_devices": n_devices, **document, "proven": report.pop("proven", None), "report": report})
 
 
 def _have_devices(n: int, axes: Mapping[str, int]) -> None:
@@ -166,10 +163,11 @@ def _mesh(axes: Mapping[str, int], n: int) -> Mesh:
     try:
         devices = jax.devices()
     except (AssertionError, RuntimeError) as error:  # JAX asserts where a plugin is not installed
-        asked = os.environ.get("JAX_PLATFORMS")
-        hint = f"JAX_PLATFORMS is '{asked}': JAX_PLATFORMS=cpu takes the CPU" if asked else "JAX_PLATFORMS=cpu takes the CPU"
+        platforms = os.environ.get("JAX_PLATFORMS")
+        hint = f"JAX_PLATFORMS is '{platforms}': " if platforms else ""
         raise ConfigError(
-            f"JAX has no devices here ({str(error) or type(error).__name__}). {hint}; shardload doctor says more"
+            f"JAX has no devices here ({str(error) or type(error).__name__}). {hint}JAX_PLATFORMS=cpu takes the CPU; shardload "
+            "doctor says more"
         ) from error
     if len(devices) < n:
         raise ConfigError(

@@ -81,8 +81,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         from shardload import __version__
 
         tell(f"shardload {__version__}")
@@ -147,7 +147,7 @@ def main() -> None:
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr: all, a group, or one array.")],
     as_json: AsJson = False,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """List the arrays in a file: shape, names of axes, dtype, chunks, codec, sizes.
 
@@ -171,7 +171,7 @@ def info(
     with one_message(as_json) as out:
         from shardload.cli.info import run
 
-        run(out, file, as_json, **how)
+        run(out, file, as_json, **options)
 
 
 @app.command()
@@ -179,7 +179,7 @@ def info(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "allow_external", "allow_filters", "untrusted"),
     *("storage", "processes", "ranks_per_node"),
 )
-def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **how: Any) -> None:
+def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **options: Any) -> None:
     """Show what a load would do and cost, without loading anything.
 
     Needs neither MPI nor devices: you can plan for a mesh of any size on a
@@ -209,7 +209,7 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
     with one_message(as_json) as out:
         from shardload.cli.loads import run_plan
 
-        run_plan(out, file, axes, parts, as_json, **_with_names(how))
+        run_plan(out, file, axes, parts, as_json, **_with_names(options))
 
 
 @app.command()
@@ -218,7 +218,7 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
     *("untrusted", "storage", "verify", "progress"),
     verify=(OPTIONS["how"].default, OPTIONS["verify"].help, "--how"),
 )
-def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **how: Any) -> None:
+def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **options: Any) -> None:
     """Load a file, compare every element with the file, and print what was checked. Exit code 1 if anything differs.
 
     The mesh takes the devices of all processes. On CPU each process simulates
@@ -237,7 +237,7 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
     with one_message(as_json) as out:
         from shardload.cli.loads import run_verify
 
-        run_verify(out, file, axes, parts, as_json, **_with_names(how))
+        run_verify(out, file, axes, parts, as_json, **_with_names(options))
 
 
 @app.command("bench-stream")
@@ -254,7 +254,7 @@ def bench_stream(
     steps: Annotated[int, typer.Option(min=2, metavar="N", help="Batches to take; after a minute no more.")] = 20,
     step_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="How long your program computes with a batch.")] = 0,
     as_json: AsJson = False,
-    **how: Any,
+    **options: Any,
 ) -> None:
     r"""Measure how fast batches of a file come, for at most a minute, and say what would be faster: chunks, pool, batch.
 
@@ -270,7 +270,7 @@ def bench_stream(
     with one_message(as_json) as out:
         from shardload.cli.bench_stream import run
 
-        run(out, file, axes, parts, steps, step_ms / 1e3, as_json, **how)
+        run(out, file, axes, parts, steps, step_ms / 1e3, as_json, **options)
 
 
 @app.command()
@@ -308,7 +308,7 @@ def copy(
         bool, typer.Option("--dry-run", metavar="", help="Print what would be done, and write nothing.")
     ] = False,
     as_json: AsJson = False,
-    **how: Any,
+    **options: Any,
 ) -> None:
     r"""Copy a file into other chunks, another compression, another format: on all processes, whatever its size.
 
@@ -330,8 +330,8 @@ def copy(
     with one_message(as_json) as out:
         from shardload.cli.copies import run_copy
 
-        how |= {"dataset": tuple(how["dataset"] or ()), "unlimited": how["unlimited"] or (), "resume": resume}
-        run_copy(out, source, target, along=along, only_plan=dry_run, as_json=as_json, **how)
+        options |= {"dataset": tuple(options["dataset"] or ()), "unlimited": options["unlimited"] or (), "resume": resume}
+        run_copy(out, source, target, along=along, only_plan=dry_run, as_json=as_json, **options)
 
 
 @app.command()
@@ -350,7 +350,7 @@ def join(
         str | None, typer.Option(metavar="NAME", help="In place of --axis: a new axis, of which each part is one step.")
     ] = None,
     as_json: AsJson = False,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Join the arrays of several files, without a copy of their values: the new file says where they are.
 
@@ -370,7 +370,7 @@ def join(
     with one_message(as_json) as out:
         from shardload.cli.copies import run_join
 
-        run_join(out, files, axis=axis, stack=stack, as_json=as_json, **how)
+        run_join(out, files, axis=axis, stack=stack, as_json=as_json, **options)
 
 
 @app.command()
@@ -394,7 +394,7 @@ def doctor(
     raise typer.Exit(run(timeout, as_json))
 
 
-def _with_names(how: dict[str, Any]) -> dict[str, Any]:
+def _with_names(options: dict[str, Any]) -> dict[str, Any]:
     """The options, with one name of an array as a text, as `load` takes it."""
-    names = how["dataset"]
-    return {**how, "dataset": names[0] if names and len(names) == 1 else names or None}
+    names = options["dataset"]
+    return {**options, "dataset": names[0] if names and len(names) == 1 else names or None}

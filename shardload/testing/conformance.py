@@ -195,8 +195,8 @@ def ramp(shape: tuple[int, ...], dtype: Any = "float32") -> Array:
 class Findings:
     """The broken promises of `what`, with their failures."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
         self.broken: dict[str, list[str]] = {}
 
     @contextlib.contextmanager
@@ -210,7 +210,7 @@ class Findings:
 
     def raise_all(self) -> None:
         """Raise `ConformanceError` if any promise is broken."""
-        lines = [f"{self._what} breaks {len(self.broken)} of its promises:"]
+        lines = [f"{self._subject} breaks {len(self.broken)} of its promises:"]
         for promise, texts in self.broken.items():
             more = f" (and {len(texts) - _MOST_BROKEN} more)" if len(texts) > _MOST_BROKEN else ""
             lines += [f"- It {promise}. No:{more}", *(f"    {text}" for text in texts[:_MOST_BROKEN])]
@@ -283,14 +283,14 @@ def _check_described(info: ArrayInfo, expected: Array) -> None:
     expect(info.shape == expected.shape, f"shape of {info} is {info.shape}, expected {expected.shape}")
     expect(info.dtype == native.name, f"dtype of {info} is {info.dtype!r}, expected {native.name!r}, NumPy's name")
     expect(info.dataset.startswith("/"), f"the name {info.dataset!r} does not begin with '/'")
-    for what, cells in (("chunks", info.chunks), ("shards", info.shards)):
+    for name, cells in (("chunks", info.chunks), ("shards", info.shards)):
         fits = cells is None or (len(cells) == len(info.shape) and all(type(n) is int and n > 0 for n in cells))
-        expect(fits, f"{what} of {info} are {cells}, expected None or a positive length for each of {len(info.shape)} axes")
+        expect(fits, f"{name} of {info} are {cells}, expected None or a positive length for each of {len(info.shape)} axes")
     try:
-        again = ArrayInfo.from_json(info.to_json())
+        copy = ArrayInfo.from_json(info.to_json())
     except (TypeError, ValueError) as error:
         raise ConformanceError(f"what is known of {info} cannot be sent to another rank: {error}") from None
-    expect(again.to_json() == info.to_json(), f"what is known of {info} is another after JSON")
+    expect(copy.to_json() == info.to_json(), f"what is known of {info} is another after JSON")
 
 
 def _regions(shape: tuple[int, ...], chunks: tuple[int, ...] | None = None, most: int | None = None) -> list[Region]:
@@ -310,9 +310,9 @@ def _make_regions(shape: tuple[int, ...], chunks: tuple[int, ...] | None) -> Ite
     for axis, (n, cell) in enumerate(zip(shape, cells, strict=True)):
         edges = sorted({0, 1, cell - 1, cell, cell + 1, 2 * cell, n - 1, n} & set(range(n + 1)))
         for k, (a, b) in enumerate([*itertools.pairwise(edges), *zip(edges, edges[2:], strict=False)]):
-            other = [(0, m) if k % 2 else (m // 3, m // 3 + 1) for m in shape]
-            other[axis] = (a, b)
-            yield Region(tuple(a for a, _ in other), tuple(b for _, b in other))
+            bounds = [(0, m) if k % 2 else (m // 3, m // 3 + 1) for m in shape]
+            bounds[axis] = (a, b)
+            yield Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
         nothing = [(0, m) for m in shape]
         nothing[axis] = (n // 2, n // 2)
         yield Region(tuple(a for a, _ in nothing), tuple(b for _, b in nothing))
@@ -344,22 +344,23 @@ def _read(source: Source, region: Region, fill: int = _FILLS[0]) -> Array:
 def _compare(info: ArrayInfo, region: Region, found: Array, expected: Array) -> None:
     """Compare bit by bit: equal NaNs are the same, and -0.0 is not 0.0."""
     native: Any = native_dtype(expected.dtype)
-    here: Any = (*region.slices(), ...)
-    right = expected[here].astype(native, order="C")
+    index: Any = (*region.slices(), ...)
+    right = expected[index].astype(native, order="C")
     expect(found.shape == right.shape, f"{region} of {info} has shape {found.shape}, expected {right.shape}")
     if found.tobytes() == right.tobytes():
         return
     bits = [np.frombuffer(values.tobytes(), f"V{right.itemsize}") for values in (found, right)]
-    wrong = np.flatnonzero(bits[0] != bits[1])
-    first = tuple(int(k) for k in np.unravel_index(wrong[0], right.shape))
-    at, value = tuple(a + k for a, k in zip(region.start, first, strict=True)), found[first]
+    differing = np.flatnonzero(bits[0] != bits[1])
+    first = tuple(int(k) for k in np.unravel_index(differing[0], right.shape))
+    element, value = tuple(a + k for a, k in zip(region.start, first, strict=True)), found[first]
     hint, places = "", np.argwhere(expected.astype(native) == value)
     if any(value.tobytes() == bytes([fill]) * right.itemsize for fill in _FILLS):
         hint = " (nothing was written there)"
     elif len(places):
         hint = f" (that value belongs at {tuple(places[0].tolist())})"
     raise ConformanceError(
-        f"{region} of {info} has {len(wrong)} wrong values of {right.size}: at {at} is {value}, expected {right[first]}{hint}"
+        f"{region} of {info} has {len(differing)} wrong values of {right.size}: at {element} is {value}, expected "
+        f"{right[first]}{hint}"
     )
 
 
@@ -373,12 +374,12 @@ def _check_refusals(source: Source, expected: Array) -> None:
         return
     whole, locked = Region.whole(shape), np.empty(shape, dtype)
     locked.flags.writeable = False
-    other = np.empty(shape, "u2" if dtype.itemsize != 2 else "u4")
-    buffers = {"of another type": other, "with an axis more": np.empty((*shape, 2), dtype), "locked": locked}
+    mistyped = np.empty(shape, "u2" if dtype.itemsize != 2 else "u4")
+    buffers = {"of another type": mistyped, "with an axis more": np.empty((*shape, 2), dtype), "locked": locked}
     if shape:
         buffers["that is one element short"] = np.empty((shape[0] - 1, *shape[1:]), dtype)
-    for what, buffer in buffers.items():
-        _expect_value_error(partial(source.read_into, whole, buffer), f"a buffer {what} for {whole} of {info}")
+    for flaw, buffer in buffers.items():
+        _expect_value_error(partial(source.read_into, whole, buffer), f"a buffer {flaw} for {whole} of {info}")
     if max(shape, default=0) > 1:
         strided = np.full((*shape[:-1], 2 * shape[-1] + 1), 77).astype(dtype)[..., :-1:2]
         with contextlib.suppress(ValueError):  # a ValueError is right, and so are right values
@@ -386,14 +387,14 @@ def _check_refusals(source: Source, expected: Array) -> None:
             _compare(info, whole, strided, expected)
 
 
-def _expect_value_error(call: Callable[[], None], what: str) -> None:
+def _expect_value_error(call: Callable[[], None], refused: str) -> None:
     try:
         call()
     except ValueError:
         return
     except Exception as error:
-        raise ConformanceError(f"{type(error).__name__} instead of ValueError for {what}: {error}") from None
-    raise ConformanceError(f"no error for {what}: call `shardload.formats.check_request` first")
+        raise ConformanceError(f"{type(error).__name__} instead of ValueError for {refused}: {error}") from None
+    raise ConformanceError(f"no error for {refused}: call `shardload.formats.check_request` first")
 
 
 def _check_expected(source: Source, expected: Array) -> None:
@@ -521,11 +522,11 @@ def _check_listing(file_format: Format, path: str, names: Mapping[str, str], arr
     for name, dataset in names.items():
         expect(listed[dataset].path == path, f"the path of '{dataset}' is {listed[dataset].path!r}, expected {path!r}")
         _check_described(listed[dataset], arrays[name])
-    again = [info.to_json() for info in _list(file_format, path)]
-    expect(again == [info.to_json() for info in infos], f"'{path}' is listed another way the second time")
+    second_listing = [info.to_json() for info in _list(file_format, path)]
+    expect(second_listing == [info.to_json() for info in infos], f"'{path}' is listed another way the second time")
     with file_format.open_file(path) as file:
-        few = file.sketch(most=1, like=next(iter(names.values())))
-    expect(len(few) == min(2, len(infos)), f"{len(few)} arrays of '{path}' are listed with most=1, of {len(infos)}")
+        sketched = file.sketch(most=1, like=next(iter(names.values())))
+    expect(len(sketched) == min(2, len(infos)), f"{len(sketched)} arrays of '{path}' are listed with most=1, of {len(infos)}")
 
 
 def _check_other_names(file_format: Format, path: str, names: Mapping[str, str]) -> None:
@@ -538,15 +539,15 @@ def _check_other_names(file_format: Format, path: str, names: Mapping[str, str])
             raise ConformanceError(f"'{name}' in '{path}' can be opened, and was never written")
 
 
-def _check_claims(file_format: Format, files: _Files, own: str) -> None:
-    expect(file_format.claims_path(own), f"'{own}' is not claimed")
-    renamed = _copy(own, f"{files.path()}.bin")
-    expect(file_format.claims_path(renamed), f"'{own}' is not claimed under the name '{renamed}'")
-    head = b"" if os.path.isdir(own) else Path(own).read_bytes()[:4]
-    for what, content in _FOREIGN.items():
+def _check_claims(file_format: Format, files: _Files, own_path: str) -> None:
+    expect(file_format.claims_path(own_path), f"'{own_path}' is not claimed")
+    renamed = _copy(own_path, f"{files.path()}.bin")
+    expect(file_format.claims_path(renamed), f"'{own_path}' is not claimed under the name '{renamed}'")
+    head = b"" if os.path.isdir(own_path) else Path(own_path).read_bytes()[:4]
+    for kind, content in _FOREIGN.items():
         if not head or content[:4] != head:
             Path(path := files.path()).write_bytes(content)
-            expect(not file_format.claims_path(path), f"{what} is claimed")
+            expect(not file_format.claims_path(path), f"{kind} is claimed")
     os.mkdir(empty := files.path())
     expect(not file_format.claims_path(empty), "an empty folder is claimed")
     expect(not file_format.claims_path(files.path()), "a path where nothing is is claimed")
@@ -594,7 +595,7 @@ def _check_cut(files: _Files) -> None:
             _check_damaged(files, cut, names["a"], values, f"'{part}' cut to {nbytes} of {size} bytes")
 
 
-def _check_damaged(files: _Files, cut: str, name: str, values: Array, what: str) -> None:
+def _check_damaged(files: _Files, cut: str, name: str, values: Array, damage: str) -> None:
     """Right values are fine, and so are errors that become a SourceError."""
     try:
         if files.format.claims_path(cut):
@@ -602,15 +603,15 @@ def _check_damaged(files: _Files, cut: str, name: str, values: Array, what: str)
                 whole = Region.whole(source.info.shape)
                 _compare(source.info, whole, _read(source, whole), values)
     except ConformanceError as error:
-        raise ConformanceError(f"{what}: {error}, without an error") from None
+        raise ConformanceError(f"{damage}: {error}, without an error") from None
     except BaseException as error:
-        told = f"{what}: {type(error).__name__}: {error}"
+        text = f"{damage}: {type(error).__name__}: {error}"
         is_sound = isinstance(error, KeyError) and error.args == (name,)
-        expect(not is_sound, f"{told}, which says that the file is sound and has no such array")
-        expect(not isinstance(error, MemoryError | RecursionError), f"{told}, so damage takes all memory")
-        expect(isinstance(error, Exception), f"{told}, which ends the program")
+        expect(not is_sound, f"{text}, which says that the file is sound and has no such array")
+        expect(not isinstance(error, MemoryError | RecursionError), f"{text}, so damage takes all memory")
+        expect(isinstance(error, Exception), f"{text}, which ends the program")
         is_other = isinstance(error, ShardloadError) and not isinstance(error, SourceError)
-        expect(not is_other, f"{told}, instead of SourceError")
+        expect(not is_other, f"{text}, instead of SourceError")
 
 
 def _check_missing(files: _Files, write_missing: WriteMissing) -> None:
@@ -621,5 +622,5 @@ def _check_missing(files: _Files, write_missing: WriteMissing) -> None:
         for region in _regions(info.shape, info.chunks):
             _compare(info, region, _read(source, region), values)
             meeting = {index for index in indices if region.size and (not index or _cell(info, index).intersect(region))}
-            told = {tuple(index) for index in source.missing(region)}
-            expect(told == meeting, f"missing({region}) of {info} is {sorted(told)}, expected {sorted(meeting)}")
+            reported = {tuple(index) for index in source.missing(region)}
+            expect(reported == meeting, f"missing({region}) of {info} is {sorted(reported)}, expected {sorted(meeting)}")
