@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import threading
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,10 +51,14 @@ def open_remote(url: str, options: Mapping[str, Any] | None = None) -> RemoteFol
 
 
 class _Piece:
-    """A part of an object that was asked for: where it is, and how many of its bytes will still be read."""
+    """A part of an object that was asked for: where it is, and how many of its bytes will still be read. Where several have the
+    same bytes, those of the first one, by its number, are read.
+    """
+
+    _numbers = itertools.count()
 
     def __init__(self, start: int, stop: int, left: int, answer: Future[Answer]) -> None:
-        self.start, self.stop, self.left, self.answer = start, stop, left, answer
+        self.start, self.stop, self.left, self.answer, self.number = start, stop, left, answer, next(self._numbers)
 
 
 class RemoteObject:
@@ -76,6 +82,7 @@ class RemoteObject:
         self._kept = 0, np.empty(0, dtype=np.uint8)  # where bytes begin that came with the first answer, and these
         self._lock = threading.Lock()  # of what was fetched ahead: pieces, and ranges that wait for those that follow
         self._pieces, self._waiting = list[_Piece](), list[tuple[Ints, Ints]]()
+        self._longest_nbytes = 0  # no piece is longer
 
     @property
     def is_closed(self) -> bool:
@@ -159,7 +166,7 @@ class RemoteObject:
         if lacking:
             offsets, sizes = (np.array([request[k] for request in lacking], dtype=np.int64) for k in (2, 1))
             pieces = self._fetch(offsets, sizes)
-            found += _in_pieces(pieces, lacking)[0]
+            found += _in_pieces(pieces, lacking, PIECE_NBYTES)[0]
         for piece, begin, n, offset in found:
             data, _ = piece.answer.result()
             memory[begin : begin + n] = data[offset - piece.start : offset - piece.start + n]
@@ -167,7 +174,7 @@ class RemoteObject:
 
     def _found(self, requests: Sequence[tuple[int, int, int]]) -> tuple[list[_Part], list[tuple[int, int, int]]]:
         with self._lock:
-            return _in_pieces(self._pieces, requests) if self._pieces else ([], list(requests))
+            return _in_pieces(self._pieces, requests, self._longest_nbytes) if self._pieces else ([], list(requests))
 
     def _fetch(self, offsets: Ints, sizes: Ints) -> list[_Piece]:
         client, pin = self._open, self.pin
@@ -183,7 +190,9 @@ class RemoteObject:
         wanted = [*waited, *wanted]
         if self._client is None or not wanted:
             return
-        offsets, sizes = map(np.concatenate, zip(*wanted, strict=True))
+        offsets, sizes = self._not_held(*map(np.concatenate, zip(*wanted, strict=True)))
+        if not len(offsets):
+            return
         pieces = plan_pieces(offsets, sizes)
         start, stop, _ = pieces[-1]
         if has_more and stop - start < PIECE_NBYTES and not any((offsets == start).any() for offsets, _ in waited):  # once
@@ -195,8 +204,20 @@ class RemoteObject:
         if len(offsets):
             fetched = self._fetch(offsets, sizes)
             with self._lock:
+                self._longest_nbytes = max(self._longest_nbytes, *(piece.stop - piece.start for piece in fetched))
                 self._pieces = sorted([*self._pieces, *fetched], key=lambda piece: piece.start)
             ahead().add(sum(piece.stop - piece.start for piece in fetched))
+
+    def _not_held(self, offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
+        """Of ranges that will be read what no piece has. The pieces that have the others will be read once more."""
+        requests = [(0, size, offset) for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+        with self._lock:
+            if not self._pieces:
+                return offsets, sizes
+            held, lacking = _in_pieces(self._pieces, requests, self._longest_nbytes)
+            for piece, _, n, _ in held:
+                piece.left += n
+        return np.array([offset for _, _, offset in lacking], np.int64), np.array([n for _, n, _ in lacking], np.int64)
 
     def _let_go(self, found: list[_Part]) -> None:
         """Of pieces that were fetched ahead, count what was read, and forget those of which all was."""
@@ -226,7 +247,7 @@ _Part = tuple[_Piece, int, int, int]  # where in memory, how many bytes, from wh
 
 
 def _in_pieces(
-    pieces: list[_Piece], requests: Sequence[tuple[int, int, int]]
+    pieces: list[_Piece], requests: Sequence[tuple[int, int, int]], longest_nbytes: int
 ) -> tuple[list[_Part], list[tuple[int, int, int]]]:
     """What pieces, which are sorted, have of some requests (where in memory, bytes, offset), and what they lack."""
     found, lacking = list[_Part](), list[tuple[int, int, int]]()
@@ -234,14 +255,28 @@ def _in_pieces(
     for begin, length, offset in requests:
         done = 0
         while done < length:
-            k = bisect_right(starts, offset + done) - 1
-            if k < 0 or pieces[k].stop <= offset + done:
-                lacking.append((begin + done, length - done, offset + done))
-                break
-            n = min(length, pieces[k].stop - offset) - done
-            found.append((pieces[k], begin + done, n, offset + done))
+            at = offset + done
+            k = bisect_right(starts, at)
+            n = min(length - done, starts[k] - at if k < len(starts) else length)
+            first_that_may = bisect_right(starts, at - longest_nbytes)
+            having = [piece for piece in pieces[first_that_may:k] if piece.stop > at]
+            if having:
+                piece = min(having, key=lambda piece: piece.number)
+                n = min(n, piece.stop - at)
+                found.append((piece, begin + done, n, at))
+            else:
+                lacking.append((begin + done, n, at))
             done += n
     return found, lacking
+
+
+@dataclass
+class _Fetched:
+    """A whole object that was asked for: about how many bytes it has, and how often it will still be read."""
+
+    answer: Future[Answer]
+    nbytes: int
+    left: int = 1
 
 
 class RemoteFolder:
@@ -250,7 +285,7 @@ class RemoteFolder:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.name = client.name("")
-        self._lock, self._ahead = threading.Lock(), dict[str, tuple[Future[Answer], int]]()
+        self._lock, self._ahead = threading.Lock(), dict[str, _Fetched]()
         self._is_told, self._early = False, set[str]()  # what was read before it was fetched ahead is not fetched again
 
     def object(self, pin: Pin | tuple[int, str] | None = None) -> RemoteObject:
@@ -275,12 +310,19 @@ class RemoteFolder:
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
         """See `ObjectFolder`. Small objects take one request each, without a range."""
+        read, nbytes = list[tuple[str, _Fetched | None]](), 0
         with self._lock:
-            held = [(key, *self._ahead.pop(key, (None, 0))) for key in keys]
-            if self._is_told:
-                self._early.update(key for key, answer, _ in held if answer is None)
-        asked = [(key, self._ask(key, most_nbytes) if answer is None else answer) for key, answer, _ in held]
-        ahead().add(-sum(nbytes for _, _, nbytes in held))
+            for key in keys:
+                fetched = self._ahead.get(key)
+                read.append((key, fetched))
+                if fetched is not None:
+                    fetched.left -= 1
+                    if not fetched.left:
+                        nbytes += self._ahead.pop(key).nbytes
+                elif self._is_told:
+                    self._early.add(key)
+        asked = [(key, self._ask(key, most_nbytes) if fetched is None else fetched.answer) for key, fetched in read]
+        ahead().add(-nbytes)
         return [self._content(key, answer) for key, answer in asked]
 
     def expect(self, keys: Iterator[str], most_nbytes: int, nbytes: int) -> None:
@@ -294,16 +336,21 @@ class RemoteFolder:
         """Nobody will read what was fetched ahead of keys that begin so."""
         with self._lock:
             held = [self._ahead.pop(key) for key in list(self._ahead) if key.startswith(prefix)]
-        ahead().add(-sum(nbytes for _, nbytes in held))
+        ahead().add(-sum(fetched.nbytes for fetched in held))
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Wanted`: keys, the most bytes of each, and about how many it has."""
+        n_more = 0
         with self._lock:
             wanted, told = [what for what in wanted if what[0] not in self._early], {key for key, _, _ in wanted}
             self._early -= told
             for key, most_nbytes, nbytes in wanted:
-                self._ahead[key] = self._ask(key, most_nbytes), nbytes
-        ahead().add(sum(nbytes for _, _, nbytes in wanted))
+                if key in self._ahead:  # a stream may need it in two rounds
+                    self._ahead[key].left += 1
+                else:
+                    self._ahead[key] = _Fetched(self._ask(key, most_nbytes), nbytes)
+                    n_more += nbytes
+        ahead().add(n_more)
 
     def _ask(self, key: str, most_nbytes: int) -> Future[Answer]:
         """All of an object, or of one that may be large its first piece."""
@@ -325,7 +372,7 @@ class RemoteFolder:
     def __del__(self) -> None:
         with suppress(RemoteError):  # after a fork
             if held := vars(self).get("_ahead"):  # else it was never made, or has nothing
-                ahead().add(-sum(nbytes for _, nbytes in held.values()))
+                ahead().add(-sum(fetched.nbytes for fetched in held.values()))
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
         """Small objects, each with its version, or why it cannot be read; None of one that is not there. One request each."""

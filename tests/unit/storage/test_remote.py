@@ -136,6 +136,41 @@ def test_what_is_expected_is_fetched_once_in_large_pieces(order, size):
         stored.close()
 
 
+def test_what_is_read_in_another_order_and_again_leaves_nothing():
+    """As a shuffled stream reads it. Wrong if bytes that lie in two pieces, because gaps are closed, or because they are read
+    twice, were read of the one and counted in the other: pieces would stay, until nothing is fetched ahead any more.
+    """
+    data, generator = VALUES.tobytes() * 2, np.random.default_rng(1)
+    chunks = chunks_of(len(data), 16 << 10)
+    order = [*generator.permutation(len(chunks)), *generator.permutation(len(chunks))]
+    again = [k for number in order for k in ([number, number - 1] if number % 5 == 0 else [number])]
+    with ObjectServer({"run.h5": data}) as server:
+        stored = open_remote(f"{server.url}/run.h5").object()
+        assert stored.nbytes == len(data)
+        server.clear()
+        before = ahead()._nbytes
+        expected(stored, [chunks[k] for k in again])
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda k: read(stored, *chunks[k]) == data[chunks[k][0] : sum(chunks[k])], again))
+        assert all(found)
+        assert ahead()._nbytes == before and not stored._pieces
+        assert sum(r.nbytes for r in server.gets()) < 1.1 * sum(chunks[k][1] for k in again)
+        stored.close()
+
+
+def test_an_object_that_is_read_twice_is_fetched_once_while_it_is_here():
+    """Wrong if the second request took the place of the first, so that its bytes were counted for ever."""
+    objects = {f"s/{k}": bytes([k]) * 1000 for k in range(20)}
+    keys = [f"{k}" for k in (*range(20), *range(10), 3, 3)]
+    with ObjectServer(dict(objects)) as server:
+        folder, before = open_remote(f"{server.url}/s"), ahead()._nbytes
+        folder.expect(iter(keys), 1000, 1 << 20)
+        for key in keys:
+            (content,) = folder.read_many([key], 1000)
+            assert bytes(content) == objects[f"s/{key}"]
+        assert ahead()._nbytes == before and not folder._ahead
+
+
 def test_small_gaps_are_fetched_too_while_they_are_few(server):
     stored = open_remote(f"{server.url}/bucket/run.h5").object()
     chunks = [(0, 400_000), (401_000, 400_000), (900_000, 1_000_000), (15_000_000, 1_000_000)]
