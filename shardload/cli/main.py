@@ -243,7 +243,7 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
 @app.command("bench-stream")
 @takes(
     *("dataset", "along", "batch", "window", "shuffle", "pool", "prefetch", "border", "gaps", "select", "dtype", "decode"),
-    *("pad", "readers", "staging", "missing", "allow_external", "allow_filters", "untrusted"),
+    *("pad", "readers", "staging", "missing", "allow_external", "allow_filters", "untrusted", "storage"),
     along=("0", "The axis of the steps: its name in the file, or its number."),
     batch=(8, "Samples of a batch."),
 )
