@@ -478,22 +478,31 @@ class StreamPlanner:
 
 
 def find_gaps(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ints:
-    """The steps before which a coordinate has a gap: it goes on by more than 1.5 times the median, or back.
+    """The steps before which a coordinate has a gap: it goes on by more than 1.5 times the median, or back. There is one before
+    and behind a missing value (NaN), too.
 
         time      0   6  12  18  48  54
                                 ^ a gap: 30, where most differences are 6
 
     >>> find_gaps(np.array([0.0, 6, 12, 18, 48, 54])), find_gaps(np.array([3.0, 2, 1, 2]))
     (array([4]), array([3]))
+    >>> find_gaps(np.array([0.0, 6, np.nan, 18, 24]))
+    array([2, 3])
     """
     if len(values) < 2:
         return np.empty(0, dtype=np.int64)
     differences = np.diff(values)
-    median = np.median(differences)
+    median = _usual(differences)
     if not median or not np.isfinite(median):  # it counts nothing
         return np.empty(0, dtype=np.int64)
     is_regular = (differences / median > 0) & (differences / median <= _LONGEST)
     return np.flatnonzero(~is_regular) + 1
+
+
+def _usual(differences: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """The median of those that are known; 0 if none is."""
+    known = differences[~np.isnan(differences)]
+    return float(np.median(known)) if len(known) else 0.0
 
 
 def gaps_in(array: StreamArray, is_error: bool) -> Ints:
@@ -511,7 +520,7 @@ def gaps_in(array: StreamArray, is_error: bool) -> Ints:
         more = f", and {len(gaps) - 1} more gaps" if len(gaps) > 1 else ""
         raise ConfigError(
             f"{name!r} of {info} has a gap between steps {k - 1} and {k} of the selection: it goes from {values[k - 1]:.12g} "
-            f"to {values[k]:.12g}, and by {np.median(np.diff(values)):.12g} from most steps to the next{more}. Pass "
+            f"to {values[k]:.12g}, and by {_usual(np.diff(values)):.12g} from most steps to the next{more}. Pass "
             "gaps='skip' to leave out the samples whose window reaches over one, or gaps='ignore' if that is no matter"
         )
     return gaps

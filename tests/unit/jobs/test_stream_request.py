@@ -237,6 +237,24 @@ def test_a_gap_is_counted_from_the_selection(path: str) -> None:
     assert len(stream(path, select={"time": slice(GAP, None)}, window=(0, 1)).order()) == N_STEPS - GAP - 1
 
 
+def test_a_step_without_a_time_is_a_gap(tmp_path: Path) -> None:
+    """Wrong if a missing time, which has no distance to others, made all gaps go unseen."""
+    time = np.arange(20.0)
+    time[12:] += 30
+    time[5] = -999
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["time"], file["x"] = time, np.arange(20, dtype="f4")
+        file["time"].attrs["_FillValue"] = -999.0
+        file["time"].make_scale("time")
+        file["x"].dims[0].attach_scale(file["time"])
+    name = str(tmp_path / "a.h5")
+    how = {"dataset": "x", "along": "time", "window": (0, 1), "batch": 1}
+    with pytest.raises(ConfigError, match=r"between steps 4 and 5 .* from 4 to nan, and by 1 from most .* and 2 more gaps"):
+        stream(name, spec=P(), **how)
+    found = stream(name, spec=P(), gaps="skip", **how).order().tolist()
+    assert found == [*range(4), *range(6, 11), *range(12, 19)]
+
+
 def test_leaves_make_one_window(path: str) -> None:
     """Wrong if only the windows of single leaves were looked at: here none has two steps."""
     two = {"x": "t", "y": "t"}
