@@ -31,6 +31,8 @@ _OURS = frozenset({"profile", "requests", "store"})
 # A body may take as long as it moves: the time-out is for one read of it. (7 days stand for none.)
 _TIMEOUTS = {"timeout": "7 days", "read_timeout": "30 s", "connect_timeout": "10 s"}
 _NO_RETRIES = {"max_retries": 0, "retry_timeout": timedelta(0)}  # `client` does it, for bodies and with one count
+_ENDPOINT = re.compile(r"(aws_|azure_|azure_storage_)?endpoint(_url)?(_s3)?", re.IGNORECASE)
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _OF_PROFILE = {
     "access_key_id": "aws_access_key_id",
     "secret_access_key": "aws_secret_access_key",
@@ -134,7 +136,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
     bucket, _, key = rest.partition("/")
     if kind == "S3Store":
         config = _with_profile(config, ours.get("profile"))
-    for endpoint in (url, str(config.get("endpoint", config.get("aws_endpoint", "")))):
+    for endpoint in (url, *_endpoints(config, kind)):
         if endpoint.startswith("http://"):  # the caller said so
             client.setdefault("allow_http", True)
     failed = ""
@@ -165,6 +167,22 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
     if failed:
         raise ConfigError(f"'{without_secrets(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
     return store, key.strip("/"), without_secrets(url), requests
+
+
+def _endpoints(config: Mapping[str, Any], kind: str) -> list[str]:
+    """The addresses of servers that options name; of S3 without any, those of environment variables. ConfigError for what is no
+    address, at which obstore panics.
+    """
+    said = {f"storage's {name!r}": str(value) for name, value in config.items() if _ENDPOINT.fullmatch(name)}
+    if kind == "S3Store" and not said:
+        said = {name: os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ}
+    for name, value in said.items():
+        if not re.match(r"https?://[^/\s]", value):
+            raise ConfigError(
+                f"{name} is no address of a server: it must begin with 'https://' or 'http://', as 'https://minio.example.org' "
+                "does"
+            )
+    return list(said.values())
 
 
 def _count(value: Any) -> int:
@@ -218,7 +236,7 @@ def _with_profile(config: dict[str, Any], profile: str | None) -> dict[str, Any]
 
     A profile that is asked for in `profile` or AWS_PROFILE must be there. Roles and single sign-on are not followed.
     """
-    given = {name.removeprefix("aws_") for name in config}
+    given = {"endpoint" if _ENDPOINT.fullmatch(name) else name.lower().removeprefix("aws_") for name in config}
     is_signed = not _is_true(config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE", False)))
     has_keys = "access_key_id" in given or "credential_provider" in given or (not profile and "AWS_ACCESS_KEY_ID" in os.environ)
     asked = profile or os.environ.get("AWS_PROFILE")
@@ -247,7 +265,7 @@ def _with_profile(config: dict[str, Any], profile: str | None) -> dict[str, Any]
         )
     for option, key in _OF_PROFILE.items():
         of_keys = key.startswith("aws_")
-        in_environment = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT", "AWS_ENDPOINT_URL")}
+        in_environment = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": _ENDPOINT_VARIABLES}
         is_said = option in given or any(name in os.environ for name in in_environment.get(option, ()))
         if key in found and not is_said and not (of_keys and (has_keys or not is_signed)):
             config = {**config, option: found[key]}

@@ -353,12 +353,45 @@ def test_no_keys(server, monkeypatch):
         ("s3:///a", {}, "names no bucket"),
         ("https://me:TOP@host/a", {}, "has a user or password in it"),
         ("https://host/a", {"region": "TOP"}, "which an HTTP server has not"),
+        # Not what Rust says, which ends the thread, and is no `Exception`.
+        ("s3://bucket/a", {"endpoint": "TOP.example.org:9000"}, "storage's 'endpoint' is no address.* begin with 'https://'"),
+        ("s3://bucket/a", {"AWS_ENDPOINT_URL": "https://"}, "storage's 'AWS_ENDPOINT_URL' is no address"),
     ],
 )
 def test_options_that_are_wrong(url, options, said):
     with pytest.raises(ConfigError, match=said) as caught:
         open_remote(url, options)
     assert "TOP" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("name", ["endpoint", "endpoint_url", "aws_endpoint", "AWS_ENDPOINT_URL"])
+def test_an_endpoint_without_tls(server, monkeypatch, tmp_path, name):
+    """Wrong if the scheme counted in one spelling of the option alone, or not in the environment: `the connection failed`."""
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    (tmp_path / "config").write_text("[default]\nendpoint_url = https://nosuch.invalid\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    options = {**server.storage, name: server.url}
+    if name != "endpoint":
+        del options["endpoint"]
+    assert open_remote("s3://bucket/run.h5", options).object().nbytes == len(DATA)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_in_the_environment(server, monkeypatch, name):
+    options = {key: value for key, value in server.storage.items() if key != "endpoint"}
+    monkeypatch.setenv(name, server.url)
+    assert open_remote("s3://bucket/run.h5", options).object().nbytes == len(DATA)
+    monkeypatch.setenv(name, "TOP.example.org")
+    with pytest.raises(ConfigError, match=f"^{name} is no address of a server") as caught:
+        open_remote("s3://bucket/run.h5", options)
+    assert "TOP" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "more"), [("s3://buc ket/a", {}), ("s3://bucket/a", {"access_key_id": "a\n"})])
+def test_a_panic_of_obstore_is_an_error_of_this_rank(server, url, more):
+    """Wrong if it left as what Rust raises, which no rank agrees on: the others would wait for this one."""
+    with pytest.raises(RemoteError, match="cannot be read: obstore gives up"):
+        open_remote(url, {**server.storage, **more}).object().pin  # noqa: B018
 
 
 def test_profiles(server, monkeypatch, tmp_path):
