@@ -195,7 +195,7 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
             except (KeyError, RuntimeError, ValueError) as error:
                 raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
             continue
-        told = f"'{_shown(here)}' in '{file.file.filename}' is a link to"
+        told = f"'{_shown(here)}' in '{file.name or file.file.filename}' is a link to"
         if kind == h5py.h5l.TYPE_SOFT:
             link, inside = f"{told} '{_shown(target)}'", target
             at, here = (file.file.id, b"") if target.startswith(b"/") else (at, here[: -len(part) - 1])

@@ -268,7 +268,7 @@ class OpenFacts:
     Attributes
     ----------
     name : str
-        What tells it from others of the same `state`.
+        What tells it from others of the same `state`: its path, or URL; "" for one of an image.
     among : OpenParts or None
         What this file is a part of: its own parts are kept there, too, so that one number limits all.
     opened_in : tuple of int or None

@@ -245,6 +245,7 @@ def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = DATA
         file["link"] = h5py.ExternalLink("x.h5", "x")
+        file["lost"] = h5py.SoftLink("/nowhere")
         layout = h5py.VirtualLayout(SHAPE, "f4")
         layout[...] = h5py.VirtualSource("x.h5", "x", SHAPE)
         file.create_virtual_dataset("v", layout)
@@ -256,9 +257,11 @@ def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
     for name, said in {
         "v": "cannot be loaded: it holds values of other files .* Load each by its own URL",
         "link": "'x' in 'x.h5'; load that object by its own URL",
+        "lost": f"^'/lost' in '{url}' is a link to '/nowhere', which cannot be opened .* Restore the target",
     }.items():
-        with pytest.raises(SourceError, match=said):
+        with pytest.raises(SourceError, match=said) as caught:
             find_array(url, name, Access(allow_external=True))
+        assert " object at 0x" not in str(caught.value)  # Python's text of what HDF5 reads from
     assert {info.dataset: info.refused is None for info in list_arrays(url)} == {"/x": True, "/v": False}
     for key, said in {
         "cut.h5": "shorter than its own header says",
