@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,32 @@ def test_copies(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
             np.testing.assert_array_equal(copied[name][...], file[name][...])
         assert dict(copied["t2m"].attrs)["scale_factor"] == 0.5 and copied["t2m"].dims[0][0].name == "/time"
     assert {r.client for r in asked if r.first < 512} == {"rank 0"}
+
+
+def test_what_is_signed_stays_secret(comm: Any, shared: Shared, shared_tmp_path: Path, monkeypatch: Any) -> None:
+    """Wrong if the signature of a URL were in a warning, or in what a copy that may be resumed keeps on disk."""
+    from shardload.storage.new_folder import NewFolder
+
+    def make(file: h5py.File) -> None:
+        filled(chunks=CHUNKS)(file)
+        file[NAME.rpartition("/")[0]]["names"] = ["x", "y"]
+
+    url = f"{shared.write('signed.h5', make)[0]}?X-Amz-Signature=TOPSECRET"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shardload.load_dataset(f"{url}:/{NAME.strip('/').partition('/')[0]}", mesh_of(), storage=shared.of_http)
+    told = " ".join(comm.allgather(" ".join(str(warning.message) for warning in said)))
+    assert "signed.h5': left out, because they hold no numbers: /group/names" in told and "TOPSECRET" not in told
+
+    kept: list[bytes] = []
+    create = NewFolder.create
+
+    def noted(folder: NewFolder) -> str:
+        place = create(folder)
+        kept.extend(path.read_bytes() for path in Path(place).iterdir() if path.is_file())
+        return place
+
+    monkeypatch.setattr(NewFolder, "create", noted)
+    shardload.copy(url, str(shared_tmp_path / "out.zarr"), dataset=None, storage=shared.of_http)
+    on_disk = b"".join(b"".join(each) for each in comm.allgather(kept))
+    assert b"/b/signed.h5" in on_disk and b"TOPSECRET" not in on_disk

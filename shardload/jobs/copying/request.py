@@ -90,7 +90,7 @@ class CopyRequest:
         options = Options.check(**{"verify": CHECKSUM} | {name: given.pop(name) for name in _OF_CALL if name in given})
         if options.verify == FILE:
             raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
-        dataset, unlimited = given.get("dataset", ()), given.get("unlimited", ())
+        dataset, unlimited = (() if given.get(name) is None else given[name] for name in ("dataset", "unlimited"))
         given["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset)
         given["unlimited"] = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
         for name in given["dataset"]:
@@ -175,7 +175,7 @@ def describe(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
     """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
     path = split_path(request.source)[0]
     about = {
-        "the source": os.path.realpath(path) if "://" not in path else path,
+        "the source": os.path.realpath(path) if "://" not in path else without_secrets(path),
         "the format": format_for(request.target, request.format),
         "the digest of attributes of groups": _digest(sorted(groups.items(), key=str)),
     }

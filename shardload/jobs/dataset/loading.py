@@ -148,7 +148,7 @@ def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any])
     }
     data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in others}
     if refused := [info.dataset for info in infos if info.refused]:
-        warn_once(f"'{path}': left out, because they hold no numbers: {some(refused)}", LeftOutWarning, 0)
+        warn_once(f"'{contents.path}': left out, because they hold no numbers: {some(refused)}", LeftOutWarning, 0)
     if not data:
         raise ConfigError(
             f"'{path}' has no data variables in its group '{group}/'; its arrays are {some(list(contents)) or 'none'}"
