@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from tests.mpi.servers import SharedServer
 from tests.mpi.sources import CHUNKS, NAME, netcdf4
-from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
+from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error, unit
 
 obstore = pytest.importorskip("obstore")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -203,3 +203,33 @@ def test_what_is_signed_stays_secret(comm: Any, shared: Shared, shared_tmp_path:
     shardload.copy(url, str(shared_tmp_path / "out.zarr"), dataset=None, storage=shared.of_http)
     on_disk = b"".join(b"".join(each) for each in comm.allgather(kept))
     assert b"/b/signed.h5" in on_disk and b"TOPSECRET" not in on_disk
+
+
+def test_files_that_the_query_of_a_url_names(shared: Shared) -> None:
+    """Wrong if they were taken for one file, because their URLs are alike without the query: a stream gave one for both."""
+    n, values = 4 * unit(), ramp((4 * unit(), 3))
+    for name, sign in (("one.h5", 1), ("two.h5", -1)):
+        shared.write(name, lambda file, sign=sign: file.create_dataset("x", data=sign * values, chunks=(2, 3)))
+    urls = {"x": f"{shared.url}/get?file=b/one.h5", "y": f"{shared.url}/get?file=b/two.h5"}
+    how = {"dataset": "x", "storage": shared.of_http}
+    expected = {"x": values, "y": -values}
+    for name, x in shardload.load(urls, mesh_of(), P("a"), **how).items():
+        check(x, expected[name], mesh_of(), P("a"))
+    stream = shardload.stream(urls, mesh_of(), P("a"), batch=n // 2, **how)
+    for k in range(2):
+        for name, x in stream[k].items():
+            check(x, expected[name][k * n // 2 : (k + 1) * n // 2], mesh_of(), P("a"), name)
+
+
+@pytest.mark.filterwarnings("ignore:not saved")
+def test_a_save_like_a_file_at_a_url(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
+    """Wrong if it were asked for without what `storage` says, as long as the new file is none at a URL itself."""
+    url, path = shared.write("run.nc", climate)
+    shared.asked()
+    with h5py.File(path) as file:
+        stored, units = file["t2m"][...], file["t2m"].attrs["scale_factor"]
+    out = shared_tmp_path / "new.nc"
+    shardload.save(out, {"t2m": stored}, like=f"{url}:/t2m", storage=shared.of_http)
+    assert {r.client for r in shared.asked()} == {"rank 0"}
+    with h5py.File(out) as file:
+        assert file["t2m"].attrs["scale_factor"] == units and file["t2m"].dims[0][0].name == "/time"

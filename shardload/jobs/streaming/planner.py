@@ -29,7 +29,7 @@ from shardload.jobs.loading.planner import (
     staging_for,
 )
 from shardload.jobs.loading.request import Request
-from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
+from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
 from shardload.options import OPTIONS
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Grid, plan_blocks
@@ -124,7 +124,7 @@ class LeafRequest:
     def key(self) -> tuple[Any, ...]:
         """Leaves with the same key are read together."""
         options = self.request.options
-        return self.info.path, self.info.dataset, self.selection, options.dtype, options.decode
+        return file_of(self.handle, self.info), self.info.dataset, self.selection, options.dtype, options.decode
 
     @property
     def cut(self) -> tuple[Any, ...]:
@@ -374,7 +374,7 @@ class StreamPlanner:
         n_steps, chunk = longest.n_steps, longest.chunk_steps
         block = min(block_steps(chunk, first, last), max(1, -(-n_steps // chunk)) * chunk)
         # Not a sum over `arrays`: whether leaves are read together follows from their specs.
-        parts = {(of.info.path, of.info.dataset, of.source.selection): of.stored_step_nbytes for of in arrays}
+        parts = {(file_of(of.handle, of.info), of.info.dataset, of.source.selection): of.stored_step_nbytes for of in arrays}
         step_nbytes = sum(parts.values())
         block_nbytes = block * step_nbytes
         if isinstance(sampling.pool, int):
