@@ -272,11 +272,12 @@ class StreamPlanner:
                 fix += f", or border='reread': no such window fits into a block of {order.block} steps"
             raise ConfigError(f"{order.n_steps} steps{of_window} have {n} samples, which make no batch of {batch}. {fix}")
         if plan.remainder == "error" and n % batch:
-            fits = [k for k in range(1, n + 1) if n % k == 0]
-            near = min(fits, key=lambda k: abs(k - batch))
+            n_parts = math.lcm(*(cut.shards.cuts[0] for array in plan.arrays for cut in array.cuts))
+            fits = [k for k in range(n_parts, n + 1, n_parts) if n % k == 0]
+            fix = f", or batch={min(fits, key=lambda k: abs(k - batch))}" if fits else ""
             raise ConfigError(
                 f"{n} samples are {n // batch} batches of {batch}, and {n % batch} are left, which remainder='error' forbids: "
-                f"pass remainder='drop' or 'pad', or batch={near}"
+                f"pass remainder='drop' or 'pad'{fix}"
             )
 
     def _staging(self, array: StreamArray) -> int:

@@ -175,15 +175,18 @@ def test_samples_that_do_not_divide_over_their_devices(path: str) -> None:
         import sys, jax, numpy as np, shardload
         from jax.sharding import Mesh, PartitionSpec as P
         mesh = Mesh(np.array(jax.devices()), ("data",))
-        for batch in (6, None):
+        for batch, n, remainder in ((8, 20, "error"), (8, 18, "error"), (6, 24, "drop"), (None, 24, "drop")):
+            how = {"batch": batch, "select": slice(n), "remainder": remainder}
             try:
-                shardload.stream(sys.argv[1], mesh, P("data"), dataset="t", batch=batch, pad=0.0)
+                shardload.stream(sys.argv[1], mesh, P("data"), dataset="t", pad=0.0, **how)
             except shardload.ConfigError as error:
                 print(error)
     """
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code, path], env=env, capture_output=True, text=True, timeout=100)
-    first, *others = done.stdout.splitlines()
+    left, odd, first, *others = done.stdout.splitlines()
+    assert left.endswith("pass remainder='drop' or 'pad', or batch=4"), "10 is nearer, and no multiple of 4"
+    assert odd.endswith("pass remainder='drop' or 'pad'")
     assert first == ("batch is 6, but P('data') cuts the samples of a batch into 4: pass a multiple of 4, such as batch=8"), (
         done.stderr
     )
