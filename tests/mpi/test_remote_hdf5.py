@@ -13,6 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
+from shardload.comm.group import Group
+from shardload.storage.new_folder import NewFolder
 from tests.mpi.servers import SharedServer
 from tests.mpi.sources import CHUNKS, NAME, netcdf4
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error, unit
@@ -177,8 +179,17 @@ def test_copies(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
 
 
 def test_what_is_signed_stays_secret(comm: Any, shared: Shared, shared_tmp_path: Path, monkeypatch: Any) -> None:
-    """Wrong if the signature of a URL were in a warning, or in what a copy that may be resumed keeps on disk."""
-    from shardload.storage.new_folder import NewFolder
+    """Wrong if the signature of a URL were in a warning, in the title of a call, which a rank that waits prints, or in what a
+    copy that may be resumed keeps on disk.
+    """
+    titles: list[str] = []
+    begin = Group.begin
+
+    def begun(group: Group, asked: Any, *arguments: Any) -> Any:
+        titles.append(f"{asked.title}: {asked}")
+        return begin(group, asked, *arguments)
+
+    monkeypatch.setattr(Group, "begin", begun)
 
     def make(file: h5py.File) -> None:
         filled(chunks=CHUNKS)(file)
@@ -203,6 +214,8 @@ def test_what_is_signed_stays_secret(comm: Any, shared: Shared, shared_tmp_path:
     shardload.copy(url, str(shared_tmp_path / "out.zarr"), dataset=None, storage=shared.of_http)
     on_disk = b"".join(b"".join(each) for each in comm.allgather(kept))
     assert b"/b/signed.h5" in on_disk and b"TOPSECRET" not in on_disk
+    shardload.load(url, like={"group": {"field": ramp(cube())}}, storage=shared.of_http)
+    assert {title.split()[0] for title in titles} >= {"load_dataset", "copy", "load"} and "TOPSECRET" not in " ".join(titles)
 
 
 def test_files_that_the_query_of_a_url_names(shared: Shared) -> None:

@@ -57,6 +57,7 @@ from shardload.planning.saving import plan_rows
 from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
 from shardload.planning.staging import RoundMemory, Staging, least_memory, least_staging, plan_memory, plan_staging
+from shardload.storage.remote import without_secrets
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
@@ -326,7 +327,7 @@ def copy(
         timeout=timeout,
         **trust,
     )
-    with begin_request("copy", f"copy of '{source}'", read, comm=comm) as (call, request):
+    with begin_request("copy", f"copy of '{without_secrets(str(source))}'", read, comm=comm) as (call, request):
         if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
             refuse_singletons()  # each would write the whole file
         sink, plan = _plan(call, request)

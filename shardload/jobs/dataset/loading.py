@@ -30,6 +30,7 @@ from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.labelled import import_xarray, to_xarray
 from shardload.options import OPTIONS, with_defaults
 from shardload.planning.selection import Near
+from shardload.storage.remote import without_secrets
 from shardload.system.caller import warn_once
 
 _OF_COORDINATES = ("bounds", "climatology")  # attributes of coordinates that name other arrays
@@ -112,7 +113,8 @@ def load_dataset(
     if not is_one or (along is not None and not isinstance(files, Concatenation)):
         files = concat(files, along, **{name: given[name] for name in ("allow_external", "timeout", "comm")})
     names = [dataset] if isinstance(dataset, str) else dataset
-    asked = Invocation("load_dataset", f"load_dataset of {files}"[:80], {"path": str(files), "dataset": repr(names)})
+    told = without_secrets(str(files))
+    asked = Invocation("load_dataset", f"load_dataset of {told}"[:80], {"path": told, "dataset": repr(names)})
     opens = {name: given[name] for name in _OPENS}
     with begin_call(asked, None, comm=given["comm"], timeout=OPTIONS["timeout"].check(given["timeout"])) as call:
         found: Axes = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)

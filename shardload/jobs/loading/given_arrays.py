@@ -42,6 +42,7 @@ from shardload.jobs.trees import (
 from shardload.options import FILE, FULL, OPTIONS, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import ROOT
+from shardload.storage.remote import without_secrets
 from shardload.transfer.buffers import sendable
 
 Array = np.ndarray[Any, Any]
@@ -311,7 +312,8 @@ def _read_all(path: Any, names: Sequence[str], given: Mapping[str, Any]) -> dict
     def find() -> bytes:
         return pickle.dumps(_read(path, names, options.access))
 
-    asked = Invocation("load", f"load of {path!r}", {"path": repr(path), "dataset": repr(names)})
+    told = without_secrets(os.fspath(path))
+    asked = Invocation("load", f"load of {told!r}", {"path": repr(told), "dataset": repr(names)})
     with begin_call(asked, None, comm=given["comm"], timeout=options.timeout, process=jax.process_index) as call:
         return call.plan(find, lambda told: pickle.loads(bytes(told)), lambda _: "")  # of this job's rank 0, never of a file
 
