@@ -77,7 +77,8 @@ def load_dataset(
     decode : bool, "valid" or None
         As in `load`.
     **options
-        All other options of `load`, but `halo` and `edge`. With `pad`, NaN is what xarray leaves out of means.
+        All other options of `load`, but `halo` and `edge`. With `pad`, NaN is what xarray leaves out of means. A grid mapping,
+        of which only the attributes mean something, keeps its type where `dtype` is one for all.
 
     Returns
     -------
@@ -117,7 +118,7 @@ def load_dataset(
     asked = Invocation("load_dataset", f"load_dataset of {told}"[:80], {"path": told, "dataset": repr(names)})
     opens = {name: given[name] for name in _OPENS}
     with begin_call(asked, None, comm=given["comm"], timeout=OPTIONS["timeout"].check(given["timeout"])) as call:
-        found: Axes = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)
+        found, mappings = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)
     full = {name.rpartition("/")[2]: name for name in found}
     axes = {name: found[full[name]] for name in full}
     parts, cuts = _of_each("select", select, axes), _of_each("spec", None if isinstance(spec, PartitionSpec) else spec, axes)
@@ -126,6 +127,8 @@ def load_dataset(
         name: PartitionSpec(*(cuts[name].get(dim) for dim in dims if not isinstance(parts[name].get(dim), Integral | Near)))
         for name, dims in axes.items()
     }
+    if given["dtype"] is not None and not isinstance(given["dtype"], Mapping) and mappings:
+        given["dtype"] = {name: None if full[name] in mappings else given["dtype"] for name in full}
     path = files if isinstance(files, Concatenation) else split_path(os.fspath(files))[0]
     with LoadCall("plan", path, mesh, spec if isinstance(spec, PartitionSpec) else specs, given).begin() as begun:
         plan: Any = begun.hand_out(begun.plan())
@@ -134,13 +137,15 @@ def load_dataset(
     return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)
 
 
-def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any]) -> Axes:
-    """The full names of the variables to load, and the names of their axes. Runs on rank 0."""
+def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any]) -> tuple[Axes, list[str]]:
+    """The full names of the variables to load, and the names of their axes; and those of grid mappings, whose value means
+    nothing. Runs on rank 0.
+    """
     contents, group = open_contents(path, **opens), (split_path(str(path))[1] or "").strip("/")
     group = f"/{group}" if group else ""
     if names is not None:
         try:
-            return {info.dataset: list(info.dims) for info in (contents[f"{group}/{name}"] for name in names)}
+            return {info.dataset: list(info.dims) for info in (contents[f"{group}/{name}"] for name in names)}, []
         except KeyError as error:
             raise ConfigError(error.args[0]) from None
     infos = [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
@@ -155,7 +160,8 @@ def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any])
         raise ConfigError(
             f"'{path}' has no data variables in its group '{group}/'; its arrays are {some(list(contents)) or 'none'}"
         )
-    return data
+    words = {word.rstrip(":") for info in infos for word in str(info.attrs.get("grid_mapping", "")).split()}
+    return data, [name for name in data if name.rpartition("/")[2] in words and not data[name]]
 
 
 def _of_each(what: str, by_axis: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
