@@ -163,6 +163,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         url, faults = urlsplit(self.path), self.owner.faults
         key = unquote(url.path).strip("/")
         query = parse_qs(url.query)
+        key = query.get("file", [key])[0]  # as some archives name it
         with self.owner.lock:
             self.owner.headers.append({name.lower(): value for name, value in self.headers.items()})
         if "list-type" in query and not self.owner.lists:

@@ -13,13 +13,13 @@ from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any
 
-from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.errors import ConfigError, ShardloadError, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, OnDemand, json_value, some
 from shardload.formats.labelling import labelled, list_labelled, read_labels
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import Options
-from shardload.storage.remote import with_store, without_secrets
+from shardload.storage.remote import is_remote, with_store, without_secrets
 
 _MOST_VALUES = 1 << 16  # of an attribute
 _MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
@@ -154,10 +154,15 @@ def arrays_in(path: str, access: Access, n_labelled: int) -> tuple[list[ArrayInf
     it is that of an array. Labels are read if there are at most `n_labelled` arrays.
     """
     file, name = split_path(path)
-    infos = list_labelled(file, access, n_labelled)
+    full = "/" + (name or "").strip("/")
+    try:
+        infos = list_labelled(file, access, n_labelled)
+    except SourceError:
+        if name is None or not is_remote(file):
+            raise
+        return [find_array(file, full, access, is_counted=True)], full, True  # of a server that lists nothing
     if name is None:
         return infos, "", False
-    full = "/" + name.strip("/")
     group = full.removesuffix("*").rstrip("/")
     if with_name := [info for info in infos if info.dataset == full]:  # also what `find_array` refuses
         return with_name, full, True

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.jobs.launch import Job, run_job
+from tests.servers import ObjectServer
 from tests.tiers import quick_ones
 
 N_STEPS, SHAPE = 50, (6, 8)
@@ -68,6 +69,15 @@ def test_json_is_one_document_with_the_figures(file: str) -> None:
     assert 0 <= found["stalled"] <= 1
     assert found["first_batch"] > 0 < found["cpu_per_batch"]
     assert found["advice"]
+
+
+def test_a_file_in_a_store(file: str) -> None:
+    """Wrong if how a store is reached could not be said here, as it can to other commands."""
+    with ObjectServer({"bucket/run.h5": Path(file).read_bytes()}) as server:
+        flags = [word for name, value in server.storage.items() for word in ("--storage", f"{name}={value}")]
+        job = bench(1, "s3://bucket/run.h5:/t2m", "--mesh", "lat=1", "--spec", "-,lat", "--steps", "3", *flags)
+    assert job.returncode == 0, job.stderr
+    assert "3 batches: the first after" in " ".join(job.stdout.split())
 
 
 WRONG: list[tuple[list[str], int, str]] = [

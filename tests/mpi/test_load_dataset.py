@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import h5py
 import jax
+import netCDF4
 import numpy as np
 import pandas as pd
 import pytest
@@ -182,3 +184,25 @@ def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> 
         (lambda: shardload.load_dataset(f"{path}:/b", mesh_of(), P("a"), halo=1, edge=0), "takes no halo"),
     ):
         same_error(comm, call, ConfigError, *says)
+
+
+def test_a_grid_mapping_keeps_its_type(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if `dtype` were asked of it: what netCDF has where nothing was written does not fit into float32."""
+    path, n = str(shared_tmp_path / "crs.nc"), 4 * unit()
+
+    def make() -> None:
+        with netCDF4.Dataset(path, "w") as file:
+            file.createDimension("x", n)
+            packed = file.createVariable("t", "i2", ("x",))
+            packed.scale_factor, packed.grid_mapping = 0.5, "crs"
+            packed[:] = np.arange(n)
+            file.createVariable("crs", "i4", ()).grid_mapping_name = "rotated_latitude_longitude"
+
+    on_root(comm, make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shardload.MissingChunksWarning)
+        ds = shardload.load_dataset(path, mesh_of(), {"x": "a"}, dtype="float32")
+    assert ds.t.dtype == np.float32 and ds.crs.dtype == np.int32
+    with xr.open_dataset(path) as expected:
+        np.testing.assert_array_equal(shardload.unpad(ds.t, numpy=True), expected.t.values.astype("f4"))
+        assert int(ds.crs) == int(expected.crs) and ds.crs.attrs == expected.crs.attrs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
+from shardload.comm.group import Group
+from shardload.storage.new_folder import NewFolder
 from tests.mpi.servers import SharedServer
 from tests.mpi.sources import CHUNKS, NAME, netcdf4
-from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error
+from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error, unit
 
 obstore = pytest.importorskip("obstore")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -173,3 +176,73 @@ def test_copies(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
             np.testing.assert_array_equal(copied[name][...], file[name][...])
         assert dict(copied["t2m"].attrs)["scale_factor"] == 0.5 and copied["t2m"].dims[0][0].name == "/time"
     assert {r.client for r in asked if r.first < 512} == {"rank 0"}
+
+
+def test_what_is_signed_stays_secret(comm: Any, shared: Shared, shared_tmp_path: Path, monkeypatch: Any) -> None:
+    """Wrong if the signature of a URL were in a warning, in the title of a call, which a rank that waits prints, or in what a
+    copy that may be resumed keeps on disk.
+    """
+    titles: list[str] = []
+    begin = Group.begin
+
+    def begun(group: Group, asked: Any, *arguments: Any) -> Any:
+        titles.append(f"{asked.title}: {asked}")
+        return begin(group, asked, *arguments)
+
+    monkeypatch.setattr(Group, "begin", begun)
+
+    def make(file: h5py.File) -> None:
+        filled(chunks=CHUNKS)(file)
+        file[NAME.rpartition("/")[0]]["names"] = ["x", "y"]
+
+    url = f"{shared.write('signed.h5', make)[0]}?X-Amz-Signature=TOPSECRET"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shardload.load_dataset(f"{url}:/{NAME.strip('/').partition('/')[0]}", mesh_of(), storage=shared.of_http)
+    told = " ".join(comm.allgather(" ".join(str(warning.message) for warning in said)))
+    assert "signed.h5': left out, because they hold no numbers: /group/names" in told and "TOPSECRET" not in told
+
+    kept: list[bytes] = []
+    create = NewFolder.create
+
+    def noted(folder: NewFolder) -> str:
+        place = create(folder)
+        kept.extend(path.read_bytes() for path in Path(place).iterdir() if path.is_file())
+        return place
+
+    monkeypatch.setattr(NewFolder, "create", noted)
+    shardload.copy(url, str(shared_tmp_path / "out.zarr"), dataset=None, storage=shared.of_http)
+    on_disk = b"".join(b"".join(each) for each in comm.allgather(kept))
+    assert b"/b/signed.h5" in on_disk and b"TOPSECRET" not in on_disk
+    shardload.load(url, like={"group": {"field": ramp(cube())}}, storage=shared.of_http)
+    assert {title.split()[0] for title in titles} >= {"load_dataset", "copy", "load"} and "TOPSECRET" not in " ".join(titles)
+
+
+def test_files_that_the_query_of_a_url_names(shared: Shared) -> None:
+    """Wrong if they were taken for one file, because their URLs are alike without the query: a stream gave one for both."""
+    n, values = 4 * unit(), ramp((4 * unit(), 3))
+    for name, sign in (("one.h5", 1), ("two.h5", -1)):
+        shared.write(name, lambda file, sign=sign: file.create_dataset("x", data=sign * values, chunks=(2, 3)))
+    urls = {"x": f"{shared.url}/get?file=b/one.h5", "y": f"{shared.url}/get?file=b/two.h5"}
+    how = {"dataset": "x", "storage": shared.of_http}
+    expected = {"x": values, "y": -values}
+    for name, x in shardload.load(urls, mesh_of(), P("a"), **how).items():
+        check(x, expected[name], mesh_of(), P("a"))
+    stream = shardload.stream(urls, mesh_of(), P("a"), batch=n // 2, **how)
+    for k in range(2):
+        for name, x in stream[k].items():
+            check(x, expected[name][k * n // 2 : (k + 1) * n // 2], mesh_of(), P("a"), name)
+
+
+@pytest.mark.filterwarnings("ignore:not saved")
+def test_a_save_like_a_file_at_a_url(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
+    """Wrong if it were asked for without what `storage` says, as long as the new file is none at a URL itself."""
+    url, path = shared.write("run.nc", climate)
+    shared.asked()
+    with h5py.File(path) as file:
+        stored, units = file["t2m"][...], file["t2m"].attrs["scale_factor"]
+    out = shared_tmp_path / "new.nc"
+    shardload.save(out, {"t2m": stored}, like=f"{url}:/t2m", storage=shared.of_http)
+    assert {r.client for r in shared.asked()} == {"rank 0"}
+    with h5py.File(out) as file:
+        assert file["t2m"].attrs["scale_factor"] == units and file["t2m"].dims[0][0].name == "/time"

@@ -136,10 +136,37 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
     square = put(ramp((n, n), "float32"), mesh_of(), P(None, ("a", "b")))
     refused({"fields": {"rho": square}}, f"'/fields/rho' in '{path}' is float32", f"and in `like` float32 {n, n}")
     refused({"opt": {"0": {"count": square}}}, f"'/opt/0/count' in '{path}' is int32 ()", f"and in `like` float32 {n, n}")
-    refused({"fields": {"rho": 0.0}}, "'/fields/rho'", "in `like` None ()")  # wrong if NumPy said that it makes no number of it
+    refused({"fields": {"rho": 0.0}}, "'/fields/rho'", "in `like` float ()")  # not what NumPy says of it
     # Wrong if the options counted for some leaves, and the others came as they are stored, without a word.
     rho = put(ramp((2 * unit(), 2 * unit() + 1), "float32"), mesh_of(), P("a"))
     for option, value in (("select", slice(None, None, -1)), ("select", 0), ("decode", True)):
         refused({"fields": {"rho": rho}, "time": 0.0}, f"{option} is {value!r}", "'/time'", **{option: value})
     refused({"time": 0.0}, "leave out mesh", mesh=mesh_of())
     refused((), "a tree with leaves")
+
+
+def test_a_number_is_not_changed_by_what_like_has_in_its_place(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if 0.1 came as 0, 7 as True, or an integer of 64 bits as its lower half, because `like` has such a kind."""
+    path = shared_tmp_path / "numbers.h5"
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            file["rate"], file["steps"], file["phase"] = 0.1, np.int64(2**40 + 7), 1 + 2j
+            file["flag"], file["none"], file["whole"] = np.int8(7), np.nan, 3.0
+
+    on_root(comm, write)
+    like = {"rate": 0.0, "steps": 0, "phase": 0j, "flag": 0, "none": 0.0, "whole": 0}
+    found = shardload.load(path, like=like)
+    assert {name: type(value) for name, value in found.items()} == {name: type(value) for name, value in like.items()}
+    assert (found["rate"], found["steps"], found["phase"], found["flag"], found["whole"]) == (0.1, 2**40 + 7, 1 + 2j, 7, 3)
+    assert np.isnan(found["none"])
+    others = {
+        "rate": (0, np.float32(0), jnp.zeros((), "float32"), "text"),
+        "steps": (True, np.int32(0), jnp.zeros((), "int32"), jax.ShapeDtypeStruct((), "int32")),
+        "phase": (0.0, jnp.zeros((), "float32")),
+        "flag": (False,),
+        "none": (0, False),
+    }
+    for name, leaves in others.items():
+        for leaf in leaves:
+            same_error(comm, lambda: shardload.load(path, like={name: leaf}), ConfigError, f"'/{name}'", "in `like`")  # noqa: B023

@@ -415,7 +415,9 @@ class StoreFile(Hdf5File):
                 f"'{self._path}' is not an HDF5 file: it begins with {cache.read_at_most(0, 8)!r}", path=self._path
             )
         cache.start = start
-        return OpenFacts(open_explained(self._path, cache), stored=cache)
+        facts = OpenFacts(open_explained(self._path, cache), stored=cache)
+        facts.name = self._path  # of a file object HDF5 has none
+        return facts
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Hdf5Source:
         """Open a dataset: in the file, or by what another rank has told of it."""

@@ -187,7 +187,7 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
             except (KeyError, RuntimeError, ValueError) as error:
                 raise OSError(f"'{_shown(full_name)}' cannot be opened: {error}") from error
             continue
-        link = f"'{_shown(full_name)}' in '{file.file.filename}' is a link to"
+        link = f"'{_shown(full_name)}' in '{file.name or file.file.filename}' is a link to"
         if kind == h5py.h5l.TYPE_SOFT:
             link, inside = f"{link} '{_shown(target)}'", target
             if target.startswith(b"/"):

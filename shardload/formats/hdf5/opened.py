@@ -268,7 +268,7 @@ class OpenFacts:
     Attributes
     ----------
     name : str
-        What tells it from other files of the same `state`.
+        What tells it from other files of the same `state`: its path, or URL; "" for one of an image.
     shared_parts : OpenParts or None
         Where it is kept open as a part of a virtual dataset: its own parts are kept there, too, so that one number limits all.
     opened_in : tuple of int or None

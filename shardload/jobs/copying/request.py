@@ -90,7 +90,7 @@ class CopyRequest:
         options = Options.check(**{"verify": CHECKSUM} | {name: keywords.pop(name) for name in _OF_CALL if name in keywords})
         if options.verify == FILE:
             raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
-        dataset, unlimited = keywords.get("dataset", ()), keywords.get("unlimited", ())
+        dataset, unlimited = (() if keywords.get(name) is None else keywords[name] for name in ("dataset", "unlimited"))
         keywords["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset)
         keywords["unlimited"] = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
         for name in keywords["dataset"]:
@@ -183,7 +183,7 @@ def describe(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
     """What a job that resumes must have in common with the one that was killed, by its name in messages. On rank 0."""
     path = split_path(request.source)[0]
     about = {
-        "the source": os.path.realpath(path) if "://" not in path else path,
+        "the source": os.path.realpath(path) if "://" not in path else without_secrets(path),
         "the format": format_for(request.target, request.format),
         "the digest of attributes of groups": _digest(sorted(groups.items(), key=str)),
     }

@@ -78,7 +78,8 @@ def load_dataset(
     decode : bool, "valid" or None
         As in `load`.
     **options
-        All other options of `load`, but `halo` and `edge`. With `pad`, NaN is what xarray leaves out of means.
+        All other options of `load`, but `halo` and `edge`. With `pad`, NaN is what xarray leaves out of means. A grid mapping,
+        of which only the attributes mean something, keeps its type where `dtype` is one for all.
 
     Returns
     -------
@@ -116,8 +117,9 @@ def load_dataset(
     text = without_secrets(str(files))
     invocation = Invocation("load_dataset", f"load_dataset of {text}"[:80], {"path": text, "dataset": repr(names)})
     opens = {name: keywords[name] for name in _OPENS}
+    axes_by_full_name: Axes
     with begin_call(invocation, None, comm=keywords["comm"], timeout=OPTIONS["timeout"].check(keywords["timeout"])) as call:
-        axes_by_full_name: Axes = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)
+        axes_by_full_name, mappings = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)
     full_names = {name.rpartition("/")[2]: name for name in axes_by_full_name}
     if len(full_names) < len(axes_by_full_name):
         raise ConfigError(
@@ -131,6 +133,9 @@ def load_dataset(
         name: PartitionSpec(*(cuts[name].get(dim) for dim in dims if not isinstance(parts[name].get(dim), Integral | Near)))
         for name, dims in axes.items()
     }
+    dtype = keywords["dtype"]
+    if dtype is not None and not isinstance(dtype, Mapping) and mappings:
+        keywords["dtype"] = {name: None if full_name in mappings else dtype for name, full_name in full_names.items()}
     path = files if isinstance(files, Concatenation) else split_path(os.fspath(files))[0]
     with LoadCall("plan", path, mesh, spec if isinstance(spec, PartitionSpec) else specs, keywords).begin() as load_call:
         plan: Any = load_call.hand_out(load_call.plan())
@@ -147,13 +152,15 @@ def _is_one_file(files: Any) -> bool:
     return "*" not in path if "://" in path else not glob.has_magic(path) or os.path.exists(path)
 
 
-def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any]) -> Axes:
-    """The full names of the variables to load, and the names of their axes. Runs on rank 0."""
+def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any]) -> tuple[Axes, list[str]]:
+    """The full names of the variables to load, and the names of their axes; and those of grid mappings, whose value means
+    nothing. Runs on rank 0.
+    """
     contents, group = open_contents(path, **opens), (split_path(str(path))[1] or "").strip("/")
     group = f"/{group}" if group else ""
     if names is not None:
         try:
-            return {info.dataset: list(info.dims) for info in (contents[f"{group}/{name}"] for name in names)}
+            return {info.dataset: list(info.dims) for info in (contents[f"{group}/{name}"] for name in names)}, []
         except KeyError as error:
             raise ConfigError(error.args[0]) from None
     infos = [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
@@ -163,12 +170,13 @@ def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any])
     }
     data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
     if refused := [info.dataset for info in infos if info.refused]:
-        warn_once(f"'{without_secrets(str(path))}': left out, because they hold no numbers: {some(refused)}", LeftOutWarning, 0)
+        warn_once(f"'{contents.path}': left out, because they hold no numbers: {some(refused)}", LeftOutWarning, 0)
     if not data:
         raise ConfigError(
             f"'{path}' has no data variables in its group '{group}/'; its arrays are {some(list(contents)) or 'none'}"
         )
-    return data
+    words = {word.rstrip(":") for info in infos for word in str(info.attrs.get("grid_mapping", "")).split()}
+    return data, [name for name in data if name.rpartition("/")[2] in words and not data[name]]
 
 
 def _of_each(argument: str, by_axis: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:

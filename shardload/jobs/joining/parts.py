@@ -203,8 +203,13 @@ class JoinedParts:
     def _check_apart(self) -> None:
         seen: dict[str, str] = {}
         for path in self._paths:
-            if "://" in path or (inside := split_path(path)[1]):
-                what = "is a URL" if "://" in path else f"names an array; pass dataset={inside!r} to join this one alone"
+            if "://" in path:
+                raise ConfigError(
+                    f"'{path}' is a URL, and parts are files in folders. Download them; or load references to them, which "
+                    "kerchunk writes: docs/remote.md"
+                )
+            if inside := split_path(path)[1]:
+                what = f"names an array; pass dataset={inside!r} to join this one alone"
                 raise ConfigError(f"'{path}' {what}. Parts are files in folders")
             place = os.path.realpath(path)
             if place in seen:

@@ -84,7 +84,7 @@ class PartsRequest:
         """The files: those of a pattern in the order of the numbers in their names. ConfigError if it matches none."""
         if not isinstance(self.parts, str):
             return self.parts
-        paths = [self.parts] if os.path.exists(self.parts) else glob.glob(self.parts, recursive=True)
+        paths = [self.parts] if os.path.exists(self.parts) or "://" in self.parts else glob.glob(self.parts, recursive=True)
         if not paths:
             raise ConfigError(
                 f"no file matches {self.parts!r} (looked for in '{os.getcwd()}'). Pass another pattern, or a list of paths"

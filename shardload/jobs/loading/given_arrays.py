@@ -257,8 +257,8 @@ class StateCall(LoadCall):
 def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> ConfigError:
     """The error about an array of the file whose shape or type is not that of its leaf in `like`."""
     return ConfigError(
-        f"'{name}' in '{path}' is {dtype} {shape}, and in `like` {getattr(leaf, 'dtype', None)} {np.shape(leaf)}. Pass a "
-        "state of the shapes and types that were saved"
+        f"'{name}' in '{path}' is {dtype} {shape}, and in `like` {getattr(leaf, 'dtype', type(leaf).__name__)} "
+        f"{np.shape(leaf)}. Pass a state of the shapes and types that were saved"
     )
 
 
@@ -282,9 +282,9 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     if unsharded:
         values |= {name: _as(leaves[name], value) for name, value in _read_all(path, unsharded, keywords).items()}
     for name, leaf in leaves.items():
-        shape, dtype = np.shape(values[name]), getattr(values[name], "dtype", None)
-        if shape != np.shape(leaf) or dtype != getattr(leaf, "dtype", dtype):
-            raise _unlike(f"/{name}", str(path), leaf, shape, dtype)
+        value = values[name]
+        if np.shape(value) != np.shape(leaf) or not _is_like(leaf, value):
+            raise _unlike(f"/{name}", str(path), leaf, np.shape(value), value.dtype)
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
 
 
@@ -312,12 +312,45 @@ def _read(path: Any, names: Sequence[str], access: Access) -> dict[str, Array]:
 
 
 def _as(leaf: Any, value: Array) -> Any:
-    """A value of the kind of a leaf: a number of Python, an array of NumPy, or one on the devices of the leaf."""
-    if np.shape(value) != np.shape(leaf):  # `load_state` raises the error about it
+    """A value of the kind of a leaf: a number of Python, an array of NumPy, or one on the devices of the leaf. The value itself
+    if it would not be the same there, which is an error.
+    """
+    if np.shape(value) != np.shape(leaf):
         return value
-    if isinstance(leaf, (bool, int, float, complex)):
-        return type(leaf)(value.item())
+    if _is_number(leaf):
+        return _number_as(leaf, value)
+    dtype = getattr(leaf, "dtype", None)
+    if dtype == np.bool_ and value.dtype == np.int8:  # netCDF has no booleans
+        value = value.astype(bool)
     if isinstance(leaf, (np.ndarray, np.generic)):
-        value = value.astype(bool) if leaf.dtype == bool and value.dtype == np.int8 else value  # netCDF has no booleans
         return value if isinstance(leaf, np.ndarray) else value[()]
+    if dtype is None or value.dtype != dtype:  # JAX would cut 64 bits to 32
+        return value
     return jax.device_put(value, getattr(leaf, "sharding", None))
+
+
+def _is_number(leaf: Any) -> bool:
+    """True for a number of Python. (That of NumPy which is derived from `float` has a dtype of its own.)"""
+    return isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
+
+
+def _number_as(leaf: Any, value: Array) -> Any:
+    """A number of the kind of a leaf; the value itself if it would be another one.
+
+    >>> _number_as(0, np.array(3.0)), _number_as(0.0, np.array(3)), _number_as(0, np.array(0.5))
+    (3, 3.0, array(0.5))
+    """
+    number = value.item()
+    try:
+        converted = type(leaf)(number)
+    except (OverflowError, TypeError, ValueError):  # infinite, complex, not a number
+        return value
+    is_nan = number != number and isinstance(leaf, (float, complex))
+    return converted if converted == number or is_nan else value
+
+
+def _is_like(leaf: Any, value: Any) -> bool:
+    """Whether a value is of the kind of a leaf."""
+    if _is_number(leaf):
+        return type(value) is type(leaf)
+    return hasattr(leaf, "dtype") and bool(value.dtype == leaf.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError
-from shardload.formats.access import STRICT
+from shardload.formats.access import Access
 from shardload.formats.contract.array import Properties, some
 from shardload.formats.labelling import SMALL_NBYTES
 from shardload.formats.likeness import KEEP, Overrides, named_beside, spec_like
@@ -48,18 +48,19 @@ def read_like(request: SaveRequest) -> dict[str, Model]:
         If there is no such array.
     """
     models: dict[str, Model] = {}
+    access = Access(storage=request.options.storage)
     for array in request.arrays:
         if array.like is not None and array.like not in models:
             try:
-                models[array.like] = _read(array.like)
+                models[array.like] = _read(array.like, access)
             except ConfigError as error:
                 raise ConfigError(f"like of '{array.name}': {error}") from None
     return models
 
 
-def _read(path: str) -> Model:
-    info = find_array(path)
-    with open_file(info.path, STRICT) as file:
+def _read(path: str, access: Access) -> Model:
+    info = find_array(path, None, access)
+    with open_file(path, access) as file:  # not `info.path`: that of a URL lacks its signature
         described = {info.dataset: describe_array(file, info.dataset, info)}
         notes = take_along(file, described)
         values, room = {}, _MOST_NBYTES

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from shardload.arrays.sharding import spec_text
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.lookup import split_path
 from shardload.jobs.consistency import State
 from shardload.options import Options
 from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
@@ -36,6 +37,11 @@ _ROUND_NBYTES = 8 << 20  # of each reader: less is not worth two agreements
 # Of each reader: small ones take up to half a millisecond each, and the first batch waits for a whole round.
 _ROUND_BLOCKS = 256
 _RUN_NBYTES = 1 << 18  # of a piece that holds steps of a shuffled stream: all are let go together
+
+
+def file_of(handle: Any, info: ArrayInfo) -> str:
+    """Which file an array is in. `ArrayInfo.path` of a URL lacks the query, by which two files may differ."""
+    return split_path(handle)[0] if is_remote(handle) else info.path
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import State
 from shardload.jobs.loading.planner import PlannedRanks, lay_out_shards, max_block_nbytes, source_layout_of, staging_for
 from shardload.jobs.loading.request import Request
-from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan
+from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
 from shardload.options import OPTIONS
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Grid, IntArray, plan_blocks
@@ -118,7 +118,7 @@ class LeafRequest:
     def key(self) -> tuple[Any, ...]:
         """Leaves with the same key are read together."""
         options = self.request.options
-        return self.info.path, self.info.dataset, self.selection, options.dtype, options.decode
+        return file_of(self.handle, self.info), self.info.dataset, self.selection, options.dtype, options.decode
 
     @property
     def cut(self) -> tuple[Any, ...]:
@@ -270,11 +270,12 @@ class StreamPlanner:
                 fix += f", or border='reread': no such window fits into a block of {order.block} steps"
             raise ConfigError(f"{order.n_steps} steps{of_window} have {n} samples, which make no batch of {batch}. {fix}")
         if plan.remainder == "error" and n % batch:
-            fits = [k for k in range(1, n + 1) if n % k == 0]
-            near = min(fits, key=lambda k: abs(k - batch))
+            n_parts = math.lcm(*(cut.shards.cuts[0] for array in plan.arrays for cut in array.cuts))
+            fits = [k for k in range(n_parts, n + 1, n_parts) if n % k == 0]
+            fix = f", or batch={min(fits, key=lambda k: abs(k - batch))}" if fits else ""
             raise ConfigError(
                 f"{n} samples are {n // batch} batches of {batch}, and {n % batch} are left, which remainder='error' forbids: "
-                f"pass remainder='drop' or 'pad', or batch={near}"
+                f"pass remainder='drop' or 'pad'{fix}"
             )
 
     # --- arrays
@@ -368,7 +369,7 @@ class StreamPlanner:
         n_steps, chunk = longest.n_steps, longest.chunk_steps
         block = min(block_steps(chunk, first, last), max(1, -(-n_steps // chunk)) * chunk)
         # Not a sum over `arrays`: whether leaves are read together follows from their specs.
-        stored = {(a.info.path, a.info.dataset, a.source.selection): a.stored_step_nbytes for a in arrays}
+        stored = {(file_of(a.handle, a.info), a.info.dataset, a.source.selection): a.stored_step_nbytes for a in arrays}
         step_nbytes = sum(stored.values())
         block_nbytes = block * step_nbytes
         if isinstance(sampling.pool, int):
@@ -472,22 +473,31 @@ class StreamPlanner:
 
 
 def find_gaps(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> IntArray:
-    """The steps before which a coordinate has a gap: it goes on by more than 1.5 times the median, or back.
+    """The steps before which a coordinate has a gap: it goes on by more than 1.5 times the median, or back. There is one before
+    and behind a missing value (NaN), too.
 
         time      0   6  12  18  48  54
                                 ^ a gap: 30, where most differences are 6
 
     >>> find_gaps(np.array([0.0, 6, 12, 18, 48, 54])), find_gaps(np.array([3.0, 2, 1, 2]))
     (array([4]), array([3]))
+    >>> find_gaps(np.array([0.0, 6, np.nan, 18, 24]))
+    array([2, 3])
     """
     if len(values) < 2:
         return np.empty(0, dtype=np.int64)
     differences = np.diff(values)
-    median = np.median(differences)
+    median = _median_of_known(differences)
     if not median or not np.isfinite(median):  # it counts nothing
         return np.empty(0, dtype=np.int64)
     is_regular = (differences / median > 0) & (differences / median <= _LONGEST)
     return np.flatnonzero(~is_regular) + 1
+
+
+def _median_of_known(differences: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """The median without NaN; 0 if all are."""
+    known = differences[~np.isnan(differences)]
+    return float(np.median(known)) if len(known) else 0.0
 
 
 def gaps_in(array: StreamArray, is_error: bool) -> IntArray:
@@ -505,7 +515,7 @@ def gaps_in(array: StreamArray, is_error: bool) -> IntArray:
         more_text = f", and {len(gaps) - 1} more gaps" if len(gaps) > 1 else ""
         raise ConfigError(
             f"{name!r} of {info} has a gap between steps {k - 1} and {k} of the selection: it goes from {values[k - 1]:.12g} "
-            f"to {values[k]:.12g}, and by {np.median(np.diff(values)):.12g} from most steps to the next{more_text}. Pass "
-            "gaps='skip' to leave out the samples whose window reaches over one, or gaps='ignore' if that is no matter"
+            f"to {values[k]:.12g}, and by {_median_of_known(np.diff(values)):.12g} from most steps to the next{more_text}. "
+            "Pass gaps='skip' to leave out the samples whose window reaches over one, or gaps='ignore' if that is no matter"
         )
     return gaps

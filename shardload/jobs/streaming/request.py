@@ -30,7 +30,7 @@ from shardload.jobs.loading.call import SEARCHED_NBYTES, LoadCall
 from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
-from shardload.jobs.streaming.plan import StreamPlan
+from shardload.jobs.streaming.plan import StreamPlan, file_of
 from shardload.jobs.streaming.planner import IGNORE, LeafRequest, Sampling, StreamPlanner, Window, stream_axis
 from shardload.jobs.streaming.reader import RoundReader
 from shardload.jobs.streaming.stream import Stream
@@ -130,10 +130,11 @@ class StreamCall(LoadCall):
         """See `LoadCall`; and a checksum of some values of each array, which tells its file from others, and its state."""
         arrays = super()._find_all(finder)
         contents: dict[tuple[str, str], _Contents] = {}
-        for (info, *_), place, request in zip(arrays, self.tree.places, self.requests, strict=True):
-            if info.refused is None and (info.path, info.dataset) not in contents:
-                contents[info.path, info.dataset] = _contents_of(place.path, info, request)
-        return [(info, contents.get((info.path, info.dataset), (None, None))) for info, *_ in arrays]
+        names = [(file_of(place.path, info), info.dataset) for (info, *_), place in zip(arrays, self.tree.places, strict=True)]
+        for name, (info, *_), place, request in zip(names, arrays, self.tree.places, self.requests, strict=True):
+            if info.refused is None and name not in contents:
+                contents[name] = _contents_of(place.path, info, request)
+        return [(info, contents.get(name, (None, None))) for name, (info, *_) in zip(names, arrays, strict=True)]
 
     def _leaf_request(self, k: int, info: ArrayInfo, contents: _Contents) -> LeafRequest:
         """What the k-th leaf asks of its array."""

@@ -31,6 +31,8 @@ _OURS = frozenset({"profile", "requests", "store"})
 # A body may take as long as it moves: the time-out is for one read of it. (7 days stand for none.)
 _TIMEOUTS = {"timeout": "7 days", "read_timeout": "30 s", "connect_timeout": "10 s"}
 _NO_RETRIES = {"max_retries": 0, "retry_timeout": timedelta(0)}  # `client` does it, for bodies and with one count
+_ENDPOINT = re.compile(r"(aws_|azure_|azure_storage_)?endpoint(_url)?(_s3)?", re.IGNORECASE)
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _OF_PROFILE = {
     "access_key_id": "aws_access_key_id",
     "secret_access_key": "aws_secret_access_key",
@@ -134,7 +136,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
     bucket, _, key = rest.partition("/")
     if kind == "S3Store":
         config = _with_profile(config, ours.get("profile"))
-    for endpoint in (url, str(config.get("endpoint", config.get("aws_endpoint", "")))):
+    for endpoint in (url, *_endpoints(config, kind)):
         if endpoint.startswith("http://"):  # the caller said so
             client.setdefault("allow_http", True)
     failed = ""
@@ -165,6 +167,22 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
     if failed:
         raise ConfigError(f"'{without_secrets(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
     return store, key.strip("/"), without_secrets(url), requests
+
+
+def _endpoints(config: Mapping[str, Any], kind: str) -> list[str]:
+    """The addresses of servers that options name; of S3 without any, those of environment variables. ConfigError for what is no
+    address, at which obstore panics.
+    """
+    said = {f"storage's {name!r}": str(value) for name, value in config.items() if _ENDPOINT.fullmatch(name)}
+    if kind == "S3Store" and not said:
+        said = {name: os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ}
+    for name, value in said.items():
+        if not re.match(r"https?://[^/\s]", value):
+            raise ConfigError(
+                f"{name} is no address of a server: it must begin with 'https://' or 'http://', as 'https://minio.example.org' "
+                "does"
+            )
+    return list(said.values())
 
 
 def _count(value: Any) -> int:
@@ -218,7 +236,7 @@ def _with_profile(config: dict[str, Any], profile: str | None) -> dict[str, Any]
 
     A profile that is asked for in `profile` or AWS_PROFILE must be there. Roles and single sign-on are not followed.
     """
-    options = {option.removeprefix("aws_") for option in config}
+    options = {"endpoint" if _ENDPOINT.fullmatch(option) else option.lower().removeprefix("aws_") for option in config}
     skips = config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE", False))
     is_signed = str(skips).lower() not in ("1", "true", "yes", "on")
     has_keys = not options.isdisjoint(("access_key_id", "credential_provider"))
@@ -247,7 +265,7 @@ def _with_profile(config: dict[str, Any], profile: str | None) -> dict[str, Any]
             f"profile '{profile}' has no keys of its own (a role or single sign-on, which are not followed). Type: "
             f'eval "$(aws configure export-credentials --profile {profile} --format env)"; unset AWS_PROFILE'
         )
-    variables = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT", "AWS_ENDPOINT_URL")}
+    variables = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": _ENDPOINT_VARIABLES}
     for option, key in _OF_PROFILE.items():
         is_set = option in options or any(variable in os.environ for variable in variables.get(option, ()))
         is_unwanted_key = key.startswith("aws_") and (has_keys or not is_signed)

@@ -290,6 +290,10 @@ class Client:
             raise
         except Exception as error:
             return None, _meaning(error)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and no `Exception`: only this rank would know
+                raise
+            return None, (0, _PANICS, False)
 
     def _changed(self, key: str) -> RemoteChangedError:
         return RemoteChangedError(
@@ -318,6 +322,10 @@ _CAUSES = {  # by S3's code: the status, and what to say
     "NoSuchBucket": (404, "there is no such bucket"),
 }
 
+_PANICS = (
+    "obstore gives up (it says why on stderr). Is there a space, a line break or another character that does not belong there "
+    "in the bucket, a key, or an option?"
+)
 _CAUSES_WITHOUT_STATUS = (  # words of obstore's errors, in that order; what to say; whether it may pass
     (
         "Range request not supported|NotPartial",
@@ -329,6 +337,11 @@ _CAUSES_WITHOUT_STATUS = (  # words of obstore's errors, in that order; what to 
         "certificate|InvalidMessage|InvalidContentType|AlertReceived|Tls|tls",
         "no TLS connection: the certificate is not trusted, or there is no TLS at that port. For an own authority pass "
         "storage={'root_certificate': text of its PEM file}",
+        False,
+    ),
+    (
+        "BadScheme",
+        "its address does not begin with https://. If http:// is meant, pass storage={'allow_http': True}",
         False,
     ),
     ("proxy|tunnel", "the proxy cannot be used. Look at HTTPS_PROXY, or pass storage={'proxy_url': ...}", True),

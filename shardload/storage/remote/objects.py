@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import threading
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,15 @@ def open_remote(url: str, options: Mapping[str, Any] | None = None) -> RemoteFol
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """A range of an object that was requested, and how many of its bytes nobody has read yet."""
+    """A range of an object that was requested, and how many of its bytes will still be read. Where several pieces have the same
+    bytes, those of the first one, by its number, are read.
+    """
 
     start: int
     stop: int
     n_unread: int
     answer: Future[Answer]
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 class RemoteObject:
@@ -80,6 +84,7 @@ class RemoteObject:
         self._first_bytes = 0, np.empty(0, dtype=np.uint8)  # what came with the first answer: its offset, its bytes
         self._lock = threading.Lock()  # of what was fetched ahead: pieces, and ranges that wait for those that follow
         self._pieces, self._waiting = list[_Piece](), list[tuple[Ints, Ints]]()
+        self._longest_nbytes = 0  # no piece is longer
 
     @property
     def is_closed(self) -> bool:
@@ -164,7 +169,7 @@ class RemoteObject:
             parts += more_parts
         if lacking:
             offsets, sizes = (np.array([request[k] for request in lacking], dtype=np.int64) for k in (2, 1))
-            parts += _parts_in(self._fetch(offsets, sizes), lacking)[0]
+            parts += _parts_in(self._fetch(offsets, sizes), lacking, PIECE_NBYTES)[0]
         for piece, begin, n, offset in parts:
             data, _ = piece.answer.result()
             memory[begin : begin + n] = data[offset - piece.start : offset - piece.start + n]
@@ -172,7 +177,7 @@ class RemoteObject:
 
     def _fetched_parts(self, requests: Sequence[_Request]) -> tuple[list[_Part], list[_Request]]:
         with self._lock:
-            return _parts_in(self._pieces, requests) if self._pieces else ([], list(requests))
+            return _parts_in(self._pieces, requests, self._longest_nbytes) if self._pieces else ([], list(requests))
 
     def _fetch(self, offsets: Ints, sizes: Ints) -> list[_Piece]:
         client, pin = self._open_client, self.pin
@@ -188,7 +193,9 @@ class RemoteObject:
         wanted = [*waited, *wanted]
         if self._client is None or not wanted:
             return
-        offsets, sizes = map(np.concatenate, zip(*wanted, strict=True))
+        offsets, sizes = self._not_requested(*map(np.concatenate, zip(*wanted, strict=True)))
+        if not len(offsets):
+            return
         pieces = plan_pieces(offsets, sizes)
         start, stop, _ = pieces[-1]
         if has_more and stop - start < PIECE_NBYTES and not any((offsets == start).any() for offsets, _ in waited):  # once
@@ -202,8 +209,20 @@ class RemoteObject:
             with self._lock:
                 if self.is_closed:  # meanwhile, so that nobody would read these pieces, and give their room back
                     return
+                self._longest_nbytes = max(self._longest_nbytes, *(piece.stop - piece.start for piece in fetched))
                 self._pieces = sorted([*self._pieces, *fetched], key=lambda piece: piece.start)
             ahead().add(sum(piece.stop - piece.start for piece in fetched))
+
+    def _not_requested(self, offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
+        """Of ranges that will be read what no piece has. The pieces that have the others will be read once more."""
+        requests = [(0, size, offset) for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+        with self._lock:
+            if not self._pieces:
+                return offsets, sizes
+            parts, lacking = _parts_in(self._pieces, requests, self._longest_nbytes)
+            for piece, _, n, _ in parts:
+                piece.n_unread += n
+        return np.array([offset for _, _, offset in lacking], np.int64), np.array([n for _, n, _ in lacking], np.int64)
 
     def _forget_read(self, parts: list[_Part]) -> None:
         """Forget the pieces of which all bytes were read."""
@@ -233,21 +252,35 @@ _Request = tuple[int, int, int]  # its offset in memory, its bytes, its offset i
 _Part = tuple[_Piece, int, int, int]  # of a request: the piece that has it, and the same three numbers
 
 
-def _parts_in(pieces: list[_Piece], requests: Sequence[_Request]) -> tuple[list[_Part], list[_Request]]:
+def _parts_in(pieces: list[_Piece], requests: Sequence[_Request], longest_nbytes: int) -> tuple[list[_Part], list[_Request]]:
     """The parts of requests that some sorted pieces have, and what they lack."""
     parts, lacking = list[_Part](), list[_Request]()
     starts = [piece.start for piece in pieces]
     for begin, length, offset in requests:
         done = 0
         while done < length:
-            k = bisect_right(starts, offset + done) - 1
-            if k < 0 or pieces[k].stop <= offset + done:
-                lacking.append((begin + done, length - done, offset + done))
-                break
-            n = min(length, pieces[k].stop - offset) - done
-            parts.append((pieces[k], begin + done, n, offset + done))
+            at = offset + done
+            k = bisect_right(starts, at)
+            n = min(length - done, starts[k] - at if k < len(starts) else length)
+            first_long_enough = bisect_right(starts, at - longest_nbytes)
+            having = [piece for piece in pieces[first_long_enough:k] if piece.stop > at]
+            if having:
+                piece = min(having, key=lambda piece: piece.number)
+                n = min(n, piece.stop - at)
+                parts.append((piece, begin + done, n, at))
+            else:
+                lacking.append((begin + done, n, at))
             done += n
     return parts, lacking
+
+
+@dataclass
+class _WholeObject:
+    """A whole object that was requested: about how many bytes it has, and how often it will still be read."""
+
+    answer: Future[Answer]
+    nbytes: int
+    n_reads: int = 1
 
 
 class RemoteFolder:
@@ -256,7 +289,7 @@ class RemoteFolder:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.name = client.name("")
-        self._lock, self._ahead = threading.Lock(), dict[str, tuple[Future[Answer], int]]()
+        self._lock, self._ahead = threading.Lock(), dict[str, _WholeObject]()
         self._is_order_known = False  # `expect` was called
         self._read_early = set[str]()  # keys that were read before their turn: they are not fetched ahead any more
 
@@ -282,12 +315,19 @@ class RemoteFolder:
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
         """See `ObjectFolder`. Small objects take one request each, without a range."""
+        read, nbytes = list[tuple[str, _WholeObject | None]](), 0
         with self._lock:
-            fetched = [(key, *self._ahead.pop(key, (None, 0))) for key in keys]
-            if self._is_order_known:
-                self._read_early.update(key for key, answer, _ in fetched if answer is None)
-        answers = [(key, self._ask(key, most_nbytes) if answer is None else answer) for key, answer, _ in fetched]
-        ahead().add(-sum(nbytes for _, _, nbytes in fetched))
+            for key in keys:
+                fetched = self._ahead.get(key)
+                read.append((key, fetched))
+                if fetched is not None:
+                    fetched.n_reads -= 1
+                    if not fetched.n_reads:
+                        nbytes += self._ahead.pop(key).nbytes
+                elif self._is_order_known:
+                    self._read_early.add(key)
+        answers = [(key, self._ask(key, most_nbytes) if fetched is None else fetched.answer) for key, fetched in read]
+        ahead().add(-nbytes)
         return [self._content(key, answer) for key, answer in answers]
 
     def expect(self, keys: Iterator[str], most_nbytes: int, nbytes: int) -> None:
@@ -301,16 +341,21 @@ class RemoteFolder:
         """Drop what was fetched ahead of keys that begin with `prefix`: nobody will read it."""
         with self._lock:
             dropped = [self._ahead.pop(key) for key in list(self._ahead) if key.startswith(prefix)]
-        ahead().add(-sum(nbytes for _, nbytes in dropped))
+        ahead().add(-sum(fetched.nbytes for fetched in dropped))
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Wanted`: keys, the most bytes of each, and about how many it has."""
+        n_more = 0
         with self._lock:
             unread = [(key, most_nbytes, nbytes) for key, most_nbytes, nbytes in wanted if key not in self._read_early]
             self._read_early -= {key for key, _, _ in wanted}
             for key, most_nbytes, nbytes in unread:
-                self._ahead[key] = self._ask(key, most_nbytes), nbytes
-        ahead().add(sum(nbytes for _, _, nbytes in unread))
+                if key in self._ahead:  # a stream may need it in two rounds
+                    self._ahead[key].n_reads += 1
+                else:
+                    self._ahead[key] = _WholeObject(self._ask(key, most_nbytes), nbytes)
+                    n_more += nbytes
+        ahead().add(n_more)
 
     def _ask(self, key: str, most_nbytes: int) -> Future[Answer]:
         """Fetch all of an object, or the first piece of one that may be large."""
@@ -332,7 +377,7 @@ class RemoteFolder:
     def __del__(self) -> None:
         with suppress(RemoteError):  # after a fork
             if fetched := vars(self).get("_ahead"):  # absent if `__init__` failed
-                ahead().add(-sum(nbytes for _, nbytes in fetched.values()))
+                ahead().add(-sum(whole.nbytes for whole in fetched.values()))
 
     def look(self, keys: Iterable[str], most_nbytes: int) -> list[tuple[bytes, State] | OSError | None]:
         """Small objects, each with its version, or why it cannot be read; None for one that does not exist. A request each."""

@@ -16,6 +16,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import find_array, list_arrays, open_file, open_source
+from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
 from shardload.storage.remote import StorageOptions
 from tests.servers import ObjectServer
@@ -150,6 +151,10 @@ def test_http_without_consolidated_metadata(tmp_path: Path, server: ObjectServer
     with pytest.raises(SourceError, match=r"'http.*a.zarr' holds no array '/y'. .*plain HTTP server"):
         find_array(store.url, "y", store.access)
     assert find_array(f"{store.url}:/x", None, store.access).shape == (6, 10)
+    # As the error says: wrong if the whole store were listed first.
+    assert [*open_contents(f"{store.url}:/x", storage=store.access.storage)] == ["/x"]
+    with pytest.raises(SourceError, match=r"holds no array '/y'. .*plain HTTP server"):
+        open_contents(f"{store.url}:/y", storage=store.access.storage)
     write_zarr(tmp_path / "b/one.zarr", {"x": DATA})
     assert find_array(f"{server.url}/b/one.zarr/x", None, store.access).dataset == "/"  # the store is the array
 

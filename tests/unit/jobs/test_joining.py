@@ -450,6 +450,8 @@ def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:
             shardload.join(path, parts, **given)
 
     refused(r"no file matches 'nap\.\*\.h5' .*Pass another pattern, or a list", "nap.*.h5")
+    for url in ("s3://bucket/a.h5", "s3://bucket/*.h5"):  # not looked for in the working folder
+        refused(r"'s3://bucket/.\.h5' is a URL, and parts are files in folders. Download them; or load references", url)
     refused("parts is empty", [])
     refused("'x.zarr' would be an HDF5 file", path="x.zarr")
     refused("is among the parts twice", [*snapshot, snapshot[0]])

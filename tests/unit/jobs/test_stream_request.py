@@ -175,15 +175,18 @@ def test_samples_that_do_not_divide_over_their_devices(path: str) -> None:
         import sys, jax, numpy as np, shardload
         from jax.sharding import Mesh, PartitionSpec as P
         mesh = Mesh(np.array(jax.devices()), ("data",))
-        for batch in (6, None):
+        for batch, n, remainder in ((8, 20, "error"), (8, 18, "error"), (6, 24, "drop"), (None, 24, "drop")):
+            how = {"batch": batch, "select": slice(n), "remainder": remainder}
             try:
-                shardload.stream(sys.argv[1], mesh, P("data"), dataset="t", batch=batch, pad=0.0)
+                shardload.stream(sys.argv[1], mesh, P("data"), dataset="t", pad=0.0, **how)
             except shardload.ConfigError as error:
                 print(error)
     """
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code, path], env=env, capture_output=True, text=True, timeout=100)
-    first, *others = done.stdout.splitlines()
+    left, odd, first, *others = done.stdout.splitlines()
+    assert left.endswith("pass remainder='drop' or 'pad', or batch=4"), "10 is nearer, and no multiple of 4"
+    assert odd.endswith("pass remainder='drop' or 'pad'")
     assert first == ("batch is 6, but P('data') cuts the samples of a batch into 4: pass a multiple of 4, such as batch=8"), (
         done.stderr
     )
@@ -235,6 +238,24 @@ def test_a_gap_is_counted_from_the_selection(path: str) -> None:
         anchors = stream(path, select=select, window=(0, 1), gaps="skip", batch=2).order().tolist()
         assert anchors == [0, 1, 2, 3, 5, 6, 7, 8]
     assert len(stream(path, select={"time": slice(GAP, None)}, window=(0, 1)).order()) == N_STEPS - GAP - 1
+
+
+def test_a_step_without_a_time_is_a_gap(tmp_path: Path) -> None:
+    """Wrong if a missing time, which has no distance to others, made all gaps go unseen."""
+    time = np.arange(20.0)
+    time[12:] += 30
+    time[5] = -999
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["time"], file["x"] = time, np.arange(20, dtype="f4")
+        file["time"].attrs["_FillValue"] = -999.0
+        file["time"].make_scale("time")
+        file["x"].dims[0].attach_scale(file["time"])
+    name = str(tmp_path / "a.h5")
+    how = {"dataset": "x", "along": "time", "window": (0, 1), "batch": 1}
+    with pytest.raises(ConfigError, match=r"between steps 4 and 5 .* from 4 to nan, and by 1 from most .* and 2 more gaps"):
+        stream(name, spec=P(), **how)
+    found = stream(name, spec=P(), gaps="skip", **how).order().tolist()
+    assert found == [*range(4), *range(6, 11), *range(12, 19)]
 
 
 def test_leaves_make_one_window(path: str) -> None:

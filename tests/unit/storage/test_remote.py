@@ -137,6 +137,41 @@ def test_what_is_expected_is_fetched_once_in_large_pieces(order, size):
         stored.close()
 
 
+def test_what_is_read_in_another_order_and_again_leaves_nothing():
+    """As a shuffled stream reads it. Wrong if bytes that lie in two pieces, because gaps are closed, or because they are read
+    twice, were read of the one and counted in the other: pieces would stay, until nothing is fetched ahead any more.
+    """
+    data, generator = VALUES.tobytes() * 2, np.random.default_rng(1)
+    chunks = chunks_of(len(data), 16 << 10)
+    order = [*generator.permutation(len(chunks)), *generator.permutation(len(chunks))]
+    again = [k for number in order for k in ([number, number - 1] if number % 5 == 0 else [number])]
+    with ObjectServer({"run.h5": data}) as server:
+        stored = open_remote(f"{server.url}/run.h5").object()
+        assert stored.nbytes == len(data)
+        server.clear()
+        before = ahead()._nbytes
+        expected(stored, [chunks[k] for k in again])
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda k: read(stored, *chunks[k]) == data[chunks[k][0] : sum(chunks[k])], again))
+        assert all(found)
+        assert ahead()._nbytes == before and not stored._pieces
+        assert sum(r.nbytes for r in server.gets()) < 1.1 * sum(chunks[k][1] for k in again)
+        stored.close()
+
+
+def test_an_object_that_is_read_twice_is_fetched_once_while_it_is_here():
+    """Wrong if the second request took the place of the first, so that its bytes were counted for ever."""
+    objects = {f"s/{k}": bytes([k]) * 1000 for k in range(20)}
+    keys = [f"{k}" for k in (*range(20), *range(10), 3, 3)]
+    with ObjectServer(dict(objects)) as server:
+        folder, before = open_remote(f"{server.url}/s"), ahead()._nbytes
+        folder.expect(iter(keys), 1000, 1 << 20)
+        for key in keys:
+            (content,) = folder.read_many([key], 1000)
+            assert bytes(content) == objects[f"s/{key}"]
+        assert ahead()._nbytes == before and not folder._ahead
+
+
 def test_small_gaps_are_fetched_too_while_they_are_few(server):
     stored = open_remote(f"{server.url}/bucket/run.h5").object()
     chunks = [(0, 400_000), (401_000, 400_000), (900_000, 1_000_000), (15_000_000, 1_000_000)]
@@ -346,12 +381,45 @@ def test_no_keys(server, monkeypatch):
         ("s3:///a", {}, "names no bucket"),
         ("https://me:TOP@host/a", {}, "has a user or password in it"),
         ("https://host/a", {"region": "TOP"}, "which an HTTP server has not"),
+        # Not what Rust says, which ends the thread, and is no `Exception`.
+        ("s3://bucket/a", {"endpoint": "TOP.example.org:9000"}, "storage's 'endpoint' is no address.* begin with 'https://'"),
+        ("s3://bucket/a", {"AWS_ENDPOINT_URL": "https://"}, "storage's 'AWS_ENDPOINT_URL' is no address"),
     ],
 )
 def test_options_that_are_wrong(url, options, said):
     with pytest.raises(ConfigError, match=said) as caught:
         open_remote(url, options)
     assert "TOP" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("name", ["endpoint", "endpoint_url", "aws_endpoint", "AWS_ENDPOINT_URL"])
+def test_an_endpoint_without_tls(server, monkeypatch, tmp_path, name):
+    """Wrong if the scheme counted in one spelling of the option alone, or not in the environment: `the connection failed`."""
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    (tmp_path / "config").write_text("[default]\nendpoint_url = https://nosuch.invalid\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    options = {**server.storage, name: server.url}
+    if name != "endpoint":
+        del options["endpoint"]
+    assert open_remote("s3://bucket/run.h5", options).object().nbytes == len(DATA)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_in_the_environment(server, monkeypatch, name):
+    options = {key: value for key, value in server.storage.items() if key != "endpoint"}
+    monkeypatch.setenv(name, server.url)
+    assert open_remote("s3://bucket/run.h5", options).object().nbytes == len(DATA)
+    monkeypatch.setenv(name, "TOP.example.org")
+    with pytest.raises(ConfigError, match=f"^{name} is no address of a server") as caught:
+        open_remote("s3://bucket/run.h5", options)
+    assert "TOP" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "more"), [("s3://buc ket/a", {}), ("s3://bucket/a", {"access_key_id": "a\n"})])
+def test_a_panic_of_obstore_is_an_error_of_this_rank(server, url, more):
+    """Wrong if it left as what Rust raises, which no rank agrees on: the others would wait for this one."""
+    with pytest.raises(RemoteError, match="cannot be read: obstore gives up"):
+        open_remote(url, {**server.storage, **more}).object().pin  # noqa: B018
 
 
 def test_profiles(server, monkeypatch, tmp_path):
