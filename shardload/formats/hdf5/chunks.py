@@ -358,19 +358,22 @@ def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
 
 
 def list_chunks(
-    identifier: h5py.h5d.DatasetID, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
+    dataset: h5py.Dataset, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
 ) -> None:
-    """Give what HDF5 says of all stored chunks, so many at once: first elements (a row each), offsets, sizes, masks.
+    """Give what HDF5 says of all stored chunks, so many at once: first elements (a row each), offsets, sizes, masks. First
+    elements are the true ones.
 
     `n_most` is the number of chunks that the dataset may have, if it is known.
     """
     told: list[Any] = []
+    put_right = _true_place(dataset)
 
     def hand_on() -> None:
         if told:
             starts, masks, offsets, sizes = zip(*told, strict=True)
             told.clear()
             at = np.fromiter(itertools.chain.from_iterable(starts), np.int64).reshape(len(offsets), -1)
+            at = at if put_right is None else np.array(put_right(at.T)).T
             take(at, np.array(offsets), np.array(sizes), np.array(masks))
 
     def note(chunk: Any) -> None:
@@ -380,7 +383,7 @@ def list_chunks(
 
     with phil:
         # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-        identifier.chunk_iter(note if n_most is None or n_most > at_once else told.append)
+        dataset.id.chunk_iter(note if n_most is None or n_most > at_once else told.append)
         hand_on()
 
 
@@ -444,13 +447,12 @@ class ChunkPlaces:
         if not math.prod(table.offsets.shape):
             return table
         if self._tree is None:
-            put_right, chunk = _true_place(self._dataset), np.array(self.chunk)
+            chunk = np.array(self.chunk)
 
             def note(starts: Ints, *told: Any) -> None:
-                true = starts if put_right is None else np.array(put_right(starts.T)).T
-                table.note(true // chunk, *told)
+                table.note(starts // chunk, *told)
 
-            list_chunks(self._dataset.id, note, _TOLD_AT_ONCE, math.prod(self.counts))
+            list_chunks(self._dataset, note, _TOLD_AT_ONCE, math.prod(self.counts))
         else:
             for part in cut_box(box, MOST_ENTRIES):
                 positions, entries = self._tree.chunks_in(part)

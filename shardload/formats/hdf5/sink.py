@@ -457,4 +457,4 @@ class Hdf5PlacedChunks(PlacedChunks):
             which = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
             take(which, offsets[is_new], sizes[is_new], masks[is_new])
 
-        list_chunks(dataset, note, _AT_ONCE)
+        list_chunks(h5py.Dataset(dataset), note, _AT_ONCE)
