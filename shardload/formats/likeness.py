@@ -99,7 +99,8 @@ def spec_like(
         layout["scales"], layout["axis_labels"] = (
             tuple(of_axes[k] for k in kept) if of_axes else () for of_axes in (properties.scales, properties.axis_labels)
         )
-        layout["scale_name"] = properties.scale_name
+        is_scale = 0 in kept or not info.shape  # of its first axis: the single number that a selection leaves of it is none
+        layout["scale_name"] = properties.scale_name if is_scale else None
     spec = ArraySpec(
         shape=shape,
         dtype=dtype,

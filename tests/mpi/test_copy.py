@@ -750,6 +750,32 @@ def test_coordinates_of_other_groups(comm: Any, shared_tmp_path: Path, source: s
             assert [axis.label for axis in dims] == ["t", ""]
 
 
+def test_a_single_step_in_hdf5(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the number that is left of a coordinate were a dimension scale, or attached as one: xarray opens no such file."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            for name in ("x", "time", "steps"):
+                file[name] = np.arange(4.0)
+                file[name].make_scale(name)
+            for name, scales in (("rho", ("time", "x")), ("total", ("steps",))):
+                file[name] = ramp((4,) * len(scales))
+                for axis, scale in enumerate(scales):
+                    file[name].dims[axis].attach_scale(file[scale])
+            file["total"].dims[0].attach_scale(file["time"])
+
+    on_root(comm, make)
+    copy(comm, before, after, select={"time": -1})
+
+    def look() -> None:
+        with xarray.open_dataset(after, engine="h5netcdf") as found:
+            assert found.rho.dims == ("x",) and found.total.dims == ("steps",) and found.time.item() == 3
+            np.testing.assert_array_equal(found.rho.values, ramp((4, 4))[-1])
+
+    on_root(comm, look)
+
+
 def test_the_grid_mapping(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the projection of an array that is named were lost: CF has it in the attributes of a character."""
     before = shared_tmp_path / "in.nc"
