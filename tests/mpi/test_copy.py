@@ -751,7 +751,9 @@ def test_coordinates_of_other_groups(comm: Any, shared_tmp_path: Path, source: s
 
 
 def test_a_single_step_in_hdf5(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the number that is left of a coordinate were a dimension scale, or attached as one: xarray opens no such file."""
+    """Wrong if the number that is left of a coordinate were a dimension scale, or attached as one: xarray opens no such
+    file.
+    """
     before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
 
     def make() -> None:
