@@ -70,6 +70,8 @@ class _Member:
         Its shape and its attributes in each part that has it, by the number of the part.
     texts : dict
         Values of an array of text, in the same way.
+    codecs : set of str
+        How parts have encoded its chunks (`ArrayInfo.codec`).
     """
 
     info: ArrayInfo
@@ -77,6 +79,7 @@ class _Member:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     attrs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     texts: dict[int, Array] = field(default_factory=dict)
+    codecs: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -252,6 +255,7 @@ class JoinedParts:
             if was != now and first.texts is None:
                 raise self._differs(what, member, k, (was, now))
         member.shapes[k], member.attrs[k] = info.shape, properties.attrs
+        member.codecs.add(info.codec)
         if properties.texts is not None:
             member.texts[k] = np.asarray(properties.texts)
 
@@ -505,6 +509,12 @@ class JoinedParts:
             elif axis is None and (nbytes_of(member.info, shape) <= _STORED_NBYTES or not shape):
                 self.values[full], how = [(whole, self._read(k, member))], f"stored here, the same in {where}"
             else:
+                if kind == "netcdf4" and any("lzf" in codec.split("+") for codec in member.codecs):
+                    raise ConfigError(
+                        f"a part has compressed '{printable(name)}' by lzf, which is h5py's own: the netCDF library would not "
+                        "read it in the new file. Use the suffix .h5, or copy the parts first: `shardload copy PART NEW "
+                        "--compression gzip`"
+                    )
                 last_name = member.properties.stored_name
                 stored_name = name if last_name is None else f"{name.rpartition('/')[0]}/{last_name}"
                 self.places[full] = [
