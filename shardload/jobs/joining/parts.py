@@ -72,6 +72,8 @@ class _Member:
         Values of an array of text, in the same way.
     codecs : set of str
         How parts have encoded its chunks (`ArrayInfo.codec`).
+    is_stacked : bool
+        Whether it gets a new first axis.
     """
 
     info: ArrayInfo
@@ -80,11 +82,16 @@ class _Member:
     attrs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     texts: dict[int, Array] = field(default_factory=dict)
     codecs: set[str] = field(default_factory=set)
+    is_stacked: bool = False
 
     @property
     def name(self) -> str:
         """Its full name."""
         return self.info.dataset
+
+    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in a part, from that with the new axis."""
+        return shape[1:] if self.is_stacked else shape
 
     def axis_of(self, axis: str | int) -> int | None:
         """The number of the axis that is joined; None if it has it not."""
@@ -240,12 +247,15 @@ class JoinedParts:
 
     def _take(self, k: int, info: ArrayInfo, properties: Properties) -> None:
         """One array of one part, as it is joined: with the new axis, if there is one and it gets it."""
-        if self._ask.stack is not None and not info.is_coordinate and properties.texts is None:
+        # In netCDF the coordinate of an axis of a group above is no scale of HDF5's.
+        is_coordinate = info.is_coordinate or properties.dims == (info.dataset.rpartition("/")[2],)
+        is_stacked = self._ask.stack is not None and not is_coordinate and properties.texts is None
+        if is_stacked:
             new: dict[str, Any] = {"dims": (self._ask.stack, *properties.dims), "unlimited": ()}
             new["scales"] = ((), *properties.scales) if properties.scales else ()
             new["axis_labels"] = ("", *properties.axis_labels) if properties.axis_labels else ()
             info, properties = replace(info, shape=(1, *info.shape)), replace(properties, **new)
-        member = self._members.setdefault(info.dataset, _Member(info, properties))
+        member = self._members.setdefault(info.dataset, _Member(info, properties, is_stacked=is_stacked))
         first = member.properties
         for what, was, now in (
             ("type", first.dtype, properties.dtype),
@@ -258,11 +268,6 @@ class JoinedParts:
         member.codecs.add(info.codec)
         if properties.texts is not None:
             member.texts[k] = np.asarray(properties.texts)
-
-    def _own_shape(self, member: _Member, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array in its part, from that with the new axis."""
-        is_stacked = self._ask.stack is not None and not member.info.is_coordinate and not member.texts
-        return shape[1:] if is_stacked else shape
 
     # --- 2: what goes on from part to part
 
@@ -298,7 +303,7 @@ class JoinedParts:
         properties = [member.properties for member in self._members.values()]
         if stack is not None:
             for member in self._members.values():
-                if member.properties.dims.count(stack) > (self._own_shape(member, member.info.shape) != member.info.shape):
+                if member.properties.dims.count(stack) > (member.own_shape(member.info.shape) != member.info.shape):
                     raise ConfigError(
                         f"stack is {stack!r}, but '{printable(member.name)}' has an axis of that name: the parts go on along "
                         f"it. Pass {self._ask.word}={stack!r} in its place"
@@ -365,7 +370,7 @@ class JoinedParts:
         first = next(iter(member.shapes.values()))
         for k, shape in member.shapes.items():
             if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
-                told = self._own_shape(member, first), self._own_shape(member, shape)
+                told = member.own_shape(first), member.own_shape(shape)
                 only = f"They may differ along axis {axis} only"
                 if self._ask.stack is not None:
                     only = "With a new axis they may not differ"
@@ -432,7 +437,7 @@ class JoinedParts:
                     if bounds is not None and other in self._joined and _differing(by.attrs) & _TIME:
                         self._stored[other] = np.concatenate(self._counted(bounds, by), axis=self._joined[other])
                         self._check_meaning(bounds, but=_TIME)
-            elif name not in self._stored and not self._own_shape(member, member.info.shape):
+            elif name not in self._stored and not member.own_shape(member.info.shape):
                 self._check_meaning(member)  # HDF5 has no virtual numbers without axes
                 self._stored[name] = np.concatenate([self._read(k, member) for k in member.shapes], axis=axis)
 
@@ -518,7 +523,7 @@ class JoinedParts:
                 last_name = member.properties.stored_name
                 stored_name = name if last_name is None else f"{name.rpartition('/')[0]}/{last_name}"
                 self.places[full] = [
-                    PlacedPart(self._paths[k], stored_name, region, self._own_shape(member, region.shape))
+                    PlacedPart(self._paths[k], stored_name, region, member.own_shape(region.shape))
                     for k, region in regions.items()
                 ]
                 how = f"{'' if axis is not None else 'the same '}in {where}"
