@@ -750,6 +750,27 @@ def test_coordinates_of_other_groups(comm: Any, shared_tmp_path: Path, source: s
             assert [axis.label for axis in dims] == ["t", ""]
 
 
+def test_text_along_an_axis_that_can_grow(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if texts were counted as numbers, of which chunks for growth are made: an error of NumPy."""
+    before, after = shared_tmp_path / "in.nc", shared_tmp_path / "out.nc"
+
+    def make() -> None:
+        with netCDF4.Dataset(before, "w") as file:
+            file.createDimension("time", 3)
+            file.createVariable("name", str, ("time",))[:] = np.array(["a", "bc", "d"], dtype=object)
+            file.createVariable("x", "f4", ("time",), contiguous=True)[:] = np.arange(3)
+
+    on_root(comm, make)
+    copy(comm, before, after, unlimited="time")
+
+    def look() -> None:
+        with netCDF4.Dataset(after) as file:
+            assert file.dimensions["time"].isunlimited() and file["name"][:].tolist() == ["a", "bc", "d"]
+            np.testing.assert_array_equal(file["x"][:], np.arange(3))
+
+    on_root(comm, look)
+
+
 def test_a_single_step_in_hdf5(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the number that is left of a coordinate were a dimension scale, or attached as one: xarray opens no such
     file.

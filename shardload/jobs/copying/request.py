@@ -412,7 +412,7 @@ def _asked_of(request: CopyRequest, info: ArrayInfo, selection: Selection, is_ma
     """What is asked of one array: layout only if it has as many axes, compression only if it has chunks."""
     ndim = len(selection.shape)
     for_growth: Any = KEEP
-    if info.chunks is None and grows:
+    if info.chunks is None and grows and info.refused is None:  # text, which is no number, is stored as h5py does it
         for_growth = growing_chunks(selection.shape, grows[0], np.dtype(info.dtype).itemsize)
     chunks, shards = (request.chunks, request.shards) if is_main else (KEEP, KEEP)
     if isinstance(chunks, tuple) and len(chunks) != ndim:
