@@ -343,15 +343,20 @@ def test_axes_without_a_coordinate(comm: Any, shared_tmp_path: Path, name: str) 
 
 def test_a_netcdf_file_of_a_run_that_died(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a store that xarray does not open were made without a word, or if no way out were told."""
-    before = shared_tmp_path / "in.nc"
+    before, with_text = shared_tmp_path / "in.nc", shared_tmp_path / "text.nc"
 
     def make() -> None:
-        with netCDF4.Dataset(before, "w") as file:
+        with netCDF4.Dataset(before, "w") as file, netCDF4.Dataset(with_text, "w") as texts:
             file.createDimension("time", None)
             for name, n in (("a", 5), ("b", 3)):
                 file.createVariable(name, "i4", ("time",))[:n] = np.arange(n)
+            texts.createDimension("time", None)
+            texts.createVariable("a", "i4", ("time",))[:5] = np.arange(5)
+            texts.createVariable("name", str, ("time",))[:2] = np.array(["x", "y"], dtype=object)
 
     on_root(comm, make)
+    told = "axis 'time' has 2 elements in '/name', but 5 in '/a': xarray opens no group with both"
+    assert told in copy(comm, with_text, shared_tmp_path / "text.zarr").notes
     notes = copy(comm, before, shared_tmp_path / "out.zarr").notes
     assert "axis 'time' has 3 elements in '/b', but 5 in '/a': xarray opens no group with both" in notes
     same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.nc"), ConfigError, "one length")

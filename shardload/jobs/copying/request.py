@@ -275,7 +275,7 @@ def _plan_arrays(
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_layout(request, [array for array in sources if array.info.dataset in main and not array.is_text])
     if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
-        unopened = unopened_by_xarray({array.full_name: array.spec for array in sources if not array.is_text})
+        unopened = unopened_by_xarray({array.full_name: array.spec for array in sources})
         notes += [f"{what}: xarray opens no group with both" for what, _ in unopened]
     axes = {dim for array in sources for dim in array.spec.dims or ()}
     for name in sorted(valueless if is_all else ()):
