@@ -37,7 +37,7 @@ SUFFIXES = (".h5", ".nc", ".zarr", ".zarr2")
 TYPES = ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "u4")
 ATTRS = {"units": "K", "title": "größe", "row": np.arange(3, dtype="i2"), "number": np.float32(0.1)}
 PACKING = {"scale_factor": np.float64(0.5), "add_offset": np.float64(-10)}
-OF_LIBRARIES = re.compile("CLASS|NAME|REFERENCE_LIST|DIMENSION_L.*|_NCProperties|_Netcdf4.*|_ARRAY_DIMENSIONS|_FillValue")
+OF_LIBRARIES = re.compile("CLASS|NAME|REFERENCE_LIST|DIMENSION_L.*|_NCProp.*|_Netcdf4.*|_ARRAY_DIM.*|_FillValue|coordinates")
 TEMPORARY = (".unfinished", ".appending", ".changes")
 DEFAULTS: dict[str, Any] = {"progress": False, "timeout": 60.0}
 
@@ -150,6 +150,7 @@ def copy(draw: Draw, folder: Path) -> None:
             assert after[name][1] == attrs, (name, after[name][1], attrs)
         for decode in [False] if target.is_dir() else [False, True]:  # a number in JSON has no type: docs/values.md
             found, expected = (opened(path, mask_and_scale=decode, decode_times=False) for path in (target, source))
+            assert set(found.coords) == set(expected.coords), (found.coords, expected.coords)
             for name in map(str, expected.variables):
                 values = expected[name].isel({dim: part for dim, part in select.items() if dim in expected[name].dims})
                 # Axes of plain HDF5 may have labels alone, which xarray does not read.
@@ -218,12 +219,16 @@ def load(draw: Draw, folder: Path) -> None:
 
 
 def load_dataset(draw: Draw, folder: Path) -> None:
-    """Load all variables as a Dataset."""
+    """Load all variables as a Dataset, with padding."""
     path, dataset = several(draw, folder)
     axes = sorted({str(dim) for array in dataset.data_vars.values() for dim in array.dims})
     select = {dim: positions(draw, dataset.sizes[dim]) for dim in axes if draw.random() < 0.3}
-    found = shardload.load_dataset(path, sharding(draw, 0)[0], select=select or None, **DEFAULTS)
-    xarray.testing.assert_identical(shardload.unpad(found, numpy=True), xarray.decode_cf(dataset).isel(select))
+    mesh, kept = sharding(draw, 0)[0], [dim for dim in axes if not isinstance(select.get(dim), int)]
+    spec = dict(zip(draw.permutation(kept).tolist(), mesh.axis_names, strict=False))
+    how = {"select": select or None, "dtype": "float64", "pad": float("nan")}
+    found = shardload.unpad(shardload.load_dataset(path, mesh, spec, **how, **DEFAULTS), numpy=True)
+    expected = xarray.decode_cf(dataset).isel(select)
+    xarray.testing.assert_identical(found, expected.assign({name: expected[name].astype("f8") for name in expected.data_vars}))
 
 
 CALLS: dict[str, Callable[[Draw, Path], None]] = {"copy": copy, "append": append, "load": load, "dataset": load_dataset}

@@ -99,28 +99,36 @@ def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
     return notes
 
 
-def found_by_name(kind: str, name: str, properties: Properties, there: Container[str]) -> tuple[Properties, list[str]]:
+def found_by_name(
+    kind: str, name: str, properties: Properties, there: Container[str], dropped: Container[int] = ()
+) -> tuple[Properties, list[str]]:
     """With an attribute that names the coordinates which the new file's format does not find otherwise: those in other groups,
-    and all but one of an axis. HDF5 attaches them. And notes of what else only HDF5 says of axes.
+    all but one of an axis, and those of axes that a selection has dropped. HDF5 attaches all but the last ones. And notes of
+    what else only HDF5 says of axes.
     """
-    if kind == "hdf5":
+    gone = {dim for axis, dim in enumerate(properties.dims) if dim and axis in dropped}
+    if kind == "hdf5" and not gone:
         return properties, []
     own, last = name.rpartition("/")[::2]
     places = {
         place for places in named_beside(name, {"coordinates": properties.attrs.get("coordinates", "")}) for place in places
     }
     places = places if kind == "netcdf4" else {place for place in places if place.rpartition("/")[0] == own}
-    for dim in filter(None, properties.dims):
+    for dim in [dim for dim in properties.dims if dim and dim not in gone]:
         above = own
         while kind == "netcdf4" and above and f"{above}/{dim}" not in there:
             above = above.rpartition("/")[0]
         places.add(f"{above}/{dim}")
     unnamed = [one for one in properties.coordinates if one in there and one not in {name, *places}]
+    if kind == "hdf5":
+        unnamed = [one for one in unnamed if one.rpartition("/")[2] in gone]
     words = [one.rpartition("/")[2] if one.rpartition("/")[0] == own else one for one in unnamed]
     notes = [f"the coordinate '{one}' of '{name}'" for one in words if len(one.split()) > 1]
     if words := [one for one in words if len(one.split()) == 1]:
         told = [*names_in(as_text(properties.attrs.get("coordinates"))), *words]
         properties = replace(properties, attrs={**properties.attrs, "coordinates": " ".join(told)})
+    if kind == "hdf5":
+        return properties, [f"{what} was left out" for what in notes]
     each = zip(properties.axis_labels, properties.dims, strict=False)
     notes += [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(each) if label not in ("", dim)]
     if properties.scale_name not in (None, "", last, properties.stored_name):

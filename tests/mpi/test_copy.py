@@ -776,11 +776,12 @@ def test_text_along_an_axis_that_can_grow(comm: Any, shared_tmp_path: Path) -> N
     on_root(comm, look)
 
 
-def test_a_single_step_in_hdf5(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the number that is left of a coordinate were a dimension scale, or attached as one: xarray opens no such
-    file.
+@pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr"])
+def test_a_single_step(comm: Any, shared_tmp_path: Path, target: str) -> None:
+    """Wrong if the number that is left of a coordinate were a dimension scale of HDF5, or attached as one: xarray opens no such
+    file. Or if it were no coordinate any more.
     """
-    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / target
 
     def make() -> None:
         with h5py.File(before, "w") as file:
@@ -797,8 +798,9 @@ def test_a_single_step_in_hdf5(comm: Any, shared_tmp_path: Path) -> None:
     copy(comm, before, after, select={"time": -1})
 
     def look() -> None:
-        with xarray.open_dataset(after, engine="h5netcdf") as found:
-            assert found.rho.dims == ("x",) and found.total.dims == ("steps",) and found.time.item() == 3
+        with xarray.open_dataset(after, engine=None if target == "out.zarr" else "h5netcdf") as found:
+            assert found.rho.dims == ("x",) and found.total.dims == ("steps",) and found.coords["time"].item() == 3
+            assert found.rho.encoding["coordinates"] == "time"
             np.testing.assert_array_equal(found.rho.values, ramp((4, 4))[-1])
 
     on_root(comm, look)

@@ -260,7 +260,8 @@ def _plan_arrays(
     sources = []
     for name, (info, properties, state) in numbers_first:
         wanted = _asked_of(request, info, selections[name], name in main, growing[name])
-        properties, lost = found_by_name(kind, name, properties, described)
+        dropped = set(range(len(properties.dims))) - set(selections[name].kept) if name not in beside else ()
+        properties, lost = found_by_name(kind, name, properties, described, dropped)
         try:
             spec, more = spec_like(info, properties, selections[name], kind, wanted)
         except ConfigError as error:

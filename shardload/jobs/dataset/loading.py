@@ -177,7 +177,10 @@ def _with_dates(xarray: Any, found: Any, plan: Any) -> Any:
     for name, one in unpadded.variables.items() if tails else ():
         from shardload.jobs.dataset.padded_index import PaddedIndex  # imports xarray
 
-        coords[name] = one.to_base_variable().pad({dim: tail for dim, tail in tails.items() if dim in one.dims})
+        its_tails = {dim: tail for dim, tail in tails.items() if dim in one.dims}
+        coords[name] = one.to_base_variable()
+        if its_tails:  # xarray does not pad a single number, not even by nothing
+            coords[name] = coords[name].pad(its_tails)
         if name in tails and name in indexes:
             indexes[name] = PaddedIndex(indexes[name], found.sizes[name])
     made = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), found.attrs)
