@@ -125,7 +125,7 @@ def expect(what: str, found: Any, expected: Any) -> None:
 
 
 def copy(draw: Draw, folder: Path) -> None:
-    """Copy a file, or a part of it, into another format, chunks and compression."""
+    """Copy a file, or a part of it, into another format, chunks and compression. Wrong if anything were lost or misplaced."""
     lengths = {dim: int(draw.integers(1, 9)) for dim in ("time", "lat", "lon")}
     dataset, suffix = random_dataset(draw, lengths), pick(draw, SUFFIXES)
     source, target = folder / f"in{pick(draw, SUFFIXES)}", folder / f"out{suffix}"
@@ -161,7 +161,7 @@ def copy(draw: Draw, folder: Path) -> None:
 
 
 def append(draw: Draw, folder: Path) -> None:
-    """Append rows several times, some in the place of older ones."""
+    """Append rows several times, some in the place of older ones. Wrong if a chunk at the edge lost its old rows."""
     lengths = {dim: int(draw.integers(dim != "time", 9)) for dim in ("time", "lat", "lon")}
     dataset, path = random_dataset(draw, lengths), folder / f"run{pick(draw, SUFFIXES)}"
     write(draw, path, dataset)
@@ -206,7 +206,7 @@ def several(draw: Draw, folder: Path) -> tuple[Any, xarray.Dataset]:
 
 
 def load(draw: Draw, folder: Path) -> None:
-    """Load a part of an array, decoded or not, with padding."""
+    """Load a part of an array, decoded or not, with padding. Wrong if a file were begun at another row, or decoded twice."""
     path, dataset = several(draw, folder)
     name, decode = str(pick(draw, sorted(map(str, dataset.variables)))), draw.random() < 0.5
     whole = xarray.decode_cf(dataset, mask_and_scale=decode, decode_times=False)[name]
