@@ -76,10 +76,12 @@ def sharding(draw: np.random.Generator, ndim: int) -> tuple[Mesh, PartitionSpec,
 
 
 def compare(what: str, array: jax.Array, expected: np.ndarray[Any, Any]) -> None:
-    """Compare each shard of this process."""
+    """Compare each shard of this process. NaN is itself."""
     for shard in array.addressable_shards:
         wanted = expected[shard.index]
-        if not np.array_equal(np.asarray(shard.data), wanted) or array.dtype != wanted.dtype.newbyteorder("="):
+        if not np.array_equal(
+            np.asarray(shard.data), wanted, equal_nan=wanted.dtype.kind in "fc"
+        ) or array.dtype != wanted.dtype.newbyteorder("="):
             raise SystemExit(f"rank {comm.rank}: WRONG {what}, shard {shard.index}")
 
 

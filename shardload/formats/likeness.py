@@ -100,7 +100,8 @@ def spec_like(
     if kind == "hdf5":  # the only one that says of axes more than names
         layout["scales"] = tuple(properties.scales[k] for k in axes) if properties.scales else ()
         layout["axis_labels"] = tuple(properties.axis_labels[k] for k in axes) if properties.axis_labels else ()
-        layout["scale_name"] = properties.scale_name
+        is_scale = 0 in axes or not info.shape  # of its first axis: the single number that a selection leaves of it is none
+        layout["scale_name"] = properties.scale_name if is_scale else None
     spec = ArraySpec(
         shape=shape,
         dtype=dtype,

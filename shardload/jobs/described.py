@@ -106,32 +106,45 @@ def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
     return notes
 
 
-def found_by_name(kind: str, name: str, properties: Properties, names: Container[str]) -> tuple[Properties, list[str]]:
+def found_by_name(
+    kind: str, name: str, properties: Properties, names: Container[str], dropped: Container[int] = ()
+) -> tuple[Properties, list[str]]:
     """The properties, with an attribute that names the coordinates which the new file's format finds in no other way: those in
-    other groups, and all but one of an axis. (HDF5 attaches them.) And notes of what else only HDF5 says of axes.
+    other groups, all but one of an axis, and those of axes that a selection has dropped. (HDF5 attaches all but the last ones.)
+    And notes of what else only HDF5 says of axes.
 
-    `names` are the arrays of the new file.
+    `names` are the arrays of the new file, `dropped` the numbers of the axes.
     """
-    if kind == "hdf5":
+    gone = {dim for axis, dim in enumerate(properties.dims) if dim and axis in dropped}
+    if kind == "hdf5" and not gone:
         return properties, []
-    group, last_name = name.rpartition("/")[::2]
+    group = name.rpartition("/")[0]
     places = {
         place for places in named_beside(name, {"coordinates": properties.attrs.get("coordinates", "")}) for place in places
     }
     places = places if kind == "netcdf4" else {place for place in places if place.rpartition("/")[0] == group}
-    for dim in filter(None, properties.dims):
+    for dim in [dim for dim in properties.dims if dim and dim not in gone]:
         above = group
         while kind == "netcdf4" and above and f"{above}/{dim}" not in names:
             above = above.rpartition("/")[0]
         places.add(f"{above}/{dim}")
     unnamed = [place for place in properties.coordinates if place in names and place not in {name, *places}]
+    if kind == "hdf5":
+        unnamed = [place for place in unnamed if place.rpartition("/")[2] in gone]
     words = [place.rpartition("/")[2] if place.rpartition("/")[0] == group else place for place in unnamed]
     notes = [f"the coordinate '{word}' of '{name}'" for word in words if len(word.split()) > 1]
     if words := [word for word in words if len(word.split()) == 1]:
         coordinates = [*names_in(as_text(properties.attrs.get("coordinates"))), *words]
         properties = replace(properties, attrs={**properties.attrs, "coordinates": " ".join(coordinates)})
-    labels = zip(properties.axis_labels, properties.dims, strict=False)
-    notes += [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(labels) if label not in ("", dim)]
-    if properties.scale_name not in (None, "", last_name, properties.stored_name):
-        notes.append(f"the name {properties.scale_name!r} of '{name}' as a dimension scale")
+    if kind != "hdf5":
+        notes += _only_in_hdf5(name, properties)
     return properties, [f"{note} was left out" for note in notes]
+
+
+def _only_in_hdf5(name: str, properties: Properties) -> list[str]:
+    """What HDF5 says of axes beside their names: labels, and a name as a dimension scale."""
+    labels = zip(properties.axis_labels, properties.dims, strict=False)
+    notes = [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(labels) if label not in ("", dim)]
+    if properties.scale_name not in (None, "", name.rpartition("/")[2], properties.stored_name):
+        notes.append(f"the name {properties.scale_name!r} of '{name}' as a dimension scale")
+    return notes

@@ -234,6 +234,23 @@ def test_rows_one_by_one_by_number_and_without_values(ranks: Any, shared_tmp_pat
     assert on_root(ranks, lambda: h5py.File(shared_tmp_path / "run.nc")["time"].shape) == (7,)
 
 
+@pytest.mark.any_number
+@pytest.mark.any_version
+def test_a_newer_file_grows_along_its_second_axis(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if chunks were sought where HDF5 lists them: in files of ``libver="latest"`` those of a growing axis behind another
+    one are listed at the positions of others.
+    """
+    path, values = shared_tmp_path / "run.h5", ramp((7, 12), "int32")
+
+    def begin() -> None:
+        with h5py.File(path, "w", libver="latest") as file:
+            file.create_dataset("x", data=values[:, :7], chunks=(2, 4), maxshape=(7, None), compression="gzip")
+
+    on_root(ranks, begin)
+    shardload.append(path, {"x": values[:, 7:]}, dim=1)
+    compare(ranks, path, {"x": values})
+
+
 @pytest.mark.any_version
 def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> None:
     """Wrong if a file changed although there was an error; or the copy that the error advises could not grow."""
@@ -257,6 +274,9 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
     same_error(ranks, lambda: shardload.append(nc, {"g/x": time}), ConfigError, "'/x'", "would not grow with", "Pass 'x'")
     same_error(ranks, lambda: shardload.append(new, one, dim=0), ConfigError, "a user block", "shardload copy")
     assert on_root(ranks, lambda: files(shared_tmp_path)) == before
+    saved = shared_tmp_path / "saved.h5"  # a copy of which would be like it
+    shardload.save(saved, {"x": values[:5]}, chunks=(4, 5, 7))
+    same_error(ranks, lambda: shardload.append(saved, {"x": values[5:]}, dim=0), ConfigError, "no axis", "--unlimited AXIS")
     copy = shared_tmp_path / "copy.h5"
     shardload.copy(str(new), str(copy), timeout=60.0, comm=ranks, progress=False)
     shardload.append(copy, one, dim=0)

@@ -343,15 +343,20 @@ def test_axes_without_a_coordinate(comm: Any, shared_tmp_path: Path, name: str) 
 
 def test_a_netcdf_file_of_a_run_that_died(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a store that xarray does not open were made without a word, or if no way out were told."""
-    before = shared_tmp_path / "in.nc"
+    before, with_text = shared_tmp_path / "in.nc", shared_tmp_path / "text.nc"
 
     def make() -> None:
-        with netCDF4.Dataset(before, "w") as file:
+        with netCDF4.Dataset(before, "w") as file, netCDF4.Dataset(with_text, "w") as texts:
             file.createDimension("time", None)
             for name, n in (("a", 5), ("b", 3)):
                 file.createVariable(name, "i4", ("time",))[:n] = np.arange(n)
+            texts.createDimension("time", None)
+            texts.createVariable("a", "i4", ("time",))[:5] = np.arange(5)
+            texts.createVariable("name", str, ("time",))[:2] = np.array(["x", "y"], dtype=object)
 
     on_root(comm, make)
+    told = "axis 'time' has 2 elements in '/name', but 5 in '/a': xarray opens no group with both"
+    assert told in copy(comm, with_text, shared_tmp_path / "text.zarr").notes
     notes = copy(comm, before, shared_tmp_path / "out.zarr").notes
     assert "axis 'time' has 3 elements in '/b', but 5 in '/a': xarray opens no group with both" in notes
     same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.nc"), ConfigError, "one length")
@@ -748,6 +753,57 @@ def test_coordinates_of_other_groups(comm: Any, shared_tmp_path: Path, source: s
                 ["/scales/y"],
             ]
             assert [axis.label for axis in dims] == ["t", ""]
+
+
+def test_text_along_an_axis_that_can_grow(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if texts were counted as numbers, of which chunks for growth are made: an error of NumPy."""
+    before, after = shared_tmp_path / "in.nc", shared_tmp_path / "out.nc"
+
+    def make() -> None:
+        with netCDF4.Dataset(before, "w") as file:
+            file.createDimension("time", 3)
+            file.createVariable("name", str, ("time",))[:] = np.array(["a", "bc", "d"], dtype=object)
+            file.createVariable("x", "f4", ("time",), contiguous=True)[:] = np.arange(3)
+
+    on_root(comm, make)
+    copy(comm, before, after, unlimited="time")
+
+    def look() -> None:
+        with netCDF4.Dataset(after) as file:
+            assert file.dimensions["time"].isunlimited() and file["name"][:].tolist() == ["a", "bc", "d"]
+            np.testing.assert_array_equal(file["x"][:], np.arange(3))
+
+    on_root(comm, look)
+
+
+@pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr"])
+def test_a_single_step(comm: Any, shared_tmp_path: Path, target: str) -> None:
+    """Wrong if the number that is left of a coordinate were a dimension scale of HDF5, or attached as one: xarray opens no such
+    file. Or if it were no coordinate any more.
+    """
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / target
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            for name in ("x", "time", "steps"):
+                file[name] = np.arange(4.0)
+                file[name].make_scale(name)
+            for name, scales in (("rho", ("time", "x")), ("total", ("steps",))):
+                file[name] = ramp((4,) * len(scales))
+                for axis, scale in enumerate(scales):
+                    file[name].dims[axis].attach_scale(file[scale])
+            file["total"].dims[0].attach_scale(file["time"])
+
+    on_root(comm, make)
+    copy(comm, before, after, select={"time": -1})
+
+    def look() -> None:
+        with xarray.open_dataset(after, engine=None if target == "out.zarr" else "h5netcdf") as found:
+            assert found.rho.dims == ("x",) and found.total.dims == ("steps",) and found.coords["time"].item() == 3
+            assert found.rho.encoding["coordinates"] == "time"
+            np.testing.assert_array_equal(found.rho.values, ramp((4, 4))[-1])
+
+    on_root(comm, look)
 
 
 def test_the_grid_mapping(comm: Any, shared_tmp_path: Path) -> None:

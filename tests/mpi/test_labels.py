@@ -249,6 +249,17 @@ def test_what_is_done_to_an_object_is_not_done_to_the_plan(comm: Any, shared_tmp
         found.attrs["levels"][0] = found["height"].attrs["range"][0] = -1
 
 
+def test_objects_of_json_are_dicts(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if an attribute of Zarr that xarray has as a dict became its text, which a save would then write."""
+    path, attrs = shared_tmp_path / "a.zarr", {"grid": {"levels": [1, {"top": 0.5}]}}
+    made = xr.Dataset({"x": ("y", np.arange(4.0, dtype="f4"), attrs)}, attrs=attrs)
+    on_root(comm, lambda: made.to_zarr(path, zarr_format=3, consolidated=False) and None)
+    found = shardload.load_dataset(path, mesh_of())
+    assert found.attrs == found.x.attrs == attrs
+    shardload.save(shared_tmp_path / "b.zarr", found)
+    assert on_root(comm, lambda: xr.open_zarr(shared_tmp_path / "b.zarr").x.attrs) == attrs
+
+
 def test_to_xarray_of_stored_numbers_and_padding(comm: Any, path: str) -> None:
     made = shardload.plan(path, mesh_of(), P("a", None, "b"), dataset="t", decode=False, pad=-1, select={"time": slice(0, -1)})
     found = shardload.to_xarray(made.execute(), made)

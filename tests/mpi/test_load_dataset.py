@@ -100,6 +100,14 @@ def test_each_variable_takes_what_it_has_of_a_selection(comm: Any, shared_tmp_pa
     xr.testing.assert_identical(gathered(ds), wanted)
 
 
+def test_padding_beside_a_dropped_axis(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the coordinate of the dropped axis, a single number, were padded too: an error of NumPy."""
+    n = 2 * unit() + 1
+    paths = write(comm, shared_tmp_path, n)
+    ds = shardload.load_dataset(paths[0], mesh_of(), {"lat": ("a", "b")}, select={"time": 1}, pad=float("nan"))
+    xr.testing.assert_identical(gathered(ds), opened(paths[:1]).isel(time=1))
+
+
 def test_labels_never_give_padding(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the index had NaN, of which `nearest` makes an error, or numbers for the padding, which it would find."""
     n = 2 * unit() + 1

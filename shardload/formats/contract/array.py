@@ -482,14 +482,14 @@ def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
 def json_value(value: Any, most: int = _MOST_SHOWN) -> Any:
     """An attribute's value as plain Python: bytes become text, NumPy scalars numbers, arrays lists.
 
-    Other values (references, records) become their text. An array of one element becomes that element, because netCDF stores
-    scalars so. A value longer than `most`, or a list with such a part, becomes a `Note` with its length: attributes are sent to
-    every rank and shown to people.
+    An object of JSON becomes a dict, other values (references, records) their text. An array of one element becomes that
+    element, because netCDF stores scalars so. A value longer than `most`, or a list or dict with such a part, becomes a `Note`
+    with its length: attributes are sent to every rank and shown to people.
 
     >>> json_value(np.array([1.5], dtype=">f4")), json_value(b"K"), json_value(np.int16(3)), json_value([0] * 5000)
     (1.5, 'K', 3, '5000 values, not shown')
     """
-    n = value.size if isinstance(value, np.ndarray) else len(value) if isinstance(value, list | tuple) else 0
+    n = value.size if isinstance(value, np.ndarray) else len(value) if isinstance(value, list | tuple | Mapping) else 0
     if n > most:
         return Note(f"{n} values, not shown")
     if isinstance(value, np.ndarray | np.generic):
@@ -499,6 +499,9 @@ def json_value(value: Any, most: int = _MOST_SHOWN) -> Any:
     if isinstance(value, list | tuple):
         values = [json_value(part, most) for part in value]
         return Note(f"{n} values, too long, not shown") if any(isinstance(part, Note) for part in values) else values
+    if isinstance(value, Mapping):
+        by_key = {str(key): json_value(part, most) for key, part in value.items()}
+        return Note(f"{n} values, too long, not shown") if any(isinstance(part, Note) for part in by_key.values()) else by_key
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)

@@ -351,19 +351,22 @@ def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
 
 
 def list_chunks(
-    identifier: h5py.h5d.DatasetID, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
+    dataset: h5py.Dataset, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
 ) -> None:
     """Give `take` what HDF5 says of all stored chunks, `at_once` at a time: first elements (a row each), offsets, sizes, masks.
 
-    `n_most` is the number of chunks that the dataset may have, if it is known.
+    Where HDF5 says a wrong first element (`_true_place`), the true one is given. `n_most` is the number of chunks that the
+    dataset may have, if it is known.
     """
     chunks: list[Any] = []
+    true_place = _true_place(dataset)
 
     def flush() -> None:
         if chunks:
             starts, masks, offsets, sizes = zip(*chunks, strict=True)
             chunks.clear()
             rows = np.fromiter(itertools.chain.from_iterable(starts), np.int64).reshape(len(offsets), -1)
+            rows = rows if true_place is None else np.array(true_place(rows.T)).T
             take(rows, np.array(offsets), np.array(sizes), np.array(masks))
 
     def append(chunk: Any) -> None:
@@ -373,7 +376,7 @@ def list_chunks(
 
     with phil:
         # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-        identifier.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
+        dataset.id.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
         flush()
 
 
@@ -438,13 +441,12 @@ class ChunkPlaces:
         if not table.offsets.size:
             return table
         if self._tree is None:
-            true_place, chunk = _true_place(self._dataset), np.array(self.chunk)
+            chunk = np.array(self.chunk)
 
             def add(starts: Ints, *columns: Any) -> None:
-                true_starts = starts if true_place is None else np.array(true_place(starts.T)).T
-                table.add(true_starts // chunk, *columns)
+                table.add(starts // chunk, *columns)
 
-            list_chunks(self._dataset.id, add, _LISTED_AT_ONCE, math.prod(self.counts))
+            list_chunks(self._dataset, add, _LISTED_AT_ONCE, math.prod(self.counts))
         else:
             for part in cut_box(box, _MOST_ENTRIES):
                 positions, entries = self._tree.chunks_in(part)

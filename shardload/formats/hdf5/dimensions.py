@@ -76,9 +76,10 @@ class _Axes:
         return None
 
     def attached(self, name: str, axis: int) -> list[str]:
-        """The scales of an axis that are said to be attached to it, if they are in this file."""
+        """The scales of an axis that are said to be attached to it, if they are in this file, and no single numbers."""
         scales = self._specs[name].scales
-        return [scale for scale in scales[axis] if scale in self._specs and scale != name] if scales else []
+        there = [scale for scale in scales[axis] if scale in self._specs and scale != name] if scales else []
+        return [scale for scale in there if self._specs[scale].shape]
 
     def dimensions(self) -> dict[tuple[str, int], str]:
         """The scale of each axis without a coordinate. It is in the root group, for all groups. But where groups have axes of

@@ -186,6 +186,8 @@ def _details(path: str, dataset: OpenDataset) -> Json:
     if file_number(dataset.id) != file_number(dataset.file.id):
         raise unfit(where, "a link to another file")
     if creation.get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY:
+        if dataset.maxshape == dataset.shape:  # so does `save` make it, and a copy would be like it
+            raise ConfigError(f"{where} has no axis that can grow (its maxshape is {dataset.maxshape}). {HOW_TO_GROW}")
         raise unfit(where, "places for all of its chunks from the beginning (early allocation)")
     if are_edges_plain(creation):
         raise unfit(where, "chunks at its edge that are not filtered (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS)")

@@ -450,4 +450,4 @@ class Hdf5PlacedChunks(PlacedChunks):
             numbers = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
             take(numbers, offsets[is_new], sizes[is_new], masks[is_new])
 
-        list_chunks(dataset, number, _AT_ONCE)
+        list_chunks(h5py.Dataset(dataset), number, _AT_ONCE)

@@ -269,7 +269,8 @@ def _plan_arrays(
     sources = []
     for name, (info, properties, state) in numbers_first:
         overrides = _overrides_of(request, info, selections[name], name in main, growing[name])
-        properties, axis_notes = found_by_name(kind, name, properties, described)
+        dropped = set() if name in coordinates else set(range(len(properties.dims))) - set(selections[name].kept)
+        properties, axis_notes = found_by_name(kind, name, properties, described, dropped)
         try:
             spec, spec_notes = spec_like(info, properties, selections[name], kind, overrides)
         except ConfigError as error:
@@ -284,7 +285,7 @@ def _plan_arrays(
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_layout(request, [array for array in sources if array.info.dataset in main and not array.is_text])
     if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
-        unopened = unopened_by_xarray({array.full_name: array.spec for array in sources if not array.is_text})
+        unopened = unopened_by_xarray({array.full_name: array.spec for array in sources})
         notes += [f"{problem}: xarray opens no group with both" for problem, _ in unopened]
     axes = {dim for array in sources for dim in array.spec.dims or ()}
     for name in sorted(valueless if is_all else ()):
@@ -431,7 +432,7 @@ def _overrides_of(
     """What the caller asks of one array: layout only if it has as many axes, compression only if it has chunks."""
     ndim = len(selection.shape)
     for_growth: Any = KEEP
-    if info.chunks is None and grows:
+    if info.chunks is None and grows and info.refused is None:  # text, which is no number, is stored as h5py does it
         for_growth = growing_chunks(selection.shape, grows[0], np.dtype(info.dtype).itemsize)
     chunks, shards = (request.chunks, request.shards) if is_main else (KEEP, KEEP)
     if isinstance(chunks, tuple) and len(chunks) != ndim:

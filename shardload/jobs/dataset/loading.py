@@ -200,7 +200,10 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
     for name, variable in unpadded.variables.items() if tails else ():
         from shardload.jobs.dataset.padded_index import PaddedIndex  # imports xarray
 
-        coords[name] = variable.to_base_variable().pad({dim: tail for dim, tail in tails.items() if dim in variable.dims})
+        tails_of_variable = {dim: tail for dim, tail in tails.items() if dim in variable.dims}
+        coords[name] = variable.to_base_variable()
+        if tails_of_variable:  # xarray does not pad a single number, not even by nothing
+            coords[name] = coords[name].pad(tails_of_variable)
         if name in tails and name in indexes:
             indexes[name] = PaddedIndex(indexes[name], dataset.sizes[name])
     decoded = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), dataset.attrs)

@@ -70,6 +70,10 @@ class _Member:
         Its shape and its attributes in each part that has it, by the number of the part.
     texts : dict
         Values of an array of text, in the same way.
+    codecs : set of str
+        How parts have encoded its chunks (`ArrayInfo.codec`).
+    is_stacked : bool
+        Whether it gets a new first axis.
     """
 
     info: ArrayInfo
@@ -77,11 +81,17 @@ class _Member:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     attrs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     texts: dict[int, Array] = field(default_factory=dict)
+    codecs: set[str] = field(default_factory=set)
+    is_stacked: bool = False
 
     @property
     def name(self) -> str:
         """Its full name."""
         return self.info.dataset
+
+    def shape_in_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that it has in a part: without the new axis."""
+        return shape[1:] if self.is_stacked else shape
 
     def axis_of(self, axis: str | int) -> int | None:
         """The number of the axis that is joined; None if the array does not have it."""
@@ -244,12 +254,15 @@ class JoinedParts:
 
     def _take(self, k: int, info: ArrayInfo, properties: Properties) -> None:
         """Take in one array of one part, as it is joined: with the new axis, if it gets one."""
-        if self._request.stack is not None and not info.is_coordinate and properties.texts is None:
+        # In netCDF the coordinate of an axis of a group above is no scale of HDF5's.
+        is_coordinate = info.is_coordinate or properties.dims == (info.dataset.rpartition("/")[2],)
+        is_stacked = self._request.stack is not None and not is_coordinate and properties.texts is None
+        if is_stacked:
             new: dict[str, Any] = {"dims": (self._request.stack, *properties.dims), "unlimited": ()}
             new["scales"] = ((), *properties.scales) if properties.scales else ()
             new["axis_labels"] = ("", *properties.axis_labels) if properties.axis_labels else ()
             info, properties = replace(info, shape=(1, *info.shape)), replace(properties, **new)
-        member = self._members.setdefault(info.dataset, _Member(info, properties))
+        member = self._members.setdefault(info.dataset, _Member(info, properties, is_stacked=is_stacked))
         first = member.properties
         for what, was, now in (
             ("type", first.dtype, properties.dtype),
@@ -259,13 +272,9 @@ class JoinedParts:
             if was != now and first.texts is None:
                 raise self._differs(what, member, k, (was, now))
         member.shapes[k], member.attrs[k] = info.shape, properties.attrs
+        member.codecs.add(info.codec)
         if properties.texts is not None:
             member.texts[k] = np.asarray(properties.texts)
-
-    def _shape_in_part(self, member: _Member, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that an array has in its part: without the new axis."""
-        is_stacked = self._request.stack is not None and not member.info.is_coordinate and not member.texts
-        return shape[1:] if is_stacked else shape
 
     # --- 2: what goes on from part to part
 
@@ -301,7 +310,7 @@ class JoinedParts:
         properties = [member.properties for member in self._members.values()]
         if stack is not None:
             for member in self._members.values():
-                if member.properties.dims.count(stack) > (self._shape_in_part(member, member.info.shape) != member.info.shape):
+                if member.properties.dims.count(stack) > (member.shape_in_part(member.info.shape) != member.info.shape):
                     raise ConfigError(
                         f"stack is {stack!r}, but '{printable(member.name)}' has an axis of that name: the parts go on along "
                         f"it. Pass {word}={stack!r} in its place"
@@ -370,7 +379,7 @@ class JoinedParts:
         first = next(iter(member.shapes.values()))
         for k, shape in member.shapes.items():
             if shape[:axis] != first[:axis] or shape[axis + 1 :] != first[axis + 1 :]:
-                shapes = self._shape_in_part(member, first), self._shape_in_part(member, shape)
+                shapes = member.shape_in_part(first), member.shape_in_part(shape)
                 only = f"They may differ along axis {axis} only"
                 if self._request.stack is not None:
                     only = "With a new axis they may not differ"
@@ -437,7 +446,7 @@ class JoinedParts:
                     if bounds is not None and other in self._joined and _differing(reference.attrs) & _TIME:
                         self._stored[other] = np.concatenate(self._counted(bounds, reference), axis=self._joined[other])
                         self._check_meaning(bounds, but=_TIME)
-            elif name not in self._stored and not self._shape_in_part(member, member.info.shape):
+            elif name not in self._stored and not member.shape_in_part(member.info.shape):
                 self._check_meaning(member)  # HDF5 has no virtual numbers without axes
                 self._stored[name] = np.concatenate([self._read(k, member) for k in member.shapes], axis=axis)
 
@@ -514,10 +523,16 @@ class JoinedParts:
             elif axis is None and (nbytes_of(member.info, shape) <= _STORED_NBYTES or not shape):
                 self.values[full], how = [(whole, self._read(k, member))], f"stored here, the same in {where}"
             else:
+                if kind == "netcdf4" and any("lzf" in codec.split("+") for codec in member.codecs):
+                    raise ConfigError(
+                        f"a part has compressed '{printable(name)}' by lzf, which is h5py's own: the netCDF library would not "
+                        "read it in the new file. Use the suffix .h5, or copy the parts first: `shardload copy PART NEW "
+                        "--compression gzip`"
+                    )
                 last_name = member.properties.stored_name
                 stored_name = name if last_name is None else f"{name.rpartition('/')[0]}/{last_name}"
                 self.places[full] = [
-                    PlacedPart(self._paths[k], stored_name, region, self._shape_in_part(member, region.shape))
+                    PlacedPart(self._paths[k], stored_name, region, member.shape_in_part(region.shape))
                     for k, region in regions.items()
                 ]
                 how = f"{'' if axis is not None else 'the same '}in {where}"

@@ -23,7 +23,7 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.array import ArrayInfo, json_value, refusal
+from shardload.formats.contract.array import ArrayInfo, Note, json_value, refusal
 from shardload.formats.contract.format import Format, Source
 from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import file as hdf5_module
@@ -82,6 +82,8 @@ def test_attribute_values_become_plain() -> None:
     assert json_value(np.array([[1, 2]])) == [[1, 2]] and json_value(np.array(3 + 1j)) == "(3+1j)"
     assert json_value(record) == [0] and json_value(np.bool_(True)) is True
     assert json_value(b"\xff") == "\ufffd" and json_value(None) is None
+    assert json_value({"a": [1, {"b": np.float32(0.5)}]}) == {"a": [1, {"b": 0.5}]}
+    assert isinstance(json_value({"a": "x" * 5000}), Note)
 
 
 def test_split_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,34 @@ def test_steps_become_a_new_axis(tmp_path: Path) -> None:
         shardload.join(str(tmp_path / "no.nc"), paths, stack="t")
 
 
+def test_coordinates_of_axes_of_a_group_above_are_not_stacked(tmp_path: Path) -> None:
+    """Wrong if only what HDF5 calls a scale were a coordinate: that of an axis of another group is none."""
+    paths = [str(tmp_path / "a.nc"), str(tmp_path / "b.nc")]
+    for k, path in enumerate(paths):
+        with netCDF4.Dataset(path, "w") as file:
+            file.createDimension("lat", 3)
+            group = file.createGroup("g")
+            group.createVariable("lat", "f4", ("lat",))[:] = np.arange(3)
+            group.createVariable("x", "f4", ("lat",))[:] = np.arange(3) + 10 * k
+    shardload.join(tmp_path / "whole.nc", paths, stack="step")
+    with netCDF4.Dataset(tmp_path / "whole.nc") as file:
+        assert file["g/lat"].dimensions == ("lat",) and file["g/x"].dimensions == ("step", "lat")
+        np.testing.assert_array_equal(file["g/lat"][:], np.arange(3))
+        np.testing.assert_array_equal(file["g/x"][:], [[0, 1, 2], [10, 11, 12]])
+
+
+def test_the_netcdf_library_does_not_read_lzf(tmp_path: Path) -> None:
+    """Wrong if a netCDF file were made of which the netCDF library, which lacks h5py's filter, reads no values."""
+    paths = [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")]
+    for path, compression in zip(paths, (None, "lzf"), strict=True):
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=np.arange(4.0), chunks=(2,), compression=compression)
+    with pytest.raises(ConfigError, match=r"'/x' by lzf.*suffix \.h5"):
+        shardload.join(tmp_path / "whole.nc", paths)
+    shardload.join(tmp_path / "whole.h5", paths)
+    assert sorted(os.listdir(tmp_path)) == ["a.h5", "b.h5", "whole.h5"]
+
+
 def test_names_with_percent_signs_and_parts_elsewhere(snapshot: list[str], tmp_path: Path) -> None:
     """HDF5 takes ``%b`` in a name for the number of a block."""
     paths = []
