@@ -16,6 +16,7 @@ import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
+from shardload.formats.access import STRICT
 from shardload.jobs.saving.arguments import SavedArray
 from shardload.jobs.saving.like import _like, _read
 from tests.tiers import quick_ones
@@ -119,7 +120,7 @@ def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
     for kind in ("u1", "i1", "f4"):
         x = np.arange(4, dtype=kind)
         one = SavedArray("/x", x, x.shape, x.dtype, None, None, None, None, {})
-        found[kind] = {*_like(one, _read(f"{path}:/x"), "hdf5")[0].attrs}
+        found[kind] = {*_like(one, _read(f"{path}:/x", STRICT), "hdf5")[0].attrs}
     assert found == {"u1": {"units"}, "i1": {"_Unsigned", "valid_max", "units"}, "f4": {"units"}}
 
 
