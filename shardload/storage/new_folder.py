@@ -512,7 +512,7 @@ class NewRemoteFolder(RemoteFolder):
             return [meta["path"][n:] for page in obstore.list(store, key or None) for meta in page]
 
         keys: list[str] = self._client.run(self._client.call, below, listed).result()
-        return (key for key in keys if key != FOLDER_MARK)
+        return (key for key in keys if key not in ("", FOLDER_MARK))  # "": an empty object that stands for the folder
 
     def put(self, key: str, data: Any) -> None:
         """See `WritableFolder`. The mark says that nobody else puts it: so it is no error if a request is repeated."""
