@@ -166,10 +166,21 @@ def _what_it_is(path: str) -> str:
         head = file.read(512)
     if not head:
         return f"'{path}' is empty (0 bytes): its writer was interrupted, or wrote elsewhere."
+    if description := known_by_head(head):
+        return f"'{path}' {description}"
+    return f"'{path}' is of an unknown format: it starts with {head[:8]!r}.{_store_around(path)}"
+
+
+def known_by_head(head: bytes) -> str:
+    r"""What a file is that begins so, and what to do with it, in words that follow its name; empty if that is not known.
+
+    >>> known_by_head(b"CDF\x01")
+    'is a netCDF-3 classic file, which cannot be loaded. Convert it: `nccopy -k nc4 in.nc out.nc`.'
+    """
     for offset, mark, kind, fix in _OTHER_KINDS:
         if head[offset:].startswith(mark):
-            return f"'{path}' is {kind}, which cannot be loaded. {fix}"
-    return f"'{path}' is of an unknown format: it starts with {head[:8]!r}.{_store_around(path)}"
+            return f"is {kind}, which cannot be loaded. {fix}"
+    return ""
 
 
 def _store_around(path: str) -> str:

@@ -499,7 +499,8 @@ class NewRemoteFolder(RemoteFolder):
 
     def keys(self, below: str) -> Iterator[str]:
         """See `WritableFolder`."""
-        return (key for key in self._client.keys(below) if key != FOLDER_MARK)
+        keys = self._client.keys(below)
+        return (key for key in keys if key not in ("", FOLDER_MARK))  # "": an empty object that stands for the folder
 
     def put(self, key: str, data: Any) -> None:
         """See `WritableFolder`. The mark says that nobody else puts it: so it is no error if a request is repeated."""

@@ -26,6 +26,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import SCHEME, Concatenation
 from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
+from shardload.formats.diagnosis import known_by_head
 from shardload.formats.hdf5.links import LostError, OtherFiles, SearchPath, follow, look_through, open_other, versions_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, author_names, describe, groups_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
@@ -411,9 +412,9 @@ class StoreFile(Hdf5File):
         cache = BlockCache(self._remote.object())
         start = signature_at(cache.read_at_most, lambda: cache.nbytes)
         if start is None:
-            raise SourceError(
-                f"'{self._path}' is not an HDF5 file: it begins with {cache.read_at_most(0, 8)!r}", path=self._path
-            )
+            head = cache.read_at_most(0, 512)
+            what = known_by_head(head) or f"is not an HDF5 file: it begins with {head[:8]!r}"
+            raise SourceError(f"'{self._path}' {what}", path=self._path)
         cache.start = start
         facts = OpenFacts(open_explained(self._path, cache), stored=cache)
         facts.name = self._path  # of a file object HDF5 has none

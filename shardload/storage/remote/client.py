@@ -380,6 +380,8 @@ def _meaning(error: Exception) -> _Failure:
     if status == 401:
         why = "the server asks who you are (401): pass keys, or storage={'default_headers': {'authorization': ...}}"
         return 401, why, False
+    if status == 416:  # no byte is asked for that is not there, but the first
+        return 416, "it is empty (0 bytes)", False
     if status:
         return status, f"the server answers {status} {code}".rstrip(), status in _PASSING
     text = re.sub(r"\w+://\S+", "", text)  # words of a key would be taken for causes

@@ -253,6 +253,7 @@ def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
         file["x"] = DATA
     content = (tmp_path / "a.h5").read_bytes()
     server.objects |= {"b/a.h5": content, "b/cut.h5": content[:-100], "b/no.h5": b"<html>not a file</html>" * 100}
+    server.objects |= {"b/old.nc": b"CDF\x01" + bytes(600), "b/empty.nc": b""}
     url = f"{server.url}/b/a.h5"
     for name, said in {
         "v": "cannot be loaded: it holds values of other files .* Load each by its own URL",
@@ -267,6 +268,8 @@ def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
         "cut.h5": "shorter than its own header says",
         "no.h5": "is not an HDF5 file: it begins with b'<html>",
         "none.h5": "none.h5' is not there",
+        "old.nc": "old.nc' is a netCDF-3 classic file, which cannot be loaded. Convert it: `nccopy",
+        "empty.nc": "empty.nc' cannot be read: it is empty",
     }.items():
         with pytest.raises(SourceError, match=said), open_file(f"{server.url}/b/{key}?sign=SECRET") as opened:
             opened.list_arrays()
