@@ -171,7 +171,7 @@ def _with_dates(xarray: Any, found: Any, plan: Any) -> Any:
     """The Dataset with decoded dates, and with all coordinates also along axes with padding."""
     data = {name: one for name, one in found.variables.items() if isinstance(one.data, jax.Array)}
     stand_ins = {name: np.broadcast_to(np.zeros((), each.dtype), each.shape) for name, each in plan.plans.items()}
-    unpadded = xarray.decode_cf(to_xarray(stand_ins, plan).drop_vars(list(data)), mask_and_scale=False)
+    unpadded = _decoded(xarray, to_xarray(stand_ins, plan).drop_vars(list(data)))
     coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
     tails = {dim: (0, found.sizes[dim] - n) for dim, n in unpadded.sizes.items() if found.sizes.get(dim, n) != n}
     for name, one in unpadded.variables.items() if tails else ():
@@ -185,6 +185,18 @@ def _with_dates(xarray: Any, found: Any, plan: Any) -> Any:
             indexes[name] = PaddedIndex(indexes[name], found.sizes[name])
     made = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), found.attrs)
     return made.set_coords([name for name in found.coords if name in data])
+
+
+def _decoded(xarray: Any, coords: Any) -> Any:
+    """Coordinates with decoded dates. xarray decodes none of an axis without elements, in a calendar that NumPy has not: such
+    a coordinate is decoded with some, which are cut off again.
+    """
+    for name, variable in coords.variables.items():
+        if variable.size == 0 and "calendar" in variable.attrs:
+            longer = xarray.Variable(variable.dims, np.zeros([n or 1 for n in variable.shape], variable.dtype), variable.attrs)
+            dates = xarray.decode_cf(xarray.Dataset({name: longer})).variables[name].to_base_variable()
+            coords = coords.assign_coords({name: dates[tuple(slice(n) for n in variable.shape)]})
+    return xarray.decode_cf(coords, mask_and_scale=False)
 
 
 def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], Any]) -> Any:
