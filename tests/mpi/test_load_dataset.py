@@ -108,6 +108,16 @@ def test_padding_beside_a_dropped_axis(comm: Any, shared_tmp_path: Path) -> None
     xr.testing.assert_identical(gathered(ds), opened(paths[:1]).isel(time=1))
 
 
+def test_no_dates_of_a_model_s_calendar(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if an empty selection were an error of xarray, which decodes no empty axis in such a calendar."""
+    path = shared_tmp_path / "model.nc"
+    time = ("time", np.arange(4), {"units": "days since 2000-01-01", "calendar": "noleap"})
+    made = xr.Dataset({"t": (("time", "lat"), np.ones((4, 3), "f4"))}, {"time": time})
+    on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
+    ds = shardload.load_dataset(path, mesh_of(), select={"time": slice(0, 0)})
+    xr.testing.assert_identical(gathered(ds), xr.load_dataset(path, engine="h5netcdf").isel(time=slice(0, 0)))
+
+
 def test_labels_never_give_padding(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the index had NaN, of which `nearest` makes an error, or numbers for the padding, which it would find."""
     n = 2 * unit() + 1

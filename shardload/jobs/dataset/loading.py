@@ -194,7 +194,7 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
     """The Dataset with decoded dates, and with all coordinates also along axes with padding."""
     data = {name: variable for name, variable in dataset.variables.items() if isinstance(variable.data, jax.Array)}
     stand_ins = {name: np.broadcast_to(np.zeros((), p.dtype), p.shape) for name, p in plan.plans.items()}
-    unpadded = xarray.decode_cf(to_xarray(stand_ins, plan).drop_vars(list(data)), mask_and_scale=False)
+    unpadded = _decoded(xarray, to_xarray(stand_ins, plan).drop_vars(list(data)))
     coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
     tails = {dim: (0, dataset.sizes[dim] - n) for dim, n in unpadded.sizes.items() if dataset.sizes.get(dim, n) != n}
     for name, variable in unpadded.variables.items() if tails else ():
@@ -208,6 +208,18 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
             indexes[name] = PaddedIndex(indexes[name], dataset.sizes[name])
     decoded = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), dataset.attrs)
     return decoded.set_coords([name for name in dataset.coords if name in data])
+
+
+def _decoded(xarray: Any, coords: Any) -> Any:
+    """Coordinates with decoded dates. xarray decodes none of an axis without elements, in a calendar that NumPy has not: such
+    a coordinate is decoded with some, which are cut off again.
+    """
+    for name, variable in coords.variables.items():
+        if variable.size == 0 and "calendar" in variable.attrs:
+            longer = xarray.Variable(variable.dims, np.zeros([n or 1 for n in variable.shape], variable.dtype), variable.attrs)
+            dates = xarray.decode_cf(xarray.Dataset({name: longer})).variables[name].to_base_variable()
+            coords = coords.assign_coords({name: dates[tuple(slice(n) for n in variable.shape)]})
+    return xarray.decode_cf(coords, mask_and_scale=False)
 
 
 def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], Any]) -> Any:
