@@ -469,7 +469,6 @@ def test_a_store_that_is_handed_in(server):
         with_store([(memory, "a"), (s3, "b")], None)
 
 
-@pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, if another test has imported it
 def test_an_empty_object_that_stands_for_a_folder_is_no_store(server):
     """As consoles make it. Wrong if a save said that there is '', or if what is removed after an error were another object."""
     server.objects |= {"bucket/new.zarr/": b"", "bucket/new.zarr": b"another object"}
@@ -483,6 +482,7 @@ def test_an_empty_object_that_stands_for_a_folder_is_no_store(server):
     assert [name for name in server.names() if name.startswith("bucket/new.zarr/")] == ["bucket/new.zarr/"]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, if another test has imported it
 def test_after_a_fork_there_is_an_error_at_once(server):
     stored = opened(server)
     assert stored.nbytes == len(DATA)
