@@ -345,6 +345,7 @@ def stream(
         What to do if windows of several steps would reach over a gap: a place where the coordinate of the axis (the array of
         its name in the file, if it is numbers) goes on by more than 1.5 times the median, or back. An error that names the
         first gap, or such samples are left out, or the coordinate is not looked at (pressure levels have no equal distances).
+        Unless it is "ignore", arrays whose coordinates have different steps are an error, too.
     pool : str or int
         How many bytes of steps the whole job may hold for a shuffled order: the more, the better samples are mixed, and the
         less often chunks are read again. ``"auto"``: a tenth of the selection, at least three blocks, at most 64 GiB. The order

@@ -32,12 +32,15 @@ from shardload.planning.schedule import Owners, Schedule, SourceLayout
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
 from shardload.units import format_nbytes
+from shardload.values.dates import as_dates, in_other_units
 
 _SHARE_OF_SELECTION = 10  # pool="auto" is a tenth of what is selected
 _LEAST_POOL = 3  # blocks of pool="auto": with less, blocks are not mixed
 _MOST_POOL_NBYTES = 64 << 30
+_SAME_STEP = 0.01  # of the differences of a coordinate: so much apart two steps are the same
 _LONGEST = 1.5  # of the differences of a coordinate, times the median: what is longer is a gap
 Window = int | tuple[int, ...]
+Steps = np.ndarray[tuple[int], np.dtype[np.float64]]  # values of a coordinate
 IGNORE = "ignore"  # of `gaps`
 
 
@@ -198,6 +201,8 @@ class StreamPlanner:
         arrays = [self._array(same) for same in by_key.values()]
         numbers = {key: k for k, key in enumerate(by_key)}
         self._check_lengths(arrays)
+        if self._sampling.gaps != IGNORE:
+            check_same_steps(arrays)
         order, pool_nbytes = self._order(arrays)
         staging_nbytes = [
             staging_for(same[0].request, self._ranks, array.info, array.source)
@@ -472,7 +477,7 @@ class StreamPlanner:
         return mean, deviation
 
 
-def find_gaps(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> IntArray:
+def find_gaps(values: Steps) -> IntArray:
     """The steps before which a coordinate has a gap: it goes on by more than 1.5 times the median, or back. There is one before
     and behind a missing value (NaN), too.
 
@@ -500,22 +505,68 @@ def _median_of_known(differences: np.ndarray[Any, np.dtype[np.float64]]) -> floa
     return float(np.median(known)) if len(known) else 0.0
 
 
-def gaps_in(array: StreamArray, is_error: bool) -> IntArray:
-    """The gaps of an array's steps; none if they have no coordinate of numbers. ConfigError if gaps are forbidden."""
+def coordinate_of(array: StreamArray) -> tuple[str, Mapping[str, Any], Steps] | None:
+    """The name, attributes and values of the coordinate of an array's steps; None if it has none of numbers."""
     selection, info = array.source.selection, array.info
     axis = selection.kept[array.schedule.axis]
     name = info.dims[axis]
-    values = None if name is None or name not in info.coords else info.coords[name].values
+    if name is None or name not in info.coords:
+        return None
+    values = info.coords[name].values
     if values is None or values.shape != (info.shape[axis],) or values.dtype.kind not in "iuf":
+        return None
+    selected = values[selection.region.start[axis] : selection.region.stop[axis]]
+    return name, info.coords[name].attrs, selected.astype(np.float64)
+
+
+def check_same_steps(arrays: Sequence[StreamArray]) -> None:
+    """ConfigError if the coordinates of arrays say that their steps are different ones: samples are paired by position."""
+    coordinates = [(array.info, coordinate) for array in arrays if (coordinate := coordinate_of(array)) is not None]
+    for info, (name, attrs, values) in coordinates[1:]:
+        first_info, (_, first_attrs, first_values) = coordinates[0]
+        k = _first_other_step(values, attrs, first_values, first_attrs)
+        if k is not None:
+            here, there = (
+                next(iter(as_dates([step], step_attrs)), f"{step:.12g}")
+                for step, step_attrs in ((values[k], attrs), (first_values[k], first_attrs))
+            )
+            raise ConfigError(
+                f"step {k} of the selection is {name} {here} in {info}, and {there} in {first_info}; the arrays of a stream "
+                "are paired by position. Pass select= to take the same steps of each, window= for steps that follow others "
+                "(window={'y': 1}), or gaps='ignore' if they belong together as they are"
+            )
+
+
+def _first_other_step(
+    values: Steps, attrs: Mapping[str, Any], first_values: Steps, first_attrs: Mapping[str, Any]
+) -> int | None:
+    """The first step at which two coordinates differ; None if none does, or they cannot be compared."""
+    steps, compared = np.arange(len(values)), first_values
+    if any(attrs.get(key) != first_attrs.get(key) for key in ("units", "calendar")):
+        steps = steps[[0, -1]]  # converting takes some 10 us each
+        try:
+            compared = in_other_units(first_values[steps], first_attrs, attrs)
+        except ValueError:  # no times, or of different calendars
+            return None
+    tolerance = _SAME_STEP * abs(_median_of_known(np.diff(values))) if len(values) > 1 else 0.0
+    differs = ~np.isclose(values[steps], compared, rtol=1e-7, atol=tolerance, equal_nan=True)  # 1e-7: rounded to float32
+    return int(steps[differs][0]) if differs.any() else None
+
+
+def gaps_in(array: StreamArray, is_error: bool) -> IntArray:
+    """The gaps of an array's steps; none if they have no coordinate of numbers. ConfigError if gaps are forbidden."""
+    coordinate = coordinate_of(array)
+    if coordinate is None:
         return np.empty(0, dtype=np.int64)
-    values = values[selection.region.start[axis] : selection.region.stop[axis]].astype(np.float64)
+    name, _, values = coordinate
     gaps = find_gaps(values)
     if is_error and len(gaps):
         k = int(gaps[0])
         more_text = f", and {len(gaps) - 1} more gaps" if len(gaps) > 1 else ""
         raise ConfigError(
-            f"{name!r} of {info} has a gap between steps {k - 1} and {k} of the selection: it goes from {values[k - 1]:.12g} "
-            f"to {values[k]:.12g}, and by {_median_of_known(np.diff(values)):.12g} from most steps to the next{more_text}. "
+            f"{name!r} of {array.info} has a gap between steps {k - 1} and {k} of the selection: it goes from "
+            f"{values[k - 1]:.12g} to {values[k]:.12g}, and by {_median_of_known(np.diff(values)):.12g} from most steps to the "
+            f"next{more_text}. "
             "Pass gaps='skip' to leave out the samples whose window reaches over one, or gaps='ignore' if that is no matter"
         )
     return gaps

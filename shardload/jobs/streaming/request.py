@@ -115,16 +115,18 @@ class StreamCall(LoadCall):
         return super()._describe(k) | texts
 
     def _labeller(self, finder: Finder) -> Labeller | None:
-        """As for a load; and the name of the stream's axis, with its coordinate if windows may reach over a gap in it."""
+        """As for a load; and the name of the stream's axis, with its coordinate if windows may reach over a gap in it, or the
+        steps of several arrays may be different ones.
+        """
         selections = [request.options.select for request in self.requests]
         along, names = self._keywords["along"], named_coordinates(selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
-        looks_for_gaps = len(steps) > 1 and self._keywords["gaps"] != IGNORE
+        looks_at_steps = (len(steps) > 1 or len(self.windows) > 1) and self._keywords["gaps"] != IGNORE
         by_name = any(isinstance(select, Mapping) for select in selections)
         by_name = by_name or any(request.by_name is not None for request in self.requests)
-        if not (looks_for_gaps or isinstance(along, str) or self.stacks or by_name):
+        if not (looks_at_steps or isinstance(along, str) or self.stacks or by_name):
             return None
-        return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_for_gaps else None)
+        return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_at_steps else None)
 
     def _find_all(self, finder: Finder) -> Any:
         """See `LoadCall`; and a checksum of some values of each array, which tells its file from others, and its state."""

@@ -258,6 +258,35 @@ def test_a_step_without_a_time_is_a_gap(tmp_path: Path) -> None:
     assert found == [*range(4), *range(6, 11), *range(12, 19)]
 
 
+def timed(path: Path, time: Any, units: str) -> str:
+    with h5py.File(path, "w") as file:
+        file["time"], file["x"] = time, np.arange(len(time), dtype="f4")
+        file["time"].attrs["units"] = units
+        file["time"].make_scale("time")
+        file["x"].dims[0].attach_scale(file["time"])
+    return str(path)
+
+
+def test_other_steps_in_another_file_are_an_error(tmp_path: Path) -> None:
+    """Wrong if steps of one year were paired with those of another; or if only the numbers of two units were compared."""
+    hours = 6 * np.arange(20)
+    one = timed(tmp_path / "one.h5", hours, "hours since 2001-01-01")
+    two = timed(tmp_path / "two.h5", hours, "hours since 2002-01-01")
+    same = timed(tmp_path / "same.h5", hours.astype("f4") / 24 + 31, "days since 2000-12-01")
+    how: dict[str, Any] = {"dataset": {"x": "x", "y": "x"}, "batch": 1}
+    told = r"step 0 of the selection is time 2002-01-01 in '/x' .*two\.h5.*, and 2001-01-01 in '/x' .*one\.h5"
+    with pytest.raises(ConfigError, match=told):
+        stream({"x": one, "y": two}, spec=P(), **how)
+    assert len(stream({"x": one, "y": two}, spec=P(), gaps="ignore", **how)) == 20
+    assert len(stream({"x": one, "y": same}, spec=P(), **how)) == 20
+    assert len(stream({"x": one, "y": same}, spec=P(), window={"x": 0, "y": 1}, **how)) == 19
+    select = {"x": {"time": slice(0, -1)}, "y": {"time": slice(1, None)}}
+    with pytest.raises(
+        ConfigError, match=r"is time 2001-01-01T06:00:00 in .*, and 2001-01-01 in .* window= for steps that follow others"
+    ):
+        stream(one, spec=P(), select=select, **how)
+
+
 def test_leaves_make_one_window(path: str) -> None:
     """Wrong if only the windows of single leaves were looked at: here none has two steps."""
     two = {"x": "t", "y": "t"}
