@@ -433,7 +433,7 @@ def labels_of(answer: Any, n_axes: int) -> Labels:
         dims = tuple(_cleaned(answer["dims"]))
         _require(len(dims) == n_axes and all(name is None or type(name) is str for name in dims), "names of axes")
         attrs = {
-            printable(key): Note(printable(value["note"])) if isinstance(value, dict) else _cleaned(value)
+            printable(key): Note(printable(value)) if key in answer["notes"] else _cleaned(value)
             for key, value in answer["attrs"].items()
         }
         coords = {printable(name): Coordinate(dataset) for name, dataset in answer["coords"].items()}

@@ -182,9 +182,10 @@ class _Server:
 
         source = self._source(dataset)
         labels = Labels((), source.group_attrs()) if of_group else source.labels()
-        attrs = {key: {"note": value} if isinstance(value, Note) else value for key, value in bounded(labels.attrs).items()}
+        attrs = bounded(labels.attrs)
+        notes = [key for key, value in attrs.items() if isinstance(value, Note)]
         coords = {name: coordinate.dataset for name, coordinate in labels.coords.items()}
-        return {"labels": {"dims": labels.dims, "attrs": attrs, "coords": coords}}
+        return {"labels": {"dims": labels.dims, "attrs": attrs, "notes": notes, "coords": coords}}
 
     def do_read(self, dataset: str, start: list[int], stop: list[int], method: str, values_at: int) -> Answer:
         """Values of a region, by `Source.read_into` or `Source.plain`, and which of its chunks are missing."""
