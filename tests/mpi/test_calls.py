@@ -387,7 +387,7 @@ def test_a_file_that_changes_when_it_has_been_opened(
             os.rename(other, path)
 
     module = importlib.import_module("shardload.formats.lookup" if is_small else "shardload.jobs.loading.endpoints")
-    name = "values_of" if is_small else "open_source"
+    name = "_read" if is_small else "open_source"
     right = getattr(module, name)
 
     def then_changed(*arguments: Any, **options: Any) -> Any:
