@@ -286,8 +286,10 @@ def _storage(storage: Any) -> StorageOptions:
 
     try:
         options = dict(storage or {})
-        for name in [name for name in options if str(name).startswith(_HEADER)]:  # as a command line has them
-            options.setdefault("default_headers", {})[name.removeprefix(_HEADER)] = options.pop(name)
+        typed = [name for name in options if str(name).startswith(_HEADER)]  # as a command line has them
+        if typed:
+            headers = {name.removeprefix(_HEADER): options.pop(name) for name in typed}
+            options["default_headers"] = {**options.get("default_headers", {}), **headers}
         return StorageOptions(options)
     except (TypeError, ValueError):
         raise ConfigError(

@@ -210,9 +210,9 @@ class BackgroundSave:
         self._error: BaseException | None = None
         self._are_copied = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(write,), name="shardload-save")
-        _unfinished.append(self)
         _wait_at_exit()
         self._thread.start()
+        _unfinished.append(self)
         self._are_copied.wait()
 
     def _run(self, write: Callable[[Callable[[], None]], SaveReport]) -> None:

@@ -360,6 +360,9 @@ def test_a_header_from_a_command_line(server):
     options = Options.check(storage=[parse_storage("default_headers.x-lab=TOP=1")]).storage
     assert open_remote(f"{server.url}/bucket/run.h5", options).object().nbytes == len(DATA)
     assert server.headers[0]["x-lab"] == "TOP=1" and "TOP" not in repr(options)
+    both = {"default_headers": {"x-two": "2"}, "default_headers.x-lab": "TOP=1"}
+    assert dict(Options.check(storage=both).storage)["default_headers"] == {"x-two": "2", "x-lab": "TOP=1"}
+    assert both["default_headers"] == {"x-two": "2"}, "the caller's own dict"
 
 
 def test_no_keys(server, monkeypatch):
