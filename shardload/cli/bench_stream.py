@@ -34,8 +34,7 @@ def run(
     options |= {"decode": bool(options["decode"]), "epochs": None}
     with mesh_of(axes) as mesh:
         began = time.perf_counter()
-        source, names = source_of(file, options["along"], options["dataset"], options["allow_external"])
-        options["dataset"] = names[0] if names and len(names) == 1 else names or None
+        source, options["dataset"] = source_of(file, options["along"], options["dataset"], options["allow_external"])
         opened = stream(source, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **options)
         plan, group = opened.plan, group_of()
         figures = _measure(opened, group, began, n_batches, step)

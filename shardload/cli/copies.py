@@ -61,7 +61,7 @@ def source_of(file: str, along: str | int | None, dataset: Any, allow_external: 
     path, name = split_path(file)
     if not glob.has_magic(path) or "://" in path or os.path.exists(path):
         return file, dataset
-    names = dataset if name is None else (name,)
+    names = dataset if name is None else name
     return concat(path, along, dataset=names, allow_external=allow_external), names
 
 

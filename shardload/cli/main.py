@@ -270,7 +270,7 @@ def bench_stream(
     with one_message(as_json) as out:
         from shardload.cli.bench_stream import run
 
-        run(out, file, axes, parts, steps, step_ms / 1e3, as_json, **options)
+        run(out, file, axes, parts, steps, step_ms / 1e3, as_json, **_with_names(options))
 
 
 @app.command()

@@ -341,8 +341,8 @@ def _nearest_position(part: Near, values: np.ndarray[Any, Any], selected: str) -
         raise ValueError(f"{selected}, but none of its coordinates is a number near it")
     position, distance = nearest
     if part.within is not None and not distance <= _plain(part.within):
-        found = f"{part.to_text(values[position])} (position {position})"
-        raise ValueError(f"{selected}, but the nearest coordinate is {found}; {_ends_text(part, values)}")
+        coordinate = f"{part.to_text(values[position])} (position {position})"
+        raise ValueError(f"{selected}, but the nearest coordinate is {coordinate}; {_ends_text(part, values)}")
     return position
 
 

@@ -34,6 +34,7 @@ from shardload.planning.shards import Shards
 from shardload.planning.staging import ample_staging, least_staging
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
+from shardload.transfer.cast import is_wide
 from shardload.units import format_nbytes
 from shardload.values.dates import has_dates, in_numbers
 from shardload.values.decoding import VALID, Decoding, decoding_of
@@ -299,20 +300,19 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
 
     The values are not known yet, so the message gives the limits of each dtype that it proposes.
     """
-    if dtype.kind in "iufc" and not jax.config.read("jax_enable_x64"):
-        parts = 2 if dtype.kind == "c" else 1
-        if dtype.itemsize // parts > 4:
-            if dtype.kind in "iu":
-                loss, alternative = "wrap large values to 32 bits", "pass a dtype= of 32 bits or less that holds every value"
-            else:
-                small = "complex64" if dtype.kind == "c" else "float32"
-                loss = f"lose half the digits, as {small}"
-                alternative = f"pass dtype='{small}' if 7 digits, and nothing beyond {np.finfo(np.float32).max:.2g}, are enough"
-            raise ConfigError(
-                f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss}. Switch "
-                "them on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the "
-                f"environment. Or {alternative}: a value that does not fit is an error"
-            )
+    if not is_wide(dtype) or jax.config.read("jax_enable_x64"):
+        return
+    if dtype.kind in "iu":
+        loss, alternative = "wrap large values to 32 bits", "pass a dtype= of 32 bits or less that holds every value"
+    else:
+        small = "complex64" if dtype.kind == "c" else "float32"
+        loss = f"lose half the digits, as {small}"
+        alternative = f"pass dtype='{small}' if 7 digits, and nothing beyond {np.finfo(np.float32).max:.2g}, are enough"
+    raise ConfigError(
+        f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss}. Switch them on "
+        "before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the environment. Or "
+        f"{alternative}: a value that does not fit is an error"
+    )
 
 
 def staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: SourceLayout) -> int:

@@ -280,6 +280,8 @@ def test_other_steps_in_another_file_are_an_error(tmp_path: Path) -> None:
     assert len(stream({"x": one, "y": two}, spec=P(), gaps="ignore", **how)) == 20
     assert len(stream({"x": one, "y": same}, spec=P(), **how)) == 20
     assert len(stream({"x": one, "y": same}, spec=P(), window={"x": 0, "y": 1}, **how)) == 19
+    with pytest.raises(ConfigError, match="0 steps"):
+        stream({"x": one, "y": same}, spec=P(), select={"time": slice(3, 3)}, **how)
     select = {"x": {"time": slice(0, -1)}, "y": {"time": slice(1, None)}}
     with pytest.raises(
         ConfigError, match=r"is time 2001-01-01T06:00:00 in .*, and 2001-01-01 in .* window= for steps that follow others"
