@@ -21,6 +21,7 @@ from shardload.arrays.sharding import cuts_of, read_spec, spec_text
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import State
+from shardload.jobs.loading.call import SEARCHED_NBYTES
 from shardload.jobs.loading.planner import PlannedRanks, lay_out_shards, max_block_nbytes, source_layout_of, staging_for
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
@@ -506,13 +507,21 @@ def _median_of_known(differences: np.ndarray[Any, np.dtype[np.float64]]) -> floa
 
 
 def coordinate_of(array: StreamArray) -> tuple[str, Mapping[str, Any], Steps] | None:
-    """The name, attributes and values of the coordinate of an array's steps; None if it has none of numbers."""
+    """The name, attributes and values of the coordinate of an array's steps; None if it has none of numbers.
+
+    ConfigError if it is so long that it was not read: it may have gaps.
+    """
     selection, info = array.source.selection, array.info
     axis = selection.kept[array.schedule.axis]
     name = info.dims[axis]
     if name is None or name not in info.coords:
         return None
     values = info.coords[name].values
+    if values is None and info.shape[axis] * 8 > SEARCHED_NBYTES:
+        raise ConfigError(
+            f"{name!r} of {info} has {info.shape[axis]:,} values; up to {SEARCHED_NBYTES // 8:,} are searched for gaps. Pass "
+            "gaps='ignore' if it has none, or if they are no matter"
+        )
     if values is None or values.shape != (info.shape[axis],) or values.dtype.kind not in "iuf":
         return None
     selected = values[selection.region.start[axis] : selection.region.stop[axis]]
@@ -521,6 +530,8 @@ def coordinate_of(array: StreamArray) -> tuple[str, Mapping[str, Any], Steps] | 
 
 def check_same_steps(arrays: Sequence[StreamArray]) -> None:
     """ConfigError if the coordinates of arrays say that their steps are different ones: samples are paired by position."""
+    if len(arrays) < 2:
+        return
     coordinates = [(array.info, coordinate) for array in arrays if (coordinate := coordinate_of(array)) is not None]
     for info, (name, attrs, values) in coordinates[1:]:
         first_info, (_, first_attrs, first_values) = coordinates[0]
@@ -548,8 +559,12 @@ def _first_other_step(
             compared = in_other_units(first_values[steps], first_attrs, attrs)
         except ValueError:  # no times, or of different calendars
             return None
-    tolerance = _SAME_STEP * abs(_median_of_known(np.diff(values))) if len(values) > 1 else 0.0
-    differs = ~np.isclose(values[steps], compared, rtol=1e-7, atol=tolerance, equal_nan=True)  # 1e-7: rounded to float32
+    step = abs(_median_of_known(np.diff(values))) if len(values) > 1 else math.inf
+    # Numbers that were rounded to float32 are apart by 1e-7; but the next step of seconds since 1970 is no further away.
+    tolerance = np.minimum(1e-7 * np.abs(compared), step / 4) + (_SAME_STEP * step if math.isfinite(step) else 0.0)
+    with np.errstate(invalid="ignore"):  # differences of NaN, which count as equal
+        is_same = np.abs(values[steps] - compared) <= tolerance
+    differs = ~(is_same | (np.isnan(values[steps]) & np.isnan(compared)))
     return int(steps[differs][0]) if differs.any() else None
 
 

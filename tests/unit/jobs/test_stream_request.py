@@ -289,6 +289,29 @@ def test_other_steps_in_another_file_are_an_error(tmp_path: Path) -> None:
         stream(one, spec=P(), select=select, **how)
 
 
+def test_minutes_counted_in_seconds_since_1970_are_told_apart(tmp_path: Path) -> None:
+    """Wrong if the rounding of a large number (1e-7 of it) were taken for more than the distance to the next step."""
+    seconds = 1_600_000_000 + 60 * np.arange(20)
+    one, same = (timed(tmp_path / f"{name}.h5", seconds, "seconds since 1970-01-01") for name in ("one", "same"))
+    later = timed(tmp_path / "later.h5", seconds + 60, "seconds since 1970-01-01")
+    how: dict[str, Any] = {"dataset": {"x": "x", "y": "x"}, "batch": 1}
+    assert len(stream({"x": one, "y": same}, spec=P(), **how)) == 20
+    with pytest.raises(ConfigError, match="step 0 of the selection is time 2020-09-13T12:27:40"):
+        stream({"x": one, "y": later}, spec=P(), **how)
+
+
+def test_a_coordinate_too_long_to_be_searched_is_an_error(tmp_path: Path) -> None:
+    """Wrong if windows silently reached over its gaps, which nobody looked for."""
+    n = (1 << 21) + 1
+    time = np.arange(n)
+    time[n // 2 :] += 1000
+    path = timed(tmp_path / "long.h5", time, "s")
+    with pytest.raises(ConfigError, match=r"'time' of .* has 2,097,153 values; up to 2,097,152 are searched for gaps"):
+        stream(path, "x", spec=P(), window=(0, 1), batch=1)
+    stream(path, "x", spec=P(), window=(0, 1), batch=1, gaps="ignore")
+    stream(path, "x", spec=P(), batch=1)
+
+
 def test_leaves_make_one_window(path: str) -> None:
     """Wrong if only the windows of single leaves were looked at: here none has two steps."""
     two = {"x": "t", "y": "t"}
