@@ -324,6 +324,40 @@ def test_text_keeps_its_encoding(comm: Any, shared_tmp_path: Path, name: str) ->
                 assert (read.place, read["x"].place) == ("Zürich", "Zürich")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin1"])
+@pytest.mark.parametrize("name", ["out.zarr", "two.zarr", "out.nc", "out.h5"])
+def test_characters_of_netcdf(comm: Any, shared_tmp_path: Path, name: str, encoding: str) -> None:
+    """Wrong if text kept the attribute that says how bytes are text (xarray does not open that), if its bytes were taken for
+    UTF-8, or if the axis of the characters lost its name: in HDF5 the coordinate is a scale of two axes.
+    """
+    before, after = shared_tmp_path / "in.nc", shared_tmp_path / name
+    lat = np.array([47.0, 46.0])
+
+    def make() -> None:
+        names = [text.encode(encoding).ljust(7, b"\0") for text in ("Zürich", "Bern")]
+        with netCDF4.Dataset(before, "w", format="NETCDF4_CLASSIC") as file:
+            file.createDimension("station", 2)
+            file.createDimension("length", 7)
+            file.createVariable("lat", "f8", ("station",))[:] = lat
+            station = file.createVariable("station", "S1", ("station", "length"))
+            station[:] = np.array([list(name) for name in names], "u1").view("S1")
+            station.setncattr("_Encoding", encoding)
+
+    on_root(comm, make)
+    notes = copy(comm, before, after, format="zarr2" if name == "two.zarr" else None).notes
+    if comm.rank == 0:
+        assert not [note for note in notes if "what axes" in note]
+        if name == "out.h5":
+            with h5py.File(after) as file:
+                assert b"".join(file["station"][0]).decode(encoding) == "Zürich"
+                assert [axis.label for axis in file["station"].dims] == ["station", "length"]
+        else:
+            with xarray.open_dataset(before, engine="netcdf4") as first, xarray.open_dataset(after) as second:
+                assert first["station"].values.tolist() == second["station"].values.tolist() == ["Zürich", "Bern"]
+                xarray.testing.assert_equal(first.drop_vars("station"), second.drop_vars("station"))
+    comm.barrier()
+
+
 @pytest.mark.parametrize("name", ["in.zarr", "in.nc"])
 def test_axes_without_a_coordinate(comm: Any, shared_tmp_path: Path, name: str) -> None:
     """Wrong if notes told of arrays that were never there, or if a coordinate that is there were not copied."""
