@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import hdf5plugin
 import netCDF4
 import numpy as np
 import pytest
@@ -322,6 +323,26 @@ def test_text_keeps_its_encoding(comm: Any, shared_tmp_path: Path, name: str) ->
         if name.endswith(".nc"):
             with netCDF4.Dataset(after) as read:
                 assert (read.place, read["x"].place) == ("Zürich", "Zürich")
+
+
+def test_blosc_that_says_no_compressor(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the parameters that PyTables leaves out, those that are Blosc's own, were not known: no Zarr store has numbers
+    in their place.
+    """
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            blosc = {"compression": hdf5plugin.Blosc.filter_id, "compression_opts": (2, 2, 4, 32, 7, 1)}
+            file.create_dataset("x", data=ramp((6, 8)), chunks=(2, 4), **blosc)
+
+    on_root(comm, make)
+    copy(comm, before, after)
+    found = zarr.open_group(str(after), mode="r")["x"]
+    assert [codec.to_dict()["configuration"] for codec in found.compressors] == [
+        {"typesize": 4, "cname": "blosclz", "clevel": 7, "shuffle": "shuffle", "blocksize": 0}
+    ]
+    np.testing.assert_array_equal(found[...], ramp((6, 8)))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin1"])
