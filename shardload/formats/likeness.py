@@ -77,7 +77,10 @@ def spec_like(
     if properties.texts is not None:
         if kind != "hdf5" and attrs.pop("_FillValue", None) is not None:
             notes.append(f"attribute '_FillValue' of {info} (which is text)")
-        texts, n_axes = _texts_like(info, properties.texts, selection, kind)
+        encoding = as_text(attrs.get("_Encoding"))
+        texts, n_axes = _texts_like(info, properties.texts, selection, kind, encoding if isinstance(encoding, str) else "utf-8")
+        if texts.dtype == object:  # the attribute says what bytes mean; xarray opens no text that has it
+            attrs.pop("_Encoding", None)
         if n_axes < len(axes):
             notes.append(f"the axis {properties.dims[axes[-1]]!r} of {info} (of the characters of each text)")
         axes, shape, dtype = axes[:n_axes], texts.shape, texts.dtype
@@ -148,9 +151,11 @@ def _shuffled_by_blosc(compression: Compression) -> Compression:
 
 
 def _texts_like(
-    info: ArrayInfo, texts: np.ndarray[Any, Any], selection: Selection, kind: str
+    info: ArrayInfo, texts: np.ndarray[Any, Any], selection: Selection, kind: str, encoding: str
 ) -> tuple[np.ndarray[Any, Any], int]:
-    """The selected values of an array of text as a format holds them, and how many of its axes they have."""
+    """The selected values of an array of text as a format holds them, and how many of its axes they have. `encoding` is what
+    the attribute of xarray's says of bytes.
+    """
     index: Any = (*selection.region.slices(), ...)
     values = np.asarray(texts)[index].reshape(selection.shape)
     n_axes, is_char = values.ndim, values.dtype == np.dtype("S1")
@@ -159,8 +164,8 @@ def _texts_like(
         values, n_axes = np.ascontiguousarray(values).view(f"S{values.shape[-1]}")[..., 0], n_axes - 1
     if kind.startswith("zarr") or (kind == "netcdf4" and not is_char):  # text of any length, which both have
         try:
-            decoded = [text.decode() if isinstance(text, bytes) else str(text) for text in values.reshape(-1).tolist()]
-        except UnicodeDecodeError as error:
+            decoded = [text.decode(encoding) if isinstance(text, bytes) else str(text) for text in values.reshape(-1).tolist()]
+        except (UnicodeDecodeError, LookupError) as error:
             raise ConfigError(f"bytes that are no text ({error})") from None
         values = np.array([*decoded, None], dtype=object)[:-1].reshape(values.shape)
     return values, n_axes

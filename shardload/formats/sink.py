@@ -33,7 +33,7 @@ from shardload.values.decoding import PACKING, packed_by, typed
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Decode = Callable[[Region], np.ndarray[Any, Any]]
-ONE_LENGTH = "Axes of one name have one length: pass other dims=, or cut the longer one (padding is not saved)"
+ONE_LENGTH = "Axes of one name have one length: pass other dims=, or cut the longer one (copy: select=; padding is not saved)"
 _ONE_NAME = "Call one of them by another name"
 _KEYS = {"name", "level", "shuffle", "options"}
 

@@ -35,6 +35,10 @@ _SECONDS = {
     **dict.fromkeys(("hour", "hours", "hr", "hrs", "h"), Fraction(3600)),
     **dict.fromkeys(("day", "days", "d"), Fraction(86400)),
 }
+_OF_CALENDARS = {  # units that have a length in one calendar only
+    **dict.fromkeys((("360_day", "month"), ("360_day", "months")), Fraction(30 * 86400)),
+    **dict.fromkeys((("noleap", "common_year"), ("noleap", "common_years")), Fraction(365 * 86400)),
+}
 _CALENDARS = {"gregorian": "standard", "365_day": "noleap", "366_day": "all_leap", "": "standard"}
 _KNOWN = ("standard", "proleptic_gregorian", "julian", "noleap", "all_leap", "360_day")
 _REFORM = (1582, 10, 15)  # the first day of the Gregorian calendar; the day before was 4 October
@@ -265,7 +269,8 @@ class _Axis:
         name = _CALENDARS.get(name, name)
         if name not in _KNOWN:
             raise ValueError(f"its coordinate has the calendar {calendar!r}; expected one of {', '.join(_KNOWN)}. Pass numbers")
-        unit, date = _SECONDS.get(match[1].lower()), _parse(match[2])
+        word = match[1].lower()
+        unit, date = _SECONDS.get(word, _OF_CALENDARS.get((name, word))), _parse(match[2])
         if unit is None:
             raise ValueError(
                 f"{has_units}: {match[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import hdf5plugin
 import netCDF4
 import numpy as np
 import pytest
@@ -322,6 +323,60 @@ def test_text_keeps_its_encoding(comm: Any, shared_tmp_path: Path, name: str) ->
         if name.endswith(".nc"):
             with netCDF4.Dataset(after) as read:
                 assert (read.place, read["x"].place) == ("Zürich", "Zürich")
+
+
+def test_blosc_that_says_no_compressor(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the parameters that PyTables leaves out, those that are Blosc's own, were not known: no Zarr store has numbers
+    in their place.
+    """
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            blosc = {"compression": hdf5plugin.Blosc.filter_id, "compression_opts": (2, 2, 4, 32, 7, 1)}
+            file.create_dataset("x", data=ramp((6, 8)), chunks=(2, 4), **blosc)
+
+    on_root(comm, make)
+    copy(comm, before, after)
+    found = zarr.open_group(str(after), mode="r")["x"]
+    assert [codec.to_dict()["configuration"] for codec in found.compressors] == [
+        {"typesize": 4, "cname": "blosclz", "clevel": 7, "shuffle": "shuffle", "blocksize": 0}
+    ]
+    np.testing.assert_array_equal(found[...], ramp((6, 8)))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin1"])
+@pytest.mark.parametrize("name", ["out.zarr", "two.zarr", "out.nc", "out.h5"])
+def test_characters_of_netcdf(comm: Any, shared_tmp_path: Path, name: str, encoding: str) -> None:
+    """Wrong if text kept the attribute that says how bytes are text (xarray does not open that), if its bytes were taken for
+    UTF-8, or if the axis of the characters lost its name: in HDF5 the coordinate is a scale of two axes.
+    """
+    before, after = shared_tmp_path / "in.nc", shared_tmp_path / name
+    lat = np.array([47.0, 46.0])
+
+    def make() -> None:
+        names = [text.encode(encoding).ljust(7, b"\0") for text in ("Zürich", "Bern")]
+        with netCDF4.Dataset(before, "w", format="NETCDF4_CLASSIC") as file:
+            file.createDimension("station", 2)
+            file.createDimension("length", 7)
+            file.createVariable("lat", "f8", ("station",))[:] = lat
+            station = file.createVariable("station", "S1", ("station", "length"))
+            station[:] = np.array([list(name) for name in names], "u1").view("S1")
+            station.setncattr("_Encoding", encoding)
+
+    on_root(comm, make)
+    notes = copy(comm, before, after, format="zarr2" if name == "two.zarr" else None).notes
+    if comm.rank == 0:
+        assert not [note for note in notes if "what axes" in note]
+        if name == "out.h5":
+            with h5py.File(after) as file:
+                assert b"".join(file["station"][0]).decode(encoding) == "Zürich"
+                assert [axis.label for axis in file["station"].dims] == ["station", "length"]
+        else:
+            with xarray.open_dataset(before, engine="netcdf4") as first, xarray.open_dataset(after) as second:
+                assert first["station"].values.tolist() == second["station"].values.tolist() == ["Zürich", "Bern"]
+                xarray.testing.assert_equal(first.drop_vars("station"), second.drop_vars("station"))
+    comm.barrier()
 
 
 @pytest.mark.parametrize("name", ["in.zarr", "in.nc"])

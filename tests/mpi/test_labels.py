@@ -698,6 +698,7 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
             "'name' holds text or objects, and save writes numbers",
         ),
         (lambda ds: ds.stack(z=("lat", "lon")), {}, "an index of several levels, which no file has"),
+        (lambda ds: ds.assign(kind=("lat", pd.Categorical(["a"] * ds.sizes["lat"]))), {}, "Leave it out: ds.drop_vars('kind')"),
         (lambda ds: xr.DataTree(ds), {}, "found a DataTree; expected a Dataset"),
         (lambda ds: xr.Dataset(), {}, "there are no arrays to save"),
         (lambda ds: {"t": ds.t}, {}, "'/t' is a DataArray; expected a jax.Array, a number, a NumPy array"),

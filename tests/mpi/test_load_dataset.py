@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,17 @@ def test_no_dates_of_a_model_s_calendar(comm: Any, shared_tmp_path: Path) -> Non
     xr.testing.assert_identical(gathered(ds), xr.load_dataset(path, engine="h5netcdf").isel(time=slice(0, 0)))
 
 
+def test_dates_that_xarray_cannot_make(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the error were xarray's, whose advice (decode_times=False) nobody can follow here."""
+    path = shared_tmp_path / "months.nc"
+    time = ("time", np.arange(4), {"units": "months since 2000-01-01", "calendar": "standard"})
+    made = xr.Dataset({"t": (("time", "lat"), np.ones((4, 3), "f4"))}, {"time": time})
+    on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
+    same_error(comm, lambda: shardload.load_dataset(path, mesh_of()), ConfigError, "months since", "To leave times numbers")
+    plan = shardload.plan(path, mesh_of(), P(), dataset=["t"], decode=True)
+    np.testing.assert_array_equal(shardload.to_xarray(plan.execute(), plan)[0].time, np.arange(4))
+
+
 def test_labels_never_give_padding(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the index had NaN, of which `nearest` makes an error, or numbers for the padding, which it would find."""
     n = 2 * unit() + 1
@@ -204,23 +216,38 @@ def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> 
         same_error(comm, call, ConfigError, *says)
 
 
-def test_a_grid_mapping_keeps_its_type(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if `dtype` were asked of it: what netCDF has where nothing was written does not fit into float32."""
+def test_odd_variables_of_netcdf(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if `dtype` were asked of a grid mapping or a mesh: what netCDF has where nothing was written does not fit into
+    float32. Wrong if a variable that has an axis twice were an error of all, or if one with the name of an axis were lost.
+    """
     path, n = str(shared_tmp_path / "crs.nc"), 4 * unit()
 
     def make() -> None:
         with netCDF4.Dataset(path, "w") as file:
             file.createDimension("x", n)
+            file.createDimension("y", 2)
             packed = file.createVariable("t", "i2", ("x",))
             packed.scale_factor, packed.grid_mapping = 0.5, "crs"
             packed[:] = np.arange(n)
+            packed.mesh = "mesh"
             file.createVariable("crs", "i4", ()).grid_mapping_name = "rotated_latitude_longitude"
+            file.createVariable("mesh", "i4", ()).cf_role = "mesh_topology"
+            file.createVariable("x", "f4", ("y", "x"))[:] = 1  # no coordinate of x
+            file.createVariable("y", "f4", ("y", "x"))[:] = 2  # for netCDF one of y, of two axes
+            file.createVariable("covariance", "f4", ("y", "y"))[:] = 3
 
     on_root(comm, make)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", shardload.MissingChunksWarning)
-        ds = shardload.load_dataset(path, mesh_of(), {"x": "a"}, dtype="float32")
+        with pytest.warns(shardload.LeftOutWarning, match="axis twice: /covariance") if comm.rank == 0 else nullcontext():
+            ds = shardload.load_dataset(path, mesh_of(), {"x": "a"}, dtype="float32")
     assert ds.t.dtype == np.float32 and ds.crs.dtype == np.int32
-    with xr.open_dataset(path) as expected:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Duplicate dimension")
+        expected = xr.load_dataset(path)
         np.testing.assert_array_equal(shardload.unpad(ds.t, numpy=True), expected.t.values.astype("f4"))
-        assert int(ds.crs) == int(expected.crs) and ds.crs.attrs == expected.crs.attrs
+        for name in ("crs", "mesh"):
+            assert int(ds[name]) == int(expected[name]) and ds[name].attrs == expected[name].attrs
+        for name in ("x", "y"):
+            assert ds[name].dims == expected[name].dims == ("y", "x")
+            np.testing.assert_array_equal(shardload.unpad(ds, numpy=True)[name], expected[name])

@@ -155,6 +155,9 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             if not dim or "/" in dim or "\0" in dim:  # HDF5 would cut it off at a zero byte
                 raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
             scale = axes.coordinate_of(name, axis)
+            if axis and spec.scale_name is not None:  # HDF5 attaches no scale to a scale
+                file[name].dims[axis].label = dim
+                continue
             label = (spec.axis_labels[axis] if spec.axis_labels else "") or (dim if scale is None and not is_netcdf else "")
             scale = scale or dimensions.get((name, axis))
             if label:

@@ -167,13 +167,17 @@ def missing_filter(number: int, label: bytes) -> str | None:
 # --- a codec's parameters as ``cd_values``
 
 
+_BLOSC_USUAL = (5, 1, 0)  # level, shuffle and compressor of a filter that does not say them, as PyTables leaves out Blosc's own
+
+
 def parameters_of(number: int, values: tuple[int, ...]) -> Parameters | None:
     """The parameters of a filter by its ``cd_values``; None if these are not understood here."""
     if number in (1, 32015) and len(values) == 1:
         return Parameters(values[0])
     if number == 2 and values and values[0] > 0:
         return Parameters(itemsize=values[0])
-    if number == 32001 and len(values) >= 7:
+    if number == 32001 and len(values) >= 4:
+        values = (*values, *_BLOSC_USUAL[len(values) - 4 :])
         inner = next((name for name, code in BLOSC_CODES.items() if code == values[6]), None)  # HDF5's may have Snappy too
         return None if inner is None else Parameters(values[4], values[2], inner, values[5] if values[5] in (1, 2) else 0)
     return None

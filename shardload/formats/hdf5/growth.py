@@ -33,7 +33,15 @@ from shardload.formats.codecs.algorithms import numcodecs
 from shardload.formats.contract.array import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.hdf5.filters import Hdf5Encoder, create_type
 from shardload.formats.hdf5.ledger import old_file
-from shardload.formats.hdf5.metadata import NON_COORDINATE, axes_of, is_scale, properties_of, scales_of, stands_for_axis
+from shardload.formats.hdf5.metadata import (
+    NON_COORDINATE,
+    axes_of,
+    dimensions_by_number,
+    is_scale,
+    properties_of,
+    scales_of,
+    stands_for_axis,
+)
 from shardload.formats.hdf5.opened import (
     OpenDataset,
     OpenFacts,
@@ -140,7 +148,7 @@ def _arrays(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[str, Json
         dataset = facts.dataset(member.id)
         dims, scopes = list(axes_of(dataset).dims), list[str | None]([None] * dataset.ndim)
         if is_scale(dataset):
-            scopes[:1] = [name][: dataset.ndim]
+            scopes[: dataset.ndim] = [name, *dimensions_by_number(dataset)[1:], *scopes][: dataset.ndim]
         for axis, scales in enumerate([] if is_scale(dataset) else scales_of(dataset)[0]):
             if scales:
                 scopes[axis] = name_at.get(int(h5py.h5o.get_info(scales[0][1].id).addr))

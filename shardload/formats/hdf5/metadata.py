@@ -296,8 +296,14 @@ def axes_of(dataset: OpenDataset) -> Labels:
     coords: dict[str, Coordinate] = {}
     if is_scale(dataset):
         last = str(dataset.name or "").rpartition("/")[2]  # in netCDF, one of several axes is the scale of its first one
-        notes = {NO_NAMES: Note("all but the first, of a dimension scale of several axes")} if len(dims) > 1 else {}
-        return Labels((*[last][: len(dims)], *dims[1:], *inner), notes)
+        others = dimensions_by_number(dataset)[1:]
+        for axis, full in enumerate(others, 1):
+            dims[axis] = dim = full.rpartition("/")[2]
+            if not stands_for_axis(dataset.file[encoded(full)]):
+                coords[dim] = Coordinate(full)
+        is_known = len(others) + 1 >= len(dims)
+        notes = {} if is_known else {NO_NAMES: Note("all but the first, of a dimension scale of several axes")}
+        return Labels((*[last][: len(dims)], *dims[1:], *inner), notes, coords)
     texts, no_texts = axis_texts_of(dataset)
     scales, no_scales = scales_of(dataset)
     for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
@@ -305,6 +311,22 @@ def axes_of(dataset: OpenDataset) -> Labels:
     why = "; ".join(filter(None, (no_texts, no_scales)))
     notes = {NO_NAMES: Note(why)} if why else {}
     return Labels((*dims, *inner), notes, coords)
+
+
+def dimensions_by_number(dataset: OpenDataset) -> list[str]:
+    """The full names of the scales of all axes of a dimension scale of several axes, to which HDF5 attaches no scale: the
+    netCDF library numbers its dimensions, and notes the numbers. Empty if there are none, or a scale is not there.
+    """
+    numbers = plain_attribute(dataset, "_Netcdf4Coordinates")
+    if dataset.ndim < 2 or not isinstance(numbers, list) or len(numbers) != dataset.ndim:
+        return []
+    names, above = {}, str(dataset.name or "").rpartition("/")[0]
+    for name in sorted(itertools.chain(*dataset.facts.places.values()), key=lambda name: name.count("/")):
+        if f"{above}/".startswith(f"{name.rpartition('/')[0]}/"):  # in its group, or in one above
+            member = dataset.file[encoded(name)]
+            if isinstance(member, h5py.Dataset) and is_scale(member):
+                names[plain_attribute(member, "_Netcdf4Dimid")] = name
+    return [names[number] for number in numbers] if names.keys() >= set(numbers) else []
 
 
 def _axis_name(dataset: OpenDataset, text: str, full: str, scale: h5py.Dataset, coords: dict[str, Coordinate]) -> str:

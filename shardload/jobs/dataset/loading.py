@@ -35,6 +35,7 @@ from shardload.storage.remote import without_secrets
 from shardload.system.caller import warn_once
 
 _OF_COORDINATES = ("bounds", "climatology")  # attributes of coordinates that name other arrays
+_CONTAINERS = ("grid_mapping", "mesh", "geometry")  # attributes that name variables of which only the attributes mean something
 _OPENS = ("allow_external", "untrusted", "allow_filters", "storage")
 Axes = dict[str, list[str | None]]
 
@@ -78,8 +79,8 @@ def load_dataset(
     decode : bool, "valid" or None
         As in `load`.
     **options
-        All other options of `load`, but `halo` and `edge`. With `pad`, NaN is what xarray leaves out of means. A grid mapping,
-        of which only the attributes mean something, keeps its type where `dtype` is one for all.
+        All other options of `load`, but `halo` and `edge`. With `pad`, NaN is what xarray leaves out of means. A grid mapping
+        or a mesh, of which only the attributes mean something, keeps its type where `dtype` is one for all.
 
     Returns
     -------
@@ -89,7 +90,7 @@ def load_dataset(
     Warns
     -----
     LeftOutWarning
-        On rank 0: names the variables that hold no numbers.
+        On rank 0: names the variables that hold no numbers, or have an axis twice.
 
     Raises
     ------
@@ -153,8 +154,8 @@ def _is_one_file(files: Any) -> bool:
 
 
 def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any]) -> tuple[Axes, list[str]]:
-    """The full names of the variables to load, and the names of their axes; and those of grid mappings, whose value means
-    nothing. Runs on rank 0.
+    """The full names of the variables to load, and the names of their axes; and those whose value means nothing. Runs on
+    rank 0.
     """
     contents, group = open_contents(path, **opens), (split_path(str(path))[1] or "").strip("/")
     group = f"/{group}" if group else ""
@@ -169,13 +170,17 @@ def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any])
         f"{group}/{coord.attrs.get(k)}" for coord in coords for k in _OF_COORDINATES
     }
     data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
-    if refused := [info.dataset for info in infos if info.refused]:
-        warn_once(f"'{contents.path}': left out, because they hold no numbers: {some(refused)}", LeftOutWarning, 0)
+    twice = [name for name, dims in data.items() if len(set(filter(None, dims))) < len([dim for dim in dims if dim])]
+    data = {name: dims for name, dims in data.items() if name not in twice}
+    refused = [info.dataset for info in infos if info.refused]
+    for left_out, why in ((refused, "they hold no numbers"), (twice, "they have an axis twice")):
+        if left_out:
+            warn_once(f"'{contents.path}': left out, because {why}: {some(left_out)}", LeftOutWarning, 0)
     if not data:
         raise ConfigError(
             f"'{path}' has no data variables in its group '{group}/'; its arrays are {some(list(contents)) or 'none'}"
         )
-    words = {word.rstrip(":") for info in infos for word in str(info.attrs.get("grid_mapping", "")).split()}
+    words = {word.rstrip(":") for info in infos for key in _CONTAINERS for word in str(info.attrs.get(key, "")).split()}
     return data, [name for name in data if name.rpartition("/")[2] in words and not data[name]]
 
 
@@ -194,7 +199,14 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
     """The Dataset with decoded dates, and with all coordinates also along axes with padding."""
     data = {name: variable for name, variable in dataset.variables.items() if isinstance(variable.data, jax.Array)}
     stand_ins = {name: np.broadcast_to(np.zeros((), p.dtype), p.shape) for name, p in plan.plans.items()}
-    unpadded = _decoded(xarray, to_xarray(stand_ins, plan).drop_vars(list(data)))
+    numbers = to_xarray(stand_ins, plan).drop_vars(list(data))
+    try:
+        unpadded = _decoded(xarray, numbers)
+    except (ValueError, OverflowError) as error:  # such as "months since", of which not all calendars have a length
+        raise ConfigError(
+            f"xarray cannot make dates of a coordinate: {str(error).partition('. Try')[0]}. To leave times numbers: plan = "
+            "shardload.plan(path, mesh, spec, dataset=['t2m', ...], decode=True); shardload.to_xarray(plan.execute(), plan)"
+        ) from None
     coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
     tails = {dim: (0, dataset.sizes[dim] - n) for dim, n in unpadded.sizes.items() if dataset.sizes.get(dim, n) != n}
     for name, variable in unpadded.variables.items() if tails else ():

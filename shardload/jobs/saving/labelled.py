@@ -275,9 +275,10 @@ def _cut(name: str, variable: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(x, jax.Array):
         return x
     if not isinstance(x, np.ndarray):
+        is_lazy = hasattr(x, "compute")  # of dask; others are pandas': categories, intervals, periods, dates of a time zone
+        fix = "Pass ds.compute(), or load it with shardload" if is_lazy else f"Leave it out: ds.drop_vars({name!r})"
         raise ConfigError(
-            f"'{name}' holds a {type(x).__module__}.{type(x).__name__}; expected a jax.Array or a NumPy array. Pass "
-            "ds.compute(), or load it with shardload"
+            f"'{name}' holds a {type(x).__module__}.{type(x).__name__}; expected a jax.Array or a NumPy array. {fix}"
         )
     index: Any = (*map(slice, shape), ...)  # with the dots an array without axes stays one
     x = x[index]

@@ -334,6 +334,13 @@ def test_dates_of_units_in_other_forms(since: str, calendar: str) -> None:
     assert number(time, units, calendar) == 36
 
 
+@pytest.mark.parametrize(("units", "calendar"), [("months", "360_day"), ("common_years", "noleap")])
+def test_units_with_a_length_in_one_calendar(units: str, calendar: str) -> None:
+    """Wrong if they were refused in this calendar, too, where xarray makes dates of them."""
+    date = by_xarray(np.array([1.5]), f"{units} since 2000-01-01", calendar).time.values[0]
+    assert number(date, f"{units} since 2000-01-01", calendar) == 1.5
+
+
 @pytest.mark.parametrize("since", ["06/15/2000", "15-06-2000", "2000615", "01/02/03", "20", "2000-06-15 garbage"])
 def test_dates_of_units_that_may_be_several(since: str) -> None:
     assert as_dates([1], {"units": f"days since {since}"}) == []
