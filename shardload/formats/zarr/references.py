@@ -65,7 +65,7 @@ def _is_parquet(folder: str) -> bool:
     if any(os.path.exists(os.path.join(folder, name)) for name in ROOTS) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return b'"record_size"' in file.read(_MOST_NBYTES)
+        return b'"record_size"' in file.read(min(_MOST_NBYTES, os.path.getsize(path)))  # no more memory than it has
 
 
 class ReferenceFolder:
@@ -289,7 +289,11 @@ def _unpacked(content: bytes, most_nbytes: int) -> bytes:
     if not content.startswith(_ZSTD):
         return content
     with zstandard.ZstdDecompressor().stream_reader(content) as reader:
-        return reader.read(most_nbytes)
+        parts, n_left = list[bytes](), most_nbytes
+        while n_left and (part := reader.read(min(n_left, _FIRST_NBYTES))):  # which takes the memory that it may fill
+            parts.append(part)
+            n_left -= len(part)
+        return b"".join(parts)
 
 
 def _references_in(text: bytes) -> dict[str, Any]:
