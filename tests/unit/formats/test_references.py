@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import sys
+import tracemalloc
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -208,6 +210,21 @@ def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match="which is not installed: pip install pyarrow"):
         list_arrays(folder)
+
+
+def test_no_more_memory_than_a_set_has(tmp_path: Path) -> None:
+    """Wrong if a set of a few bytes took as much as the largest one may have: 1 GiB, which a job may not have."""
+    write(tmp_path / "refs.json.zst", "x.h5")
+    paths = [str(tmp_path / "refs.json.zst")]
+    if importlib.util.find_spec("pyarrow"):
+        paths.append(in_parquet(Path(write(tmp_path / "refs.json", "x.h5")), 3))
+    for path in paths:
+        assert [info.dataset for info in list_arrays(path)] == ["/x"]
+        tracemalloc.start()
+        list_arrays(path)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 64 << 20
 
 
 def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:
