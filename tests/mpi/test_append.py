@@ -882,12 +882,12 @@ def test_damage_is_an_error_that_names_the_file(ranks: Any, shared_tmp_path: Pat
 
     def begin() -> None:
         if damage == "index":
-            make_file(path, values[:5], "HDF5")
+            make_file(path, values[:4], "HDF5")
             content = path.read_bytes()
             node = content.rindex(b"TREE\x01\x00")  # of chunks: the first one begins where the bytes from the 32nd on say
             path.write_bytes(content[: node + 33] + b"\x51" + content[node + 34 :])
             return
-        make(path, values[:5])
+        make(path, values[:4])
         file = path / ("zarr.json" if damage == "consolidated" else "g/rho/zarr.json")
         document = json.loads(file.read_text())
         changed = {
@@ -899,7 +899,7 @@ def test_damage_is_an_error_that_names_the_file(ranks: Any, shared_tmp_path: Pat
 
     on_root(ranks, begin)
     before = on_root(ranks, lambda: files(shared_tmp_path))
-    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, str(path))
+    same_error(ranks, lambda: shardload.append(path, tree_of(values, 4, P())), SourceError, str(path))
     assert on_root(ranks, lambda: files(shared_tmp_path)) == before
 
 
