@@ -92,6 +92,15 @@ def test_what_is_wrong_with_references(tmp_path: Path) -> None:
     (tmp_path / "refs.json").write_text('{"refs": [1]}')
     with pytest.raises(SourceError, match="it is no set of references"):
         list_arrays(str(tmp_path / "refs.json"))
+    write(tmp_path / "refs.json", "x.h5", {"g/" * 300 + ".zgroup": "{}"})  # 500,000 of them would take 250 GB
+    with pytest.raises(SourceError, match=r"refs.json.*has 300 groups above it; 256 are read at most"):
+        list_arrays(str(tmp_path / "refs.json"))
+    with open(tmp_path / "refs.json", "ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(
+        SourceError, match=r"refs.json.*it has 1099511627776 bytes or more, a set of references 1073741824 at most"
+    ):
+        list_arrays(str(tmp_path / "refs.json"))
     (tmp_path / "other.json").write_text('{"a": 1}')
     with pytest.raises(SourceError, match="unknown format"):
         list_arrays(str(tmp_path / "other.json"))
