@@ -23,7 +23,7 @@ import numpy as np
 
 from shardload.planning.region import Grid, Region, aligned
 from shardload.planning.shards import Shards
-from shardload.planning.staging import Item, plan_rounds
+from shardload.planning.staging import Item, n_rounds_of, plan_rounds
 
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab
@@ -292,8 +292,9 @@ def count_rounds(arrays: Sequence[SlabLayout], n_ranks: int, round_nbytes: int) 
     (3, 3)
     """
     n_together = sum(array.slabs.n_cells for array in arrays if array.is_together)
-    # Slabs are dealt out from large to small, so rank 0, which gets the first one, has the most and the largest.
-    return n_together + sum(1 for _ in plan_rounds(_share(arrays, n_ranks, 0), round_nbytes))
+    # Slabs are dealt out from large to small, so rank 0, which gets the first one, has the most and the largest. They are not
+    # gone through: a file may declare any number of them.
+    return n_together + n_rounds_of(_share(arrays, n_ranks, 0), round_nbytes)
 
 
 def _share(arrays: Sequence[SlabLayout], n_ranks: int, rank: int) -> Iterator[tuple[int, range, int]]:

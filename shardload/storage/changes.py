@@ -69,9 +69,10 @@ def read_changes(path: str) -> list[Change]:
         line, data = file.readline(), file.read()
     try:
         header = json.loads(line)
-        is_whole = zlib.crc32(data) == header["crc32"]
         places = [(int(offset), int(nbytes)) for offset, nbytes in header["places"]]
-    except (ValueError, KeyError, TypeError):
+        is_whole = zlib.crc32(data) == header["crc32"] and sum(nbytes for _, nbytes in places) == len(data)
+        is_whole = is_whole and all(offset >= 0 and nbytes > 0 for offset, nbytes in places)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         is_whole, places = False, []
     if not (is_whole and places):
         raise SourceError(f"'{path}' is damaged, so that the append that it belongs to cannot be completed", path=path)
@@ -83,8 +84,15 @@ def read_changes(path: str) -> list[Change]:
 
 
 def make_changes(file: WritableFile, path: str) -> None:
-    """Make the changes of the file of changes at `path` in an open file, and remove `path`."""
+    """Make the changes of the file of changes at `path` in an open file, and remove `path`. SourceError if the file is shorter
+    than it was: what was appended is lost.
+    """
     (_, head), *changes = read_changes(path)
+    end = max((offset + len(new) for offset, new in changes), default=0)
+    if end > file.nbytes:
+        raise SourceError(
+            f"the file of '{path}' has {file.nbytes} bytes, and its changes end at byte {end}: it was cut", path=path
+        )
     file.write_at(_mark(path, len(head)), 0)
     file.sync()
     for offset, new in changes:

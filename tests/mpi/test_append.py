@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import warnings
@@ -870,6 +871,36 @@ def test_arrays_that_a_load_refuses_grow(comm: Any, shared_tmp_path: Path, how: 
         shardload.load(path, mesh_of(), P(None, "a"), dataset="t")
     shardload.append(path, {"t": put(values[4:], mesh_of(), P(None, "a"))}, dim=0)
     compare(comm, path, {"t": values})
+
+
+@pytest.mark.parametrize("damage", ["type", "grid", "consolidated", "index"])
+def test_damage_is_an_error_that_names_the_file(ranks: Any, shared_tmp_path: Path, damage: str) -> None:
+    """Wrong if it were an error of zarr-python, NumPy or HDF5, which says neither which file nor which array; or if it changed
+    anything.
+    """
+    path, values = shared_tmp_path / ("run.h5" if damage == "index" else "run.zarr"), ramp((7, Y, X), "float32")
+
+    def begin() -> None:
+        if damage == "index":
+            make_file(path, values[:4], "HDF5")
+            content = path.read_bytes()
+            node = content.rindex(b"TREE\x01\x00")  # of chunks: the first one begins where the bytes from the 32nd on say
+            path.write_bytes(content[: node + 33] + b"\x51" + content[node + 34 :])
+            return
+        make(path, values[:4])
+        file = path / ("zarr.json" if damage == "consolidated" else "g/rho/zarr.json")
+        document = json.loads(file.read_text())
+        changed = {
+            "type": {"data_type": True},
+            "grid": {"chunk_key_encoding": "x"},
+            "consolidated": {"consolidated_metadata": [1]},
+        }
+        file.write_text(json.dumps(document | changed[damage]))
+
+    on_root(ranks, begin)
+    before = on_root(ranks, lambda: files(shared_tmp_path))
+    same_error(ranks, lambda: shardload.append(path, tree_of(values, 4, P())), SourceError, str(path))
+    assert on_root(ranks, lambda: files(shared_tmp_path)) == before
 
 
 @pytest.mark.parametrize("version", [3, 2])

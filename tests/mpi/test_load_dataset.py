@@ -18,7 +18,7 @@ import xarray as xr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, between, near
+from shardload import ConfigError, SourceError, between, near
 from tests.mpi.support import mesh_of, on_root, same_error, unit
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -119,15 +119,18 @@ def test_no_dates_of_a_model_s_calendar(comm: Any, shared_tmp_path: Path) -> Non
     xr.testing.assert_identical(gathered(ds), xr.load_dataset(path, engine="h5netcdf").isel(time=slice(0, 0)))
 
 
-def test_dates_that_xarray_cannot_make(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the error were xarray's, whose advice (decode_times=False) nobody can follow here."""
-    path = shared_tmp_path / "months.nc"
-    time = ("time", np.arange(4), {"units": "months since 2000-01-01", "calendar": "standard"})
+def test_dates_that_xarray_does_not_decode(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if it were an error of xarray, which names no file and says to open it with an option that is not there; or if what
+    the error says to type did not load the values.
+    """
+    files, mesh, spec = str(shared_tmp_path / "months.nc"), mesh_of(), None
+    time = ("time", np.arange(4.0), {"units": "months since 2000-01-01"})
     made = xr.Dataset({"t": (("time", "lat"), np.ones((4, 3), "f4"))}, {"time": time})
-    on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
-    same_error(comm, lambda: shardload.load_dataset(path, mesh_of()), ConfigError, "months since", "To leave times numbers")
-    plan = shardload.plan(path, mesh_of(), P(), dataset=["t"], decode=True)
-    np.testing.assert_array_equal(shardload.to_xarray(plan.execute(), plan)[0].time, np.arange(4))
+    on_root(comm, lambda: made.to_netcdf(files, engine="h5netcdf"))
+    error = same_error(comm, lambda: shardload.load_dataset(files, mesh), SourceError, "months.nc", "'months since")
+    names = {"shardload": shardload, "files": files, "mesh": mesh, "spec": spec}
+    exec(str(error).partition("they are loaded by: ")[2].replace("; shardload", "; t = shardload"), names)
+    assert names["t"].time.values.tolist() == [0, 1, 2, 3] and names["t"].shape == (4, 3)
 
 
 def test_labels_never_give_padding(comm: Any, shared_tmp_path: Path) -> None:

@@ -153,14 +153,14 @@ class Codec:
     decoder: Callable[[Parameters], Stage] | None = None
     encoder: Callable[[Parameters], Step] | None = None
 
-    def checked_level(self, level: int | None, least: int | None = None) -> int:
-        """A level that the codec has, or its usual one; ConfigError otherwise."""
+    def checked_level(self, level: int | None, least: int | None = None, where: str = "") -> int:
+        """A level that the codec has, or its usual one; ConfigError, which begins with `where`, otherwise."""
         usual, lowest, most = self.levels
         lowest = lowest if least is None else least
         if level is None:
             return usual
         if isinstance(level, bool) or not isinstance(level, int) or not lowest <= level <= most:
-            raise ConfigError(f"the level of {self.word} is {level!r}; expected a number from {lowest} to {most}")
+            raise ConfigError(f"{where}the level of {self.word} is {level!r}; expected a number from {lowest} to {most}")
         return level
 
     def parameters(self, array: str, compression: Any, itemsize: int, file_format: str, least: int | None = None) -> Parameters:
@@ -177,7 +177,7 @@ class Codec:
             raise ConfigError(
                 f"compression of '{array}': {self.word} has no option {', '.join(map(repr, sorted(options)))} in {file_format}"
             )
-        level = self.checked_level(compression.level, least) if self.levels else 0
+        level = self.checked_level(compression.level, least, f"compression of '{array}': ") if self.levels else 0
         return Parameters(level, itemsize, inner, shuffle)
 
     def keywords(self, parameters: Parameters) -> dict[str, Any]:

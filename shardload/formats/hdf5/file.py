@@ -33,6 +33,7 @@ from shardload.formats.hdf5.opened import (
     HDF5_ERRORS,
     OpenDataset,
     OpenFacts,
+    address_of,
     cached,
     close_all,
     decoded,
@@ -288,7 +289,7 @@ class Hdf5File(OpenFile):
         """The target of each link, as text, but for the first hard link to an object. No target is opened."""
         soft_links: dict[Any, int] = {}  # and external ones, and others; with their kind
         root = self._facts.file.id
-        first: dict[int, str] = {int(h5py.h5o.get_info(root).addr): ""}
+        first: dict[int, str] = {address_of(root): ""}
         targets: dict[str, str] = {}
 
         def add(name: Any, link: Any) -> None:

@@ -45,6 +45,7 @@ from shardload.formats.hdf5.metadata import (
 from shardload.formats.hdf5.opened import (
     OpenDataset,
     OpenFacts,
+    address_of,
     are_edges_plain,
     encoded,
     file_in_memory,
@@ -151,7 +152,7 @@ def _arrays(path: str, facts: OpenFacts, names: Iterable[str]) -> dict[str, Json
             scopes[: dataset.ndim] = [name, *dimensions_by_number(dataset)[1:], *scopes][: dataset.ndim]
         for axis, scales in enumerate([] if is_scale(dataset) else scales_of(dataset)[0]):
             if scales:
-                scopes[axis] = name_at.get(int(h5py.h5o.get_info(scales[0][1].id).addr))
+                scopes[axis] = name_at.get(address_of(scales[0][1].id))
             elif dims[axis]:
                 scopes[axis] = f"{name.rpartition('/')[0]}/:{dims[axis]}"
         for axis, scope in enumerate(scopes):  # the scale's name in `names`; but a scale without values may have another name
@@ -350,16 +351,13 @@ class Hdf5Growth(LedgerSink):
     # --- on the rank that creates it
 
     def _make_longer(self) -> None:
-        try:
-            with self.calls():
-                self._shorten(self.open_library("r+"))
-                self.close_library()
-                self._give_end_back()
-                file = self.open_library("r+")
-                for name in (*self.arrays, *self.dimensions):
-                    file[name].resize(self.new_shape(name))
-        except (OSError, RuntimeError, KeyError) as error:
-            raise self.unread(error) from error
+        with self.explained(), self.calls():
+            self._shorten(self.open_library("r+"))
+            self.close_library()
+            self._give_end_back()
+            file = self.open_library("r+")
+            for name in (*self.arrays, *self.dimensions):
+                file[name].resize(self.new_shape(name))
 
     def _shorten(self, file: h5py.File) -> None:
         """Take the chunks at the old edge out of their index: to the library all that come are new."""

@@ -41,7 +41,7 @@ from shardload.formats.contract.array import (
 )
 from shardload.formats.hdf5.filters import LOSSY, NAMES, name_of, parameters_of, refuse_filters
 from shardload.formats.hdf5.links import OtherFiles
-from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, decoded, encoded, names_below, type_of_values
+from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, address_of, decoded, encoded, names_below, type_of_values
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
 NO_NAMES = "names of axes"  # in the place of an attribute: why they are not known
@@ -156,7 +156,7 @@ def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, Any] |
         scale = h5py.h5r.dereference(reference, dataset.id) if reference else None
         if not isinstance(scale, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(scale)):
             return None
-        names = dataset.facts.places.get(int(h5py.h5o.get_info(scale).addr), ())
+        names = dataset.facts.places.get(address_of(scale), ())
     except _ERRORS:
         return None
     above = str(dataset.name or "").rpartition("/")[0]

@@ -63,7 +63,12 @@ def signature_at(read: Callable[[int, int], bytes], nbytes: Callable[[], int]) -
 
 def file_number(identifier: Any) -> Any:
     """HDF5's number of the file that an object is in; another one than that of the open file, if one is mounted in it."""
-    return h5py.h5o.get_info(identifier).fileno
+    return h5py.h5g.get_objinfo(identifier).fileno  # `h5o.get_info` goes through the index of all chunks, damaged or not
+
+
+def address_of(identifier: Any) -> int:
+    """Where an object is in its file."""
+    return int(h5py.h5g.get_objinfo(identifier).objno[0])
 
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -157,7 +162,7 @@ def _links_below(group: h5py.Group, most: int | None) -> tuple[list[tuple[str, i
     """
     links: list[tuple[str, int]] = []
     lost: dict[str, str] = {}
-    groups = {int(h5py.h5o.get_info(group.id).addr)}
+    groups = {address_of(group.id)}
     todo = [("", iter(_links_in(group.id)))]
     while todo and (most is None or len(links) < most):
         name, address = next(todo[-1][1], ("", 0))

@@ -150,7 +150,8 @@ class LedgerSink(Sink):
             offsets = np.empty(len(numbers), dtype=np.int64)
             for first in range(0, len(numbers), _AT_ONCE):
                 batch = order[first : first + _AT_ONCE]
-                offsets[batch] = self.place(placed.stored_name, placed.starts(numbers[batch]), sizes[batch], masks[batch])
+                with self.explained():
+                    offsets[batch] = self.place(placed.stored_name, placed.starts(numbers[batch]), sizes[batch], masks[batch])
         placed.note(numbers, offsets, sizes, masks)
         return offsets
 
@@ -165,14 +166,9 @@ class LedgerSink(Sink):
         changes = self.ledger.changes()
         with as_write_error(self.path):
             self._file.finish(self.ledger.nbytes, changes)
-        try:
-            with self.finished(changes) as file:
-                for placed in self.chunks.values():
-                    placed.compare(file[placed.stored_name].id)
-        except (OSError, RuntimeError, KeyError) as error:
-            if isinstance(error, SourceError) and error.path == self.path:
-                raise
-            raise self.unread(error) from error
+        with self.explained(), self.finished(changes) as file:
+            for placed in self.chunks.values():
+                placed.compare(file[placed.stored_name].id)
         self._is_finished = True
 
     @abc.abstractmethod
@@ -191,12 +187,16 @@ class LedgerSink(Sink):
             first, second = starts[clash[0] : clash[0] + 2].tolist()
             raise RuntimeError(f"HDF5 gave the same bytes of '{self.path}' twice, at {first} and {second}")
 
-    def unread(self, error: Exception) -> SourceError:
-        """The error about a file that HDF5 cannot read."""
-        return SourceError(
-            f"the new file of '{self.path}' cannot be read by HDF5: {error}. What had this name before is as it was",
-            path=self.path,
-        )
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """SourceError about a file that HDF5 cannot read, as one whose index of chunks was damaged before."""
+        try:
+            yield
+        except (OSError, RuntimeError, KeyError, ValueError) as error:
+            if isinstance(error, SourceError) and error.path == self.path:
+                raise
+            text = f"the new file of '{self.path}' cannot be read by HDF5: {error}. What had this name before is as it was"
+            raise SourceError(text, path=self.path) from error
 
     def _publish(self) -> None:
         self._file.publish()

@@ -25,6 +25,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import native_dtype, refusal
+from shardload.formats.diagnosis import as_source_error
 from shardload.formats.sink import ArraySpec, Compression, Growing, meaning_of
 from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_of, metadata_key
 from shardload.formats.zarr.nodes import ArrayNode
@@ -53,7 +54,8 @@ def read_store(path: str, names: Iterable[str]) -> Json:
     lengths = [_lengths(nodes, names, of_coordinates=of_coordinates) for of_coordinates in (False, True)]
     arrays = {}
     for name, node in nodes.items():
-        arrays[name] = _details(path, name, node) if name in names else {}
+        with as_source_error(path, name):
+            arrays[name] = _details(path, name, node) if name in names else {}
         scopes = [_scope(name, *axis, *lengths) for axis in zip(node.dims, node.shape, strict=True)]
         arrays[name] |= {"shape": node.shape, "dims": node.dims if any(node.dims) else None, "scopes": scopes}
     return {"arrays": arrays}

@@ -164,7 +164,10 @@ def parse_node(read: Callable[[str], bytes | None]) -> ArrayNode | GroupNode | N
 
 
 def _parsed(key: str, text: bytes | None) -> Json:
-    document = {} if text is None else json.loads(text)
+    try:
+        document = {} if text is None else json.loads(text)
+    except RecursionError:
+        raise ValueError(f"'{key}' is nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError(f"'{key}' has a {type(document).__name__}, expected an object of JSON")
     return document

@@ -37,6 +37,7 @@ SUFFIXES = (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES)
 
 _MOST_NBYTES = 1 << 30  # of the set, unpacked
 _MOST_OPEN = 64  # objects
+_MOST_PARTS = 256  # of a name; each of the folders above it is noted
 _HEAD_NBYTES, _FIRST_NBYTES = 1 << 14, 1 << 22
 _MARKS = (b'"refs"', b'.zgroup"', b'.zarray"', b'zarr.json"')
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -65,7 +66,7 @@ def _is_parquet(folder: str) -> bool:
     if any(os.path.exists(os.path.join(folder, name)) for name in ROOTS) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        return b'"record_size"' in file.read(_MOST_NBYTES)
+        return b'"record_size"' in file.read(min(_MOST_NBYTES, os.path.getsize(path)))  # no more memory than it has
 
 
 class ReferenceFolder:
@@ -99,11 +100,12 @@ class ReferenceFolder:
         else:
             stored = open_remote(path, access.storage).object() if is_remote(path) else LocalFile(access.open_file(path), path)
         content = stored.read_at_most(0, _FIRST_NBYTES)  # as the first read of an object at a URL: one request
+        _check_size(stored.nbytes)
         content += stored.read_at_most(len(content), stored.nbytes - len(content))
         self._version = stored.version if is_remote(path) else None
         stored.close()
         self._tables = _Tables(folder, self.name, content) if is_folder else None
-        self._references = _references_in(_unpacked(content, _MOST_NBYTES)) if self._tables is None else self._tables.metadata
+        self._references = _references_in(content) if self._tables is None else self._tables.metadata
         self._folders: Mapping[str, list[str]] = _folders_of(self._references)
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
 
@@ -289,11 +291,22 @@ def _unpacked(content: bytes, most_nbytes: int) -> bytes:
     if not content.startswith(_ZSTD):
         return content
     with zstandard.ZstdDecompressor().stream_reader(content) as reader:
-        return reader.read(most_nbytes)
+        parts, n_left = list[bytes](), most_nbytes
+        while n_left and (part := reader.read(min(n_left, _FIRST_NBYTES))):  # which takes the memory that it may fill
+            parts.append(part)
+            n_left -= len(part)
+        return b"".join(parts)
 
 
-def _references_in(text: bytes) -> dict[str, Any]:
+def _check_size(nbytes: int) -> None:
+    if nbytes > _MOST_NBYTES:
+        raise ValueError(f"it has {nbytes} bytes or more, a set of references {_MOST_NBYTES} at most")
+
+
+def _references_in(content: bytes) -> dict[str, Any]:
     """From key to text or place, in either version of kerchunk's JSON. ValueError if it is no such set."""
+    text = _unpacked(content, _MOST_NBYTES + 1)
+    _check_size(len(text))
     document = json.loads(text)
     refs = document.get("refs", document) if isinstance(document, dict) else None
     if not isinstance(refs, dict):
@@ -327,8 +340,10 @@ def _folders_of(keys: Iterable[str]) -> dict[str, list[str]]:
     """The names of the folders with metadata below each folder, sorted."""
     below: dict[str, set[str]] = defaultdict(set)
     for key in keys:
-        if key.rpartition("/")[2] in NODE_FILES:
-            folder = key.rpartition("/")[0]
+        folder, _, name = key.rpartition("/")
+        if name in NODE_FILES:
+            if key.count("/") > _MOST_PARTS:
+                raise ValueError(f"'{key[:40]}...' has {key.count('/')} groups above it; {_MOST_PARTS} are read at most")
             while folder:
                 above, _, name = folder.rpartition("/")
                 below[above].add(name)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from shardload.arrays.padding import loaded_as
 from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
-from shardload.errors import ConfigError, LeftOutWarning
+from shardload.errors import ConfigError, LeftOutWarning, SourceError
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import some
 from shardload.formats.lookup import split_path
@@ -199,14 +199,18 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
     """The Dataset with decoded dates, and with all coordinates also along axes with padding."""
     data = {name: variable for name, variable in dataset.variables.items() if isinstance(variable.data, jax.Array)}
     stand_ins = {name: np.broadcast_to(np.zeros((), p.dtype), p.shape) for name, p in plan.plans.items()}
-    numbers = to_xarray(stand_ins, plan).drop_vars(list(data))
+    coords_of_file = to_xarray(stand_ins, plan).drop_vars(list(data))
     try:
-        unpadded = _decoded(xarray, numbers)
-    except (ValueError, OverflowError) as error:  # such as "months since", of which not all calendars have a length
-        raise ConfigError(
-            f"xarray cannot make dates of a coordinate: {str(error).partition('. Try')[0]}. To leave times numbers: plan = "
-            "shardload.plan(path, mesh, spec, dataset=['t2m', ...], decode=True); shardload.to_xarray(plan.execute(), plan)"
-        ) from None
+        unpadded = _decoded(xarray, coords_of_file)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        info = next(iter(plan.plans.values())).info
+        what = str(error).partition(" Try opening")[0]  # it is not this user who opens it
+        raise SourceError(
+            f"the coordinates of '{info.path}' cannot be decoded as dates: {what} As numbers they are loaded by: plan = "
+            f"shardload.plan(files, mesh, spec or {{}}, dataset={info.dataset!r}); "
+            "shardload.to_xarray(plan.execute(), plan)",
+            path=info.path,
+        ) from error
     coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
     tails = {dim: (0, dataset.sizes[dim] - n) for dim, n in unpadded.sizes.items() if dataset.sizes.get(dim, n) != n}
     for name, variable in unpadded.variables.items() if tails else ():

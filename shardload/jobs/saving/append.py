@@ -28,7 +28,7 @@ from shardload.engine.session import Round, Session
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.contract.array import native_dtype, some
 from shardload.formats.contract.format import Source, open_alone
-from shardload.formats.diagnosis import check_readable
+from shardload.formats.diagnosis import as_source_error, check_readable
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import HOW_TO_GROW, Growing, Sink
 from shardload.jobs.described import read_values
@@ -141,12 +141,14 @@ def _read(request: SaveRequest) -> Any:
     if os.path.isfile(path):
         from shardload.formats.hdf5.growth import read_file
 
-        return _with_orders(request, read_file(path, names))
+        with as_source_error(path):
+            return _with_orders(request, read_file(path, names))
     if not any(os.path.lexists(os.path.join(path, name)) for name in ROOTS):
         raise SourceError(f"'{path}' is no Zarr store: it has none of {', '.join(ROOTS)}", path=path)
     from shardload.formats.zarr.growth import read_store
 
-    return _with_orders(request, read_store(path, names))
+    with as_source_error(path):
+        return _with_orders(request, read_store(path, names))
 
 
 def _with_orders(request: SaveRequest, existing: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from shardload.formats.hdf5.ledger import Ledger
 from shardload.formats.hdf5.sink import LedgerSink
 from shardload.formats.lookup import find_array, format_of
 from shardload.storage import target
-from shardload.storage.changes import changes_of, complete_append
+from shardload.storage.changes import _BEFORE_NBYTES, changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import IS_QUICK, quick_ones
 from tests.unit.files import early, raw_dataset
@@ -272,9 +273,22 @@ def test_changes_that_are_gone_damaged_or_not_allowed(marked: Disk, monkeypatch:
     """Wrong if the error did not name the file that is needed, and what to type; or if half of the changes were made."""
     (changes,) = marked.folder.glob("*.changes")
     data, content = marked.path.read_bytes(), changes.read_bytes()
+    before, (line, new) = content[:_BEFORE_NBYTES], content[_BEFORE_NBYTES:].split(b"\n", 1)
+    header = json.loads(line)
+    places: Any
+    for places in ([[1e400, 8]], [[-8, len(new)]], [[0, len(new) + 1]], [[0, 2 * len(new)], [8, -len(new)]], "nested"):
+        text = b"[" * 100_000 if places == "nested" else json.dumps(header | {"places": places}).encode()
+        changes.write_bytes(before + text + b"\n" + new)
+        with pytest.raises(SourceError, match="changes' is damaged"):
+            complete_append(str(marked.path))
     changes.write_bytes(content[:-1] + b"?")
     with pytest.raises(SourceError, match="changes' is damaged"):
         complete_append(str(marked.path))
+    changes.write_bytes(content)
+    marked.path.write_bytes(data[: max(offset for offset, _ in header["places"])])
+    with pytest.raises(SourceError, match=r"changes end at byte \d+: it was cut"):
+        complete_append(str(marked.path))
+    marked.path.write_bytes(data)
     changes.unlink()
     with pytest.raises(SourceError, match=r"x\.h5\.[0-9a-f]{16}\.changes.*shardload info"):
         format_of(str(marked.path))

@@ -19,7 +19,8 @@ from shardload.formats.access import STRICT, Limits
 from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.hdf5 import file as hdf5_module
 from shardload.formats.hdf5 import source as hdf5
-from shardload.formats.lookup import Finder, open_file, open_source
+from shardload.formats.labelling import read_labels
+from shardload.formats.lookup import Finder, find_array, open_file, open_source
 from shardload.formats.zarr import source as zarr_module
 from shardload.planning.tuning import Tuning
 from tests.unit.files import check_source, flat, read_all, write_hdf5, write_zarr
@@ -221,7 +222,9 @@ def test_a_missing_or_a_damaged_chunk_is_left_to_the_normal_load(tmp_path: Path,
 
 
 def test_what_is_asked_of_a_dataset_does_not_go_through_its_chunks(tmp_path: Path) -> None:
-    """Wrong if opening it read the index of its chunks: each load of a time step would take longer, the more there are."""
+    """Wrong if opening it, or what has it as a scale, read the index of its chunks: each load of a time step would
+    take longer, the more there are.
+    """
     path, n = str(tmp_path / "x.h5"), 30_000
     with h5py.File(path, "w", libver=("v108", "v108")) as file:
         made = file.create_dataset("x", (n, 2), "i4", chunks=(1, 2))
@@ -229,9 +232,12 @@ def test_what_is_asked_of_a_dataset_does_not_go_through_its_chunks(tmp_path: Pat
             made.id.write_direct_chunk((k, 0), np.full(2, k, "i4").tobytes())
         for k in range(20):
             made.attrs[f"a{k}"] = "x" * 500
+        made.make_scale()
+        file.create_dataset("y", (n, 2), "i4", chunks=(n, 2)).dims[0].attach_scale(made)
     read_before, region = _bytes_read(), Region((20_000, 0), (20_001, 2))
     with Finder(STRICT, Tuning()) as finder:
         found = finder.find(path, "x", look=lambda info, _: (info, region))
+    assert read_labels(path, find_array(path, "y"), STRICT).dims == ("x", None)
     assert found.values is not None and np.frombuffer(found.values, "i4").tolist() == [20_000, 20_000]
     n_read = _bytes_read() - read_before
     with h5py.File(path) as file:

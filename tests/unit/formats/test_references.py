@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import sys
+import tracemalloc
 import zlib
 from contextlib import closing
 from pathlib import Path
@@ -89,6 +91,15 @@ def test_what_is_wrong_with_references(tmp_path: Path) -> None:
             load_all(write(tmp_path / "refs.json", "x.h5", more), "x")
     (tmp_path / "refs.json").write_text('{"refs": [1]}')
     with pytest.raises(SourceError, match="it is no set of references"):
+        list_arrays(str(tmp_path / "refs.json"))
+    write(tmp_path / "refs.json", "x.h5", {"g/" * 300 + ".zgroup": "{}"})  # 500,000 of them would take 250 GB
+    with pytest.raises(SourceError, match=r"refs.json.*has 300 groups above it; 256 are read at most"):
+        list_arrays(str(tmp_path / "refs.json"))
+    with open(tmp_path / "refs.json", "ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(
+        SourceError, match=r"refs.json.*it has 1099511627776 bytes or more, a set of references 1073741824 at most"
+    ):
         list_arrays(str(tmp_path / "refs.json"))
     (tmp_path / "other.json").write_text('{"a": 1}')
     with pytest.raises(SourceError, match="unknown format"):
@@ -208,6 +219,21 @@ def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match="which is not installed: pip install pyarrow"):
         list_arrays(folder)
+
+
+def test_no_more_memory_than_a_set_has(tmp_path: Path) -> None:
+    """Wrong if a set of a few bytes took as much as the largest one may have: 1 GiB, which a job may not have."""
+    write(tmp_path / "refs.json.zst", "x.h5")
+    paths = [str(tmp_path / "refs.json.zst")]
+    if importlib.util.find_spec("pyarrow"):
+        paths.append(in_parquet(Path(write(tmp_path / "refs.json", "x.h5")), 3))
+    for path in paths:
+        assert [info.dataset for info in list_arrays(path)] == ["/x"]
+        tracemalloc.start()
+        list_arrays(path)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 64 << 20
 
 
 def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:

@@ -587,7 +587,7 @@ def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], wo
         (spec("f4", chunks=(1, 2)), r"chunks of '/x' are \(1, 2\); expected a size of 1 or more for each axis"),
         (spec("f4", chunks=(1, 2, 0)), "expected a size of 1 or more"),
         (spec("f4", "snappy"), "compression of '/x' is 'snappy'; expected one of .*gzip.*zstd"),
-        (spec("f4", {"name": "gzip", "level": 10}), "the level of gzip is 10; expected a number from 0 to 9"),
+        (spec("f4", {"name": "gzip", "level": 10}), "'/x': the level of gzip is 10; expected a number from 0 to 9"),
         (spec("f4", {"name": "gzip", "options": {"speed": 1}}), "gzip has no option 'speed' in HDF5"),
         (
             spec("f4", {"name": "blosc", "options": {"cname": "x"}}),

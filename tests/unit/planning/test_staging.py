@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.planning.staging import least_staging, plan_staging
+from shardload.planning.staging import least_staging, n_rounds_of, plan_rounds, plan_staging
 from tests.tiers import examples
 from tests.unit.brute_force import every_way
 
@@ -72,3 +72,14 @@ def test_the_least_for_one_chunk(file_dtype: str, dtype: str, expected: int) -> 
     layout = SourceLayout.cut(whole, (5, 7), np.dtype(file_dtype), np.dtype(dtype))
     assert least_staging(layout) == 35 * expected
     assert least_staging(SourceLayout.cut(whole, None, np.dtype(file_dtype), np.dtype(dtype))) == 0
+
+
+@examples(300)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), max_size=6), st.integers(1, 30))
+def test_rounds_are_counted_without_going_through_them(sizes: list[tuple[int, int]], round_nbytes: int) -> None:
+    """Wrong if units larger than a round, empty ones, or the room that an array leaves to the next were counted otherwise. A
+    count one by one never ends for a file that declares 2**62 units, so that not even the plan of its copy could be seen.
+    """
+    arrays = [(number, range(n), nbytes) for number, (n, nbytes) in enumerate(sizes)]
+    assert n_rounds_of(arrays, round_nbytes) == len(list(plan_rounds(arrays, round_nbytes)))
+    assert n_rounds_of([*arrays, (len(arrays), range(2**62), 31)], round_nbytes) == 2**62 + n_rounds_of(arrays, round_nbytes)
