@@ -4,25 +4,9 @@
     shardload.initialize()
     x = shardload.load("data.h5", mesh, P("a", "b"))
 
-Only the names in `_HOMES` are public, and `shardload.formats` and `shardload.testing` for those who write a file format. The
-rooms, from the call down to the machine:
-
-cli       the commands
-testing   the suite that a file format must pass; nothing imports it
-api.py    the functions: load, plan, scatter, stream, verify, save, plan_save, append, mask, unpad
-jobs      one call: from its arguments to its report
-arrays    JAX's side: shardings, assembling, verification
-transfer  blocks of the file <-> pieces of shards, between ranks
-options.py
-formats   HDF5, Zarr and other formats
-values    what the stored numbers mean
-planning  who owns which block, and which part of it meets which shard: integers only
-comm      the ranks: MPI, shared memory, agreement, the watchdog
-system    what this machine offers: threads, memory, a terminal
-units.py  errors.py
-
-Imports run down this list only; docs/design/data-flow.md has a picture. Importing the package imports none of the rooms: each
-public name is imported when it is first used, so that `shardload --help` and `shardload.planning` do not wait for JAX.
+Only the names in `_HOMES` are public, and `shardload.formats` and `shardload.testing` for those who write a file format. What
+is where: docs/design/data-flow.md. Importing the package imports none of its rooms: each public name is imported when it is
+first used, so that `shardload --help` and `shardload.planning` do not wait for JAX.
 """
 
 from importlib import import_module

@@ -157,7 +157,7 @@ def load(
         or this value. One for all axes, or one per axis as for `halo`.
     readers : {"auto", "root", "parallel", "direct"} or int
         Who reads. ``"root"``: rank 0 alone. ``"parallel"``: all ranks, on several nodes fewer for small arrays, and each chunk
-        is decoded once in the job. ``"direct"``: each process reads what its own devices hold. An int: that many ranks.
+        is decoded once in the job. ``"direct"``: each process reads what its own devices hold. An int: at most so many ranks.
         ``"auto"``: the cheapest way by the plan.
     staging : str or int
         Cap on each process's host memory beyond its own pieces: bytes, or text such as ``"1GiB"``. ``"auto"`` is 256 MiB, or

@@ -150,7 +150,7 @@ class ShardloadWarning(UserWarning):
 
 
 class LeftOutWarning(ShardloadWarning):
-    """A new file is saved without something that the array in `like` has beside it. Warned once in the job, on rank 0."""
+    """Something of a file is not in what was made of it: the text names it. Warned once in the job, on rank 0."""
 
 
 class MissingChunksWarning(ShardloadWarning):

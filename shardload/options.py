@@ -527,11 +527,11 @@ _DECLARED = (
         partial(_count_or_none, "batch", 1, "how many samples a batch has, 1 or more, or None for single steps"), is_kept=False,
     ),
     Option(
-        "window", None, "Steps of a sample, counted from its anchor: 1, (-1, 0); None: the anchor alone.", _STREAM, _window,
-        is_per_array=True, is_kept=False, is_one=_is_one_window,
+        "window", None, "Steps of a sample, counted from its anchor: 1, or -1 and 0 (default: the anchor alone).", _STREAM,
+        _window, is_per_array=True, is_kept=False, is_one=_is_one_window,
     ),
     Option(
-        "shuffle", None, "Seed of a random order; None: samples ascend.", _STREAM,
+        "shuffle", None, "Seed of a random order (default: samples ascend).", _STREAM,
         partial(_count_or_none, "shuffle", 0, "a seed, an integer from 0 on, or None for ascending samples"), is_kept=False,
     ),
     Option(

@@ -10,7 +10,8 @@ _HEAD = """# Options
 
 Every keyword of `load`, `plan`, `scatter`, `stream`, `verify`, `save`, `plan_save` and `append`, with its default. For
 more, see the docstrings: `help(shardload.load)`.
-An option with a flag is also on the command line. All ranks must pass the same value, unless the table says otherwise.
+The flags are those of `shardload info`, `plan` and `verify`; of the others: [commands](reference/cli.md).
+All ranks must pass the same value, unless the table says otherwise.
 
 | option | default | what it is | functions | flag |
 |---|---|---|---|---|

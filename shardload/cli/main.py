@@ -280,7 +280,7 @@ def bench_stream(
     dataset=_ALL_ARRAYS,
     chunks=(KEEP, "New chunks: a size for each axis (keep: as in IN)."),
     shards=(KEEP, "Zarr: files of so many elements, a multiple of the chunks."),
-    compression=(KEEP, "zstd, gzip:6+shuffle, blosc(lz4)."),
+    compression=(KEEP, "zstd, gzip:6+shuffle, 'blosc(lz4)'."),
     unlimited=(None, "Axes that can grow (append), by name or number: time (default: as in IN)."),
     format=(None, "hdf5, netcdf4, zarr or zarr2 (default: by the suffix of OUT)."),
     mode=_MODE,

@@ -136,7 +136,7 @@ class ReadBack:
             for key, of_key in groupby(chunks, self._key_of):
                 chunks_of_key = list(of_key)
                 chunk = chunks_of_key[0]
-                stored = self._folder.open(key)
+                stored = self._folder.open(key, min(chunk.nbytes, _AT_ONCE_NBYTES))
                 if stored is None:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
                 with closing(stored):

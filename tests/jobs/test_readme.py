@@ -52,12 +52,7 @@ def test_the_page_is_short() -> None:
     assert len(block("example").splitlines()) <= 20 and len(README.read_text().splitlines()) <= 150
 
 
-HEAD = """
-import jax, jax.numpy as jnp, numpy as np, shardload
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-shardload.initialize()
-mesh = Mesh(np.array(jax.devices()), ("a",))
-"""
+HEAD = block("example").partition("\nif jax")[0] + "\n"  # imports and a mesh: what the reader of another example has
 
 
 def test_batches_of_a_stream(tmp_path: Path) -> None:
@@ -73,8 +68,7 @@ def test_batches_of_a_stream(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """docs/append.md: each run adds three rows to those of the run before."""
-    head = HEAD.replace('Mesh(np.array(jax.devices()), ("a",))', 'Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))')
-    (tmp_path / "run.py").write_text(head + block("restart", ROOT / "docs" / "append.md"))
+    (tmp_path / "run.py").write_text(HEAD + block("restart", ROOT / "docs" / "append.md"))
     for n_ranks, n_devices in ((2, 1), (1, 4)):
         job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, devices_per_process=n_devices)
         assert job.returncode == 0, job.stderr

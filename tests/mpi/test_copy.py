@@ -811,7 +811,9 @@ def test_coordinates_of_other_groups(comm: Any, shared_tmp_path: Path, source: s
 
 
 def test_text_along_an_axis_that_can_grow(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if texts were counted as numbers, of which chunks for growth are made: an error of NumPy."""
+    """Wrong if texts were counted as numbers, of which chunks for growth are made: an error of NumPy; or if an array that gives
+    up its chunks lost its growth without a word.
+    """
     before, after = shared_tmp_path / "in.nc", shared_tmp_path / "out.nc"
 
     def make() -> None:
@@ -829,6 +831,8 @@ def test_text_along_an_axis_that_can_grow(comm: Any, shared_tmp_path: Path) -> N
             np.testing.assert_array_equal(file["x"][:], np.arange(3))
 
     on_root(comm, look)
+    notes = copy(comm, after, shared_tmp_path / "fixed.nc", chunks=None).notes
+    assert len(notes) == 1 and "'/x'" in notes[0] and "can grow no longer" in notes[0]
 
 
 @pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr"])

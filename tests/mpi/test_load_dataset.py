@@ -35,6 +35,7 @@ def climate(n_lat: int) -> xr.Dataset:
             "t": (("time", "lat", "lon"), values * np.float32(0.5), {"units": "K"}),
             "orog": (("lat", "lon"), np.arange(n[1] * n[2], dtype="f4").reshape(n[1:]), {"units": "m"}),
             "time_bnds": (("time", "nv"), np.arange(2.0 * n[0]).reshape(-1, 2)),
+            "days": ("time", np.arange(n[0], dtype="i4")),  # integers, to which padding with NaN of other axes is nothing
         },
         coords={
             "time": ("time", pd.date_range("2000-01-30", periods=n[0])),

@@ -223,8 +223,14 @@ def test_a_save_to_a_new_store(comm: Any, bucket: Bucket, format: str) -> None:
 
 
 def test_a_store_that_is_an_array(comm: Any, bucket: Bucket) -> None:
-    """Of which all metadata are those of the root, so that it is read back without."""
-    shardload.copy(f"{bucket.local('v3')}/{NAME}", "s3://bucket/one.zarr", comm=comm, storage=bucket.storage)
+    """Of which all metadata are those of the root, so that it is read back without. Wrong if reading back took two requests of
+    a chunk: one for a byte of it, to see whether it is there.
+    """
+    bucket.asked()
+    report = shardload.copy(f"{bucket.local('v3')}/{NAME}", "s3://bucket/one.zarr", comm=comm, storage=bucket.storage)
+    requests = [request for request in bucket.asked() if is_chunk(request)]
+    n_chunks, written = len({request.key for request in requests}), report.written
+    assert written is not None and len(requests) == 2 * n_chunks + written.n_decoded
     np.testing.assert_array_equal(zarr.open_array(bucket.local("one"), mode="r")[...], ramp(cube()))
 
 

@@ -279,6 +279,8 @@ def _plan_arrays(
             notes.append(f"{info} was left out: it holds {error}")
             continue
         notes += spec_notes + axis_notes
+        if not kind.startswith("zarr") and not spec.unlimited and set(properties.unlimited) & set(selections[name].kept):
+            notes.append(f"{info} can grow no longer: it has no chunks in the new file")
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
         sources.append(SourceArray(info, selections[name], target, spec, state))
     if all(array.is_text for array in sources):

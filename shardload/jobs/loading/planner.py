@@ -283,7 +283,7 @@ def lay_out_shards(request: Request, ranks: PlannedRanks, shape: tuple[int, ...]
             f"{name} would have shape {shape_with_halo} as {dtype}, {tuple(shard_with_halo)} on each device: more than any "
             "machine can address. If that is no damage, pass select= with the part that is wanted"
         )
-    if pad is not None:
+    if pad is not None and any(axes):  # an array that no mesh axis cuts is never padded: of a Dataset, often one of integers
         pad_value(pad, dtype)
     for edge in halo.values:
         pad_value(edge, dtype, "edge")
