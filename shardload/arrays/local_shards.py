@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.assemble import device_values, has_host_memory
+from shardload.arrays.assemble import device_values, has_host_memory, plain_jax
 from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
@@ -66,6 +66,7 @@ class LocalShards:
         """The devices of this process that hold a shard."""
         return [device for device, _ in self._copies[number]]
 
+    @plain_jax()
     def copy_to_host(self) -> None:
         """From now on, hold copies in host memory: the program may donate or delete its array."""
         self._copies = {n: [(device, np.array(data)) for device, data in copies] for n, copies in self._copies.items()}

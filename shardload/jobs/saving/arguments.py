@@ -366,9 +366,9 @@ def _checked(name: str, x: Any) -> Any:
             sharding.shard_shape(x.shape)
         except ValueError as error:
             raise ConfigError(f"'{name}' can be no jax.Array: {error}. Pad it, and pass shape=") from None
-    if sharding is not None and not isinstance(sharding, jax.sharding.NamedSharding) and not sharding.is_fully_addressable:
+    if not (sharding is None or isinstance(sharding, jax.sharding.NamedSharding) or sharding.is_fully_replicated):
         raise ConfigError(
-            f"'{name}' has a {type(sharding).__name__} over several processes; expected a NamedSharding. Pass "
+            f"'{name}' has a {type(sharding).__name__}, and is not whole on each process; expected a NamedSharding. Pass "
             "jax.device_put(x, NamedSharding(mesh, P(...)))"
         )
     return np.asarray(x) if isinstance(x, np.ndarray) else x
