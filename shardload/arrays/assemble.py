@@ -11,10 +11,10 @@ again. (Donating the array does not write into the piece either; a test checks t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -45,6 +45,25 @@ def plain_jax(mesh: Mesh | None = None) -> Iterator[None]:
             ) from None
         with on_mesh:
             yield
+
+
+class DeviceShard(NamedTuple):
+    """A shard of an array on a device of this process, as JAX describes it."""
+
+    device: Any
+    index: Any
+    data: jax.Array
+
+
+def addressable_shards(array: jax.Array) -> Sequence[DeviceShard | jax.Shard]:
+    """The shards on the devices of this process.
+
+    JAX 0.10 fails to give them if this process has one device, and `jax.device_put` made replicas of an array there.
+    """
+    if len(array.sharding.addressable_devices) != 1:
+        return array.addressable_shards
+    ((device, index),) = array.sharding.addressable_devices_indices_map(array.shape).items()
+    return [DeviceShard(device, index, array.addressable_data(0))]
 
 
 class EarlyPieces:
@@ -172,7 +191,7 @@ def _verify_shards(
             f"JAX made an array of shape {array.shape}, {array.dtype}, {array.sharding}; expected {shape}, {dtype}, {sharding}"
         )
     places = device_regions(sharding, shape)
-    for shard in array.addressable_shards:
+    for shard in addressable_shards(array):
         region = places.get(shard.device)  # the same as its index, which JAX takes from the sharding too
         if region is None:
             raise ShardloadError(f"JAX put a shard on {shard.device}, which {sharding} does not have here")

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.arrays.assemble import plain_jax, put_shard
+from shardload.arrays.assemble import addressable_shards, plain_jax, put_shard
 from shardload.arrays.sharding import cuts_of, ids_text, read_spec, region_of
 from shardload.errors import ConfigError
 from shardload.planning.region import Array, IntArray, Region
@@ -249,14 +249,14 @@ def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
     Collective over the processes of the mesh if some of them hold shards that others do not: then each device needs memory for
     the whole array.
     """
-    if not array.addressable_shards:
+    if not array.sharding.addressable_devices:
         raise ConfigError(
             f"this process holds no device of the mesh of {name}, so it has no values to return: call unpad on the others only"
         )
     if array.is_fully_addressable or array.is_fully_replicated:
         out = np.empty(extent.shape, dtype=array.dtype)
         copied = set()
-        for shard in array.addressable_shards:
+        for shard in addressable_shards(array):
             region = region_of(shard.index, array.shape)
             if region not in copied:
                 copied.add(region)
@@ -355,7 +355,7 @@ def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     """Take the halo off each shard where it is."""
     index = tuple(slice(h, n - h) for h, n in zip(extent.halo, extent.shard_shape, strict=True))
     cores = []
-    for shard in array.addressable_shards:
+    for shard in addressable_shards(array):
         with plain_jax(Mesh(np.array([shard.device]), ("device",))):
             cores.append(put_shard(shard.data[index], shard.device, sharding))
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
@@ -371,12 +371,12 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -
         unconstrained = array
         if isinstance(array.sharding, NamedSharding):
             auto = _auto(array.sharding)
-            shards = [put_shard(shard.data, shard.device, auto) for shard in array.addressable_shards]
+            shards = [put_shard(shard.data, shard.device, auto) for shard in addressable_shards(array)]
             unconstrained = jax.make_array_from_single_device_arrays(array.shape, auto, shards, dtype=array.dtype)
         if array.dtype.name in ("int2", "uint2"):
             unconstrained = unconstrained.astype("int8")  # XLA writes beyond its memory where it moves 2 bits
         cut = _cutter(extent, target)(unconstrained).astype(array.dtype)
-        shards = [put_shard(shard.data, shard.device, sharding) for shard in cut.addressable_shards]
+        shards = [put_shard(shard.data, shard.device, sharding) for shard in addressable_shards(cut)]
         return jax.make_array_from_single_device_arrays(extent.shape, sharding, shards, dtype=array.dtype)
 
 

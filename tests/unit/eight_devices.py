@@ -25,6 +25,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -425,6 +426,24 @@ def assemble_and_look_beside_a_mesh_of_the_caller() -> None:
                 part = Region((held.start[0] + 1, held.start[1]), held.stop)
                 found = copy_from_device(shard.data, part, held)
                 np.testing.assert_array_equal(found, values[part.slices()], strict=True)
+
+
+def assemble_and_look_at_other_shardings() -> None:
+    """Wrong if shards that are no whole arrays were taken for such, or if the devices of one were in no order."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    table, named = table_of((16, 8)), NamedSharding(mesh, P("a", "b"))
+    x = jax.device_put(table, GSPMDSharding(tuple(jax.devices()), named._to_xla_hlo_sharding(2)))
+    with tempfile.TemporaryDirectory() as folder:
+        with h5py.File(f"{folder}/x.h5", "w") as file:
+            file["x"] = table
+        for call in (lambda: shardload.save(f"{folder}/y.h5", x), lambda: shardload.verify(x, f"{folder}/x.h5")):
+            with pytest.raises(shardload.ConfigError, match=r"GSPMDSharding, .*Pass jax\.device_put"):
+                call()
+        found = shardload.load(f"{folder}/x.h5", like={"x": x})["x"]
+        assert found.sharding == x.sharding
+        np.testing.assert_array_equal(np.asarray(found), table, strict=True)
+    whole = shardload.unpad(x, (15, 8), sharding=NamedSharding(mesh, P()))
+    np.testing.assert_array_equal(np.asarray(whole), table[:15], strict=True)
 
 
 def assemble_and_move_integers_of_less_than_a_byte() -> None:
