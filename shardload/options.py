@@ -791,6 +791,7 @@ def pad_value(pad: Any, dtype: np.dtype[Any], name: str = "pad") -> Any:
         value = None
     if not (is_exact or rounded):
         raise ConfigError(
-            f"{name} is {pad!r}, which an array of {dtype} cannot hold; pass a value that it can, such as {name}=0"
+            f"{name} is {pad!r}, which an array of {dtype} cannot hold; pass a value that it can, such as {name}="
+            f"{0 if np.zeros((), dtype) == 0 else 1}"  # float8_e8m0fnu has powers of two alone
         )
     return value

@@ -11,21 +11,59 @@ again. (Donating the array does not write into the piece either; a test checks t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from shardload.arrays.sharding import device_regions, region_of
-from shardload.errors import ShardloadError
+from shardload.errors import ConfigError, ShardloadError
 from shardload.planning.region import Array, Region
 from shardload.transfer.buffers import view_of
 
-_MOST_IN_32_BITS = 2**31 - 1
+
+@contextmanager
+def plain_jax(mesh: Mesh | None = None) -> Iterator[None]:
+    """JAX on a mesh of our own, without what the program has set for its computations.
+
+    There transfers may be forbidden, and a NaN an error, which files have. The mesh that is set may have other devices. And
+    without 64 bits, as in the threads of a stream that was made below `jax.enable_x64`, JAX cuts values, and takes other
+    elements beyond 2**31 of an axis, without an error.
+    """
+    module: Any = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")  # where older releases have it
+    with module.enable_x64(True), jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
+        try:
+            on_mesh: Any = nullcontext() if mesh is None else jax.set_mesh(mesh)
+        except ValueError:
+            raise ConfigError(
+                "JAX cuts an array on devices only while no function is traced. Call this outside of jax.jit, and pass what it "
+                "returns as an argument"
+            ) from None
+        with on_mesh:
+            yield
+
+
+class DeviceShard(NamedTuple):
+    """A shard of an array on a device of this process, as JAX describes it."""
+
+    device: Any
+    index: Any
+    data: jax.Array
+
+
+def addressable_shards(array: jax.Array) -> Sequence[DeviceShard | jax.Shard]:
+    """The shards on the devices of this process.
+
+    JAX 0.10 fails to give them if this process has one device, and `jax.device_put` made replicas of an array there.
+    """
+    if len(array.sharding.addressable_devices) != 1:
+        return array.addressable_shards
+    ((device, index),) = array.sharding.addressable_devices_indices_map(array.shape).items()
+    return [DeviceShard(device, index, array.addressable_data(0))]
 
 
 class EarlyPieces:
@@ -58,7 +96,8 @@ class EarlyPieces:
 
 def put_shard(data: Any, device: Any, sharding: NamedSharding) -> jax.Array:
     """Begin to copy a shard to a device, into the memory that the sharding names (``memory_kind="pinned_host"``)."""
-    shard: jax.Array = jax.device_put(data, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+    with plain_jax():
+        shard: jax.Array = jax.device_put(data, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     return shard
 
 
@@ -111,7 +150,8 @@ def assemble(
 
     early_arrays = {} if early is None else early.arrays
     devices_here = sharding.addressable_devices
-    array = jax.make_array_from_callback(shape_global, sharding, answer, dtype=dtype)
+    with plain_jax():
+        array = jax.make_array_from_callback(shape_global, sharding, answer, dtype=dtype)
     _verify_shards(array, sharding, piece_of, dtype, shape_global)
     return array
 
@@ -130,16 +170,8 @@ def device_values(data: jax.Array, region: Region, whole: Region) -> Array:
 def copy_from_device(data: jax.Array, region: Region, whole: Region) -> Array:
     """A copy of `region` alone, of a shard that holds the region `whole`."""
     start = [a - o for a, o in zip(region.start, whole.start, strict=True)]
-    mesh = Mesh(np.array(list(data.devices())), ("device",))  # the caller's mesh (`jax.set_mesh`) has other devices
-    with jax.set_mesh(mesh), _wide_indices() if max(whole.shape, default=0) > _MOST_IN_32_BITS else nullcontext():
+    with plain_jax(Mesh(np.array(list(data.devices())), ("device",))):
         return np.asarray(jax.lax.dynamic_slice(data, start, region.shape))
-
-
-def _wide_indices() -> AbstractContextManager[None]:
-    """Let JAX count along an axis with 64 bits. With 32 bits it takes other elements beyond 2**31, without an error."""
-    module: Any = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")  # where older releases have it
-    context: AbstractContextManager[None] = module.enable_x64(True)
-    return context
 
 
 def _not_held(region: Region, pieces: dict[Region, Array], sharding: NamedSharding, shape: tuple[int, ...]) -> str:
@@ -159,7 +191,7 @@ def _verify_shards(
             f"JAX made an array of shape {array.shape}, {array.dtype}, {array.sharding}; expected {shape}, {dtype}, {sharding}"
         )
     places = device_regions(sharding, shape)
-    for shard in array.addressable_shards:
+    for shard in addressable_shards(array):
         region = places.get(shard.device)  # the same as its index, which JAX takes from the sharding too
         if region is None:
             raise ShardloadError(f"JAX put a shard on {shard.device}, which {sharding} does not have here")

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.assemble import device_values, has_host_memory
-from shardload.arrays.sharding import layout_shards, read_spec, verify_layout
+from shardload.arrays.assemble import addressable_shards, device_values, has_host_memory, plain_jax
+from shardload.arrays.sharding import layout_shards, read_spec, region_of, verify_layout
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
 from shardload.errors import ShardloadError, VerifyError
@@ -48,8 +48,8 @@ class LocalShards:
         self.shape, self.dtype, self.rank, self.numbers = x.shape, np.dtype(x.dtype), rank, shards.shards_of(rank)
         copies: dict[Region, list[tuple[Any, Any]]] = {}
         if isinstance(x, jax.Array):
-            for shard in x.addressable_shards:
-                copies.setdefault(Region.from_index(shard.index, x.shape), []).append((shard.device, shard.data))
+            for shard in addressable_shards(x):
+                copies.setdefault(region_of(shard.index, x.shape), []).append((shard.device, shard.data))
         else:
             copies[Region.whole(x.shape)] = [("host", x)]
         self._regions = {number: shards.region(number) for number in self.numbers}
@@ -66,6 +66,7 @@ class LocalShards:
         """The devices of this process that hold a shard."""
         return [device for device, _ in self._copies[number]]
 
+    @plain_jax()
     def copy_to_host(self) -> None:
         """From now on, hold copies in host memory: the program may donate or delete its array."""
         self._copies = {n: [(device, np.array(data)) for device, data in copies] for n, copies in self._copies.items()}

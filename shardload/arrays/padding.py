@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.arrays.assemble import put_shard
+from shardload.arrays.assemble import addressable_shards, plain_jax, put_shard
 from shardload.arrays.sharding import cuts_of, ids_text, read_spec, region_of
 from shardload.errors import ConfigError
 from shardload.planning.region import Array, IntArray, Region
@@ -213,6 +213,7 @@ def _extent_of_shape(array: jax.Array, shape: Any, name: str) -> Extent:
 # --- the mask
 
 
+@plain_jax()
 def make_mask(extent: Extent, sharding: Any) -> jax.Array:
     """A boolean array, True where an element is the file's. Not collective, but every process of the mesh must make it.
 
@@ -241,20 +242,21 @@ def make_mask(extent: Extent, sharding: Any) -> jax.Array:
 # --- the file's elements alone
 
 
+@plain_jax()
 def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
     """The file's elements as a NumPy array, whole on every process.
 
     Collective over the processes of the mesh if some of them hold shards that others do not: then each device needs memory for
     the whole array.
     """
-    if not array.addressable_shards:
+    if not array.sharding.addressable_devices:
         raise ConfigError(
             f"this process holds no device of the mesh of {name}, so it has no values to return: call unpad on the others only"
         )
     if array.is_fully_addressable or array.is_fully_replicated:
         out = np.empty(extent.shape, dtype=array.dtype)
         copied = set()
-        for shard in array.addressable_shards:
+        for shard in addressable_shards(array):
             region = region_of(shard.index, array.shape)
             if region not in copied:
                 copied.add(region)
@@ -281,6 +283,7 @@ def _index(along: list[IntArray]) -> Any:
     return np.ix_(*along)
 
 
+@plain_jax()
 def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.Array:
     """The file's elements as a `jax.Array`. Collective over the processes of the mesh, unless nothing has to move.
 
@@ -305,7 +308,7 @@ def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.A
     target = _named(array, name) if sharding is None else sharding
     if not isinstance(target, NamedSharding) or isinstance(target.mesh, jax.sharding.AbstractMesh):
         raise ConfigError(f"sharding is {target!r}; expected a NamedSharding over a mesh of devices")
-    found, expected = _device_ids(target), _device_ids(array.sharding)
+    found, expected = _device_ids(target, extent.shape), _device_ids(array.sharding, array.shape)
     if found != expected:
         raise ConfigError(
             f"sharding is over the devices [{ids_text(found)}], but {name} is on [{ids_text(expected)}]. Pass one over the "
@@ -318,9 +321,9 @@ def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.A
     return _cut_on_devices(array, extent, target)
 
 
-def _device_ids(sharding: Any) -> list[int]:
+def _device_ids(sharding: Any, shape: tuple[int, ...]) -> list[int]:
     """The ids in the order of the mesh, if there is one: a compiled function of JAX moves nothing between two orders."""
-    devices = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
+    devices = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.devices_indices_map(shape)
     return [device.id for device in devices]
 
 
@@ -352,8 +355,8 @@ def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     """Take the halo off each shard where it is."""
     index = tuple(slice(h, n - h) for h, n in zip(extent.halo, extent.shard_shape, strict=True))
     cores = []
-    for shard in array.addressable_shards:
-        with jax.set_mesh(Mesh(np.array([shard.device]), ("device",))):  # the caller's mesh has other devices
+    for shard in addressable_shards(array):
+        with plain_jax(Mesh(np.array([shard.device]), ("device",))):
             cores.append(put_shard(shard.data[index], shard.device, sharding))
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
 
@@ -363,16 +366,18 @@ def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     if 0 in extent.shape:  # JAX gives it another sharding than it is told
         empty = np.empty(sharding.shard_shape(extent.shape), array.dtype)
         return jax.make_array_from_callback(extent.shape, sharding, lambda _: empty, dtype=array.dtype)
-    unconstrained = array
-    if isinstance(array.sharding, NamedSharding):
-        auto = _auto(array.sharding)
-        shards = [put_shard(shard.data, shard.device, auto) for shard in array.addressable_shards]
-        unconstrained = jax.make_array_from_single_device_arrays(array.shape, auto, shards, dtype=array.dtype)
     target = _auto(sharding)
-    with jax.set_mesh(_auto_mesh(sharding)):  # JAX compiles for the caller's mesh otherwise
-        cut = _cutter(extent, target)(unconstrained)
-    shards = [put_shard(shard.data, shard.device, sharding) for shard in cut.addressable_shards]
-    return jax.make_array_from_single_device_arrays(extent.shape, sharding, shards, dtype=array.dtype)
+    with plain_jax(_auto_mesh(sharding)):
+        unconstrained = array
+        if isinstance(array.sharding, NamedSharding):
+            auto = _auto(array.sharding)
+            shards = [put_shard(shard.data, shard.device, auto) for shard in addressable_shards(array)]
+            unconstrained = jax.make_array_from_single_device_arrays(array.shape, auto, shards, dtype=array.dtype)
+        if array.dtype.name in ("int2", "uint2"):
+            unconstrained = unconstrained.astype("int8")  # XLA writes beyond its memory where it moves 2 bits
+        cut = _cutter(extent, target)(unconstrained).astype(array.dtype)
+        shards = [put_shard(shard.data, shard.device, sharding) for shard in addressable_shards(cut)]
+        return jax.make_array_from_single_device_arrays(extent.shape, sharding, shards, dtype=array.dtype)
 
 
 @lru_cache(maxsize=32)  # compiled once for a series of arrays

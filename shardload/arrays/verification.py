@@ -172,7 +172,7 @@ class Verifier:
             If the file cannot be read again, or gives different values each time.
         """
         started, level = time.perf_counter(), self.options.verify
-        findings = ShardFindings(Counter(n_shards=len(array.addressable_shards)))
+        findings = ShardFindings(Counter(n_shards=len(array.sharding.addressable_devices)))
         local = LocalShards(array, self.schedule.shards, rank)
         self._check_devices(local, pieces or {}, findings)
         if level in (FILE, FULL) and local.numbers:

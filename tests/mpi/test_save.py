@@ -76,6 +76,23 @@ def put(values: Array, mesh: Any, spec: Any) -> jax.Array:
     )
 
 
+def test_replicas_that_device_put_made(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if they were asked for their shards as JAX 0.10 has them: of a process with one device that is an error of JAX."""
+    mesh, path = mesh_of(), shared_tmp_path / "replicas.h5"
+    x = jax.device_put(jnp.arange(6, dtype="float32"), NamedSharding(mesh, P()))
+    shardload.save(path, {"x": x})
+    on_root(comm, lambda: np.testing.assert_array_equal(h5py.File(path)["x"][...], np.arange(6, dtype="float32"), strict=True))
+    assert shardload.verify(x, path, how="full").n_elements
+    assert shardload.verify(x, path, how="full").n_shards == len(jax.devices())
+    np.testing.assert_array_equal(shardload.unpad(x, (5,), numpy=True), np.arange(5, dtype="float32"))
+    check(shardload.unpad(x, (5,)), np.arange(5, dtype="float32"), mesh, P())
+    if comm.size > 1:  # Wrong if a rank that has none of it took part, or if what cannot be done were proposed.
+        alone = jax.device_put(np.zeros(3), jax.devices()[0])
+        same_error(
+            comm, lambda: shardload.save(path, alone, mode="w"), ConfigError, "SingleDeviceSharding", "shardload.scatter"
+        )
+
+
 def file_at(folder: Path, kind: str, name: str = "out") -> tuple[Path, dict[str, Any]]:
     """The path of a file of this kind, and the keywords."""
     suffix, how = KINDS[kind]
@@ -561,7 +578,8 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
             for kind in ("hdf5", "netcdf4", "zarr", "zarr2")
             for tree in ({"a": x, "a/b/c": x}, {"a/b/c": x, "a": x})
         ),
-        (path, {3: x}, {}, "a key is 3"),
+        (path, {3.5: x}, {}, "a key is 3.5"),
+        (path, {"model": {"w": x, "activation": jax.nn.relu}}, {}, "of Equinox, eqx.filter(module, eqx.is_array)"),
         (path, jax.random.key(0), {}, "jax.random.key_data"),
         (path, deleted, {}, "was deleted"),
         (path, np.array(["a"]), {}, "holds"),

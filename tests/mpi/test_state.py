@@ -56,7 +56,9 @@ def state_of(scale: int = 1) -> Run:
 
 @pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
 def test_a_state_comes_back(comm: Any, shared_tmp_path: Path, name: str) -> None:
-    """Wrong if a leaf came from another array, had another sharding, or a number were rounded."""
+    """Wrong if a leaf came from another array, had another sharding, or a number were rounded. Or if a number of JAX
+    (`jnp.asarray(7)`) were bound to a device: a jitted function takes it with arrays over a mesh only if it is not.
+    """
     path, state, mesh = shared_tmp_path / name, state_of(), mesh_of()
     shardload.save(path, state)
 
@@ -81,6 +83,7 @@ def test_a_state_comes_back(comm: Any, shared_tmp_path: Path, name: str) -> None
         assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(state)
         for mine, wanted in zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(state), strict=True):
             assert type(mine) is type(wanted)
+            assert like is abstract or getattr(mine, "committed", None) == getattr(wanted, "committed", None)
             if isinstance(getattr(wanted, "sharding", None), NamedSharding):
                 assert mine.sharding == wanted.sharding
             np.testing.assert_array_equal(
@@ -143,6 +146,20 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
         refused({"fields": {"rho": rho}, "time": 0.0}, f"{option} is {value!r}", "'/time'", **{option: value})
     refused({"time": 0.0}, "leave out mesh", mesh=mesh_of())
     refused((), "a tree with leaves")
+    refused({"time": 0.0, "opt": {"0": {"count": 0}}, "opt/0": {"count": 0}}, "in `like` are called '/opt/0/count'")
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_keys_that_are_numbers(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """As Flax has them for layers. Wrong if they were refused below a name, or put in the order of their digits."""
+    w = put(ramp((unit(), 2), "float32"), mesh_of(), P("a"))
+    state = {"layers": {2: w, 10: np.arange(3)}, "lists": [{0: 1.5}]}
+    shardload.save(shared_tmp_path / name, state)
+    found = shardload.load(shared_tmp_path / name, like=state)
+    assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(state)
+    check(found["layers"][2], ramp((unit(), 2), "float32"), mesh_of(), P("a"))
+    np.testing.assert_array_equal(found["layers"][10], np.arange(3), strict=True)
+    assert found["lists"] == [{0: 1.5}]
 
 
 def test_a_number_is_not_changed_by_what_like_has_in_its_place(comm: Any, shared_tmp_path: Path) -> None:

@@ -15,19 +15,23 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.arrays import assemble as assembling
+from shardload.arrays import local_shards
 from shardload.arrays.assemble import EarlyPieces, assemble, copy_from_device
 from shardload.arrays.sharding import layout_shards, read_sharding, read_spec, verify_layout
 from shardload.errors import ShardloadError
@@ -285,15 +289,13 @@ def assemble_refuses_pieces_of_another_shape_or_type() -> None:
             assemble((4, 3), sharding, np.dtype("f4"), [(first, good), (second, bad)])
 
 
-def assemble_refuses_what_jax_would_narrow() -> None:
-    """Without 64-bit types JAX makes float32 of float64 and wraps int64, silently."""
+def assemble_narrows_nothing() -> None:
+    """Without 64-bit types JAX makes float32 of float64 and wraps int64, with a warning (which is an error here)."""
     sharding = NamedSharding(Mesh(np.array(jax.devices())[:2], ("a",)), P("a"))
     for dtype in ("f8", "i8", "u8", "c16"):
-        table = table_of((4,), dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(ShardloadError, match=rf"expected \(4,\), {table.dtype}"):
-                assemble((4,), sharding, table.dtype, pieces_of(sharding, table).items())
+        table = table_of((4,), dtype) + np.array(2**40 + 1, dtype)
+        array = assemble((4,), sharding, table.dtype, pieces_of(sharding, table).items())
+        np.testing.assert_array_equal(np.asarray(array), table, strict=True)
 
 
 def assemble_then_donate() -> None:
@@ -424,6 +426,85 @@ def assemble_and_look_beside_a_mesh_of_the_caller() -> None:
                 part = Region((held.start[0] + 1, held.start[1]), held.stop)
                 found = copy_from_device(shard.data, part, held)
                 np.testing.assert_array_equal(found, values[part.slices()], strict=True)
+
+
+def assemble_and_look_at_other_shardings() -> None:
+    """Wrong if shards that are no whole arrays were taken for such, or if the devices of one were in no order."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    table, named = table_of((16, 8)), NamedSharding(mesh, P("a", "b"))
+    x = jax.device_put(table, GSPMDSharding(tuple(jax.devices()), named._to_xla_hlo_sharding(2)))
+    with tempfile.TemporaryDirectory() as folder:
+        with h5py.File(f"{folder}/x.h5", "w") as file:
+            file["x"] = table
+        for call in (lambda: shardload.save(f"{folder}/y.h5", x), lambda: shardload.verify(x, f"{folder}/x.h5")):
+            with pytest.raises(shardload.ConfigError, match=r"GSPMDSharding, .*Pass jax\.device_put"):
+                call()
+        found = shardload.load(f"{folder}/x.h5", like={"x": x})["x"]
+        assert found.sharding == x.sharding
+        np.testing.assert_array_equal(np.asarray(found), table, strict=True)
+    whole = shardload.unpad(x, (15, 8), sharding=NamedSharding(mesh, P()))
+    np.testing.assert_array_equal(np.asarray(whole), table[:15], strict=True)
+
+
+def assemble_and_move_integers_of_less_than_a_byte() -> None:
+    """Wrong if XLA were let to move those of 2 bits from device to device: it writes beyond its memory."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    for dtype in (ml_dtypes.int2, ml_dtypes.uint2, ml_dtypes.int4, ml_dtypes.uint4):
+        bounds = ml_dtypes.iinfo(dtype)
+        table = np.random.default_rng(0).integers(bounds.min, bounds.max + 1, (16, 8)).astype(dtype)
+        x = shardload.scatter(table, mesh, P("a", "b"))
+        for _ in range(8):
+            whole = shardload.unpad(x, (15, 8), sharding=NamedSharding(mesh, P()))
+            for shard in whole.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), table[:15], strict=True)
+
+
+def wide_types() -> Any:
+    """The context in which JAX has types of 64 bits."""
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else import_module("jax.experimental").enable_x64(True)
+
+
+def load_whatever_the_program_has_set() -> None:
+    """Wrong if a NaN of the file were an error below `jax.debug_nans`, if what is asked for were a forbidden transfer, or if
+    64-bit types had to be switched on in every thread, or for as long as an array of them exists.
+
+    Once as on CPUs, and once as on GPUs, whose values JAX cuts out itself.
+    """
+    table = table_of((14, 12), "f8") + 2.0**40 + 1
+    table[3] = np.nan
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    whole = NamedSharding(mesh, P())
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(Path(folder) / name) for name in ("x.h5", "y.h5")]
+        with h5py.File(paths[0], "w") as file:
+            file.create_dataset("x", data=table, chunks=(2, 12))
+        for is_on_host in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                for module in (assembling, local_shards):
+                    patch.setattr(module, "has_host_memory", lambda device, is_on_host=is_on_host: is_on_host)
+                with wide_types():
+                    plan = shardload.plan(paths[0], mesh, P("b", "a"), pad=np.nan)
+                    ds = shardload.stream(paths[0], mesh, P("a"), batch=2, prefetch=2)
+                    with iter(ds) as batches:  # made in threads
+                        np.testing.assert_array_equal(np.concatenate(list(map(np.asarray, batches))), table, strict=True)
+                with jax.debug_nans(True), jax.transfer_guard("disallow"):
+                    x = plan.execute()
+                    assert int(shardload.mask(x).sum()) == table.size
+                    y = shardload.unpad(x, sharding=whole)
+                    shardload.save(paths[1], {"x": x}, mode="w", background=True).wait()
+                    assert shardload.verify(x, paths[0], pad=np.nan, how="full").n_elements == table.size
+                    with wide_types():
+                        halos = shardload.load(paths[0], mesh, P("a"), halo=1)
+                    z = shardload.unpad(halos)
+                np.testing.assert_array_equal(np.asarray(y), table, strict=True)
+                np.testing.assert_array_equal(np.asarray(z), table, strict=True)
+                np.testing.assert_array_equal(shardload.unpad(x, numpy=True), table, strict=True)
+                with h5py.File(paths[1]) as file:
+                    np.testing.assert_array_equal(file["x"][...], table, strict=True)
+                with pytest.raises(shardload.ConfigError, match="outside of jax"):
+                    jax.jit(lambda: shardload.unpad(halos))()  # noqa: B023
+                with pytest.raises(shardload.ConfigError, match="outside of jax"):
+                    jax.jit(lambda: shardload.unpad(x, sharding=whole))()  # noqa: B023
 
 
 # --- streams

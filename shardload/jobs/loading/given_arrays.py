@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardload.arrays.assemble import plain_jax
 from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
@@ -206,6 +208,7 @@ class VerifyCall(LoadCall):
             )
         return arrays
 
+    @plain_jax()  # which are there, even if JAX makes no more of 64 bits by now
     def make(self, metadata: Any) -> list[ArrayLoad]:
         """Plan the loads that would give these arrays."""
         loads = super().make(metadata)
@@ -234,6 +237,11 @@ def _sharding_of(x: Any) -> Any:
     """Its sharding; for an array on a single device, the same as a NamedSharding over a mesh of one device."""
     if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
         return NamedSharding(Mesh(np.array(list(x.sharding.device_set)), ("device",)), PartitionSpec())
+    if not isinstance(x.sharding, NamedSharding):
+        raise ConfigError(
+            f"x has a {type(x.sharding).__name__}, and verify takes arrays with a NamedSharding, or on one device. Pass "
+            "jax.device_put(x, NamedSharding(mesh, P(...)))"
+        )
     return x.sharding
 
 
@@ -264,7 +272,11 @@ def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any)
 
 def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     """The tree `like`, with values from a file. `keywords` are the options of `load`. Collective: yes."""
-    leaves = dict(named_leaves(like))
+    named = list(named_leaves(like))
+    leaves = dict(named)
+    if len(leaves) < len(named):
+        (twice, _), *_ = (Counter(name for name, _ in named)).most_common(1)
+        raise ConfigError(f"two arrays in `like` are called '/{twice}', and a file has one of a name. Rename one of them")
     if not isinstance(path, (str, os.PathLike)) or not leaves:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")
     sharded = {name: leaf for name, leaf in leaves.items() if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
@@ -326,7 +338,11 @@ def _as(leaf: Any, value: Array) -> Any:
         return value if isinstance(leaf, np.ndarray) else value[()]
     if dtype is None or value.dtype != dtype:  # JAX would cut 64 bits to 32
         return value
-    return jax.device_put(value, getattr(leaf, "sharding", None))
+    # JAX computes with what is on no device by choice (`jnp.int32(0)`) beside arrays on any mesh, if that stays so.
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    sharding = None if is_array and not leaf.committed else getattr(leaf, "sharding", None)
+    with plain_jax():
+        return jax.device_put(value, sharding)
 
 
 def _is_number(leaf: Any) -> bool:

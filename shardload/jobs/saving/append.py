@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from shardload.arrays.assemble import addressable_shards
 from shardload.arrays.local_shards import DeviceSource
 from shardload.comm.group import Group
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
@@ -221,7 +222,7 @@ def _check_orders(request: SaveRequest, group: Group) -> None:
 def _gathered(array: SavedArray, group: Group) -> Array:
     """The values of a sharded coordinate, of which each process has some. Collective."""
     bits = np.full(array.x.shape, _NOWHERE)
-    for shard in array.x.addressable_shards:
+    for shard in addressable_shards(array.x):
         values = np.asarray(shard.data)
         bits[shard.index] = values.astype("f8" if values.dtype.kind == "f" else "i8").view("i8")
     return group.least_ints(bits).view("f8" if array.dtype.kind == "f" else "i8")

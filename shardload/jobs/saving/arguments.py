@@ -322,9 +322,9 @@ def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
 def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
     """The arrays of a dict of dicts, with their full names. Not a closure: one that calls itself would keep the arrays."""
     for key, value in group.items():
-        if not isinstance(key, str) or not key.strip("/"):
+        if not isinstance(key, (str, int)) or not str(key).strip("/"):
             raise ConfigError(f"a key is {key!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
-        name = f"{above}/{key.strip('/')}"
+        name = f"{above}/{str(key).strip('/')}"
         if isinstance(value, Mapping):
             yield from _named_in(value, name)
         elif node_of(value) is not None:  # any other pytree
@@ -343,6 +343,8 @@ def _checked(name: str, x: Any) -> Any:
         hint = "Pass x.data of an object of xarray (or a Dataset in place of the dict)"
         if isinstance(x, str):
             hint = f"Save a text as an attribute: attrs={{'/': {{{name.rpartition('/')[2]!r}: ...}}}}"
+        elif callable(x):  # the activation function of a module
+            hint = "Leave it out, in `like` too: of a module of Equinox, eqx.filter(module, eqx.is_array)"
         raise ConfigError(
             f"'{name}' is a {type(x).__name__}; expected a jax.Array, a number, a NumPy array (the same on every rank), "
             f"or a tree of them. {hint}"
@@ -360,16 +362,19 @@ def _checked(name: str, x: Any) -> Any:
     if why := refusal(kind):
         fix = ". Save numbers, such as hours since a day, and say so in attrs=" if kind.kind in "mM" else ""
         raise ConfigError(f"'{name}' holds {why}, which cannot be saved{fix}")
-    sharding = getattr(x, "sharding", None)
+    sharding: Any = getattr(x, "sharding", None)
     if isinstance(x, jax.ShapeDtypeStruct) and sharding is not None:
         try:
             sharding.shard_shape(x.shape)
         except ValueError as error:
             raise ConfigError(f"'{name}' can be no jax.Array: {error}. Pad it, and pass shape=") from None
-    if sharding is not None and not isinstance(sharding, jax.sharding.NamedSharding) and not sharding.is_fully_addressable:
+    is_named = sharding is None or isinstance(sharding, jax.sharding.NamedSharding)
+    if not (is_named or (sharding.is_fully_addressable and sharding.is_fully_replicated)):
+        fix = "jax.device_put(x, NamedSharding(mesh, P(...)))"
+        if not sharding.is_fully_addressable:
+            fix = "what a jitted function with out_shardings=NamedSharding(mesh, P(...)) returns, or shardload.scatter"
         raise ConfigError(
-            f"'{name}' has a {type(sharding).__name__} over several processes; expected a NamedSharding. Pass "
-            "jax.device_put(x, NamedSharding(mesh, P(...)))"
+            f"'{name}' has a {type(sharding).__name__}, and is not whole on each process; expected a NamedSharding. Pass {fix}"
         )
     return np.asarray(x) if isinstance(x, np.ndarray) else x
 
