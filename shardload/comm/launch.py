@@ -118,6 +118,7 @@ class SlurmStep:
 
     task: int
     n_tasks: int
+    node: int
     local_id: int
     n_local: int
     coordinator: str
@@ -133,7 +134,7 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
     >>> of_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "3"}
     >>> slurm_step({**of_step, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "1",
     ...             "SLURM_STEP_NODELIST": "n[3-4,7]"})
-    SlurmStep(task=3, n_tasks=6, local_id=1, n_local=2, coordinator='n3:61554')
+    SlurmStep(task=3, n_tasks=6, node=1, local_id=1, n_local=2, coordinator='n3:61554')
     """
     try:
         job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
@@ -149,7 +150,7 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
     host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
     # The port is the same for all tasks of a step, and different for two steps of a job.
-    return SlurmStep(task, n_tasks, local, n_local, f"{host}:{_PORTS[(16 * job + step) % len(_PORTS)]}")
+    return SlurmStep(task, n_tasks, node, local, n_local, f"{host}:{_PORTS[(16 * job + step) % len(_PORTS)]}")
 
 
 def free_port() -> int:
@@ -195,6 +196,10 @@ _NO_MPI_HERE = (
     "MPI cannot be loaded (%s): JAX starts from Slurm's variables alone, and values go from node to node slowly. "
     "If this is intended, set SHARDLOAD_MPI=0"
 )
+_NOT_FIRST = (
+    "task 0 is on {here}, but the other tasks look for it on {first}, the first node of this step: leave out "
+    "--distribution=arbitrary (-m, SLURM_HOSTFILE), put task 0 on {first}, or start the job under MPI"
+)
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
 _PREEMPTION = "jax_enable_preemption_service"  # its option
 _MEET_SECONDS = 900.0  # how long ranks wait for each other to start JAX; a load waits as long by default
@@ -217,8 +222,8 @@ def initialize(
     4. In a single process: nothing to start.
 
     JAX's coordinator, in process 0, does not authenticate clients. So it listens on the loopback interface if all processes are
-    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this. Proxies
-    (``http_proxy`` and its like) are not asked for it.
+    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this; its port
+    counts beside `coordinator_address` alone. Proxies (``http_proxy`` and its like) are not asked for it.
 
     If mpi4py was told not to start MPI (``mpi4py.rc.initialize``), and nobody has, the first call that needs MPI starts it.
 
@@ -272,7 +277,7 @@ def initialize(
         host, port = split_address(coordinator_address)
         if not host or not is_port(port):
             raise ConfigError(f"coordinator_address is {coordinator_address!r}; expected 'host:port', as in 'node1:61440'")
-        bind = _listen_at(coordinator_address, process_id)
+        bind = os.environ.get(_BIND) or _listen_at(coordinator_address, process_id)
         _start(coordinator_address, num_processes, process_id, local_device_ids, preemption, bind)
         return
     if comm is not None and comm.size > 1:
@@ -284,7 +289,10 @@ def initialize(
             local_device_ids = _device_share(step.local_id, step.n_local, None, os.environ)
         if step.task == 0 and not mpi_is_off(os.environ):
             _log.warning(_NO_MPI_HERE, mpi_problem())
-        _start(step.coordinator, step.n_tasks, step.task, local_device_ids, preemption, _listen_at(step.coordinator, step.task))
+        if step.task == 0 and step.node:
+            raise ConfigError(_NOT_FIRST.format(here=socket.gethostname(), first=split_address(step.coordinator)[0]))
+        bind = _named_interface(step.coordinator) or _listen_at(step.coordinator, step.task)
+        _start(step.coordinator, step.n_tasks, step.task, local_device_ids, preemption, bind)
         return
     refuse_singletons()
 
@@ -307,7 +315,7 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
             local_device_ids = _device_share(local_rank, local_size, bool((rows[:, 0] == visible).all()), os.environ)
     group.agree(errors.take())  # before any rank waits for the others in JAX
     with errors:
-        _start(address, group.size, group.rank, local_device_ids, preemption, bind)
+        _start(address, group.size, group.rank, local_device_ids, preemption, _named_interface(address) or bind)
     group.agree(errors.take())
     group.watch.close()
     _end_job_on_error()
@@ -344,12 +352,19 @@ def _listen_at(address: str, process: int) -> str | None:
     return join_address(interface, port)
 
 
+def _named_interface(address: str) -> str | None:
+    """Where process 0 listens if the user has named an interface: at the port of `address`, another one in each job."""
+    named = os.environ.get(_BIND, "")
+    return join_address(split_address(named)[0] or named, split_address(address)[1]) if named else None
+
+
 def _say_on_all(host: str, port: str) -> None:
     """Warn that the coordinator listens on all interfaces, unless the user has set an address."""
     if not os.environ.get(_BIND):
         _log.warning(
             "JAX's coordinator will listen on all interfaces of this machine, at port %s, and anybody who reaches it can end "
-            "the job: the address that the other processes find under %s is not known here. %s=ADDRESS:%s names the interface",
+            "the job: the address that the other processes find under %s is not known here. %s=ADDRESS:%s names the interface "
+            "(any port will do in the next job)",
             *(port, host, _BIND, port),
         )
 
@@ -378,8 +393,6 @@ def _start(
         await_listener(address)
     else:
         _refuse_taken_port(address)
-    if os.environ.get(_BIND):
-        bind = None  # JAX itself reads this variable
     try:
         with _preemption_service(preemption), _without_proxies():
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)

@@ -218,19 +218,53 @@ def test_an_address_that_is_none(address: str) -> None:
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
 
 
-@pytest.mark.parametrize(("task", "switched_off", "said"), [(0, False, True), (1, False, False), (0, True, False)])
-def test_without_mpi_under_slurm(
-    task: int, switched_off: bool, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Wrong if a library that is not found made all loads slow in silence, every task said so, or who meant it was told."""
-    for name, value in {**STEP, "SLURM_PROCID": str(task)}.items():
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """How JAX is started, by task 0 of a step without MPI."""
+    for name, value in {**STEP, "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SHARDLOAD_MPI", "0" if switched_off else "1")
     monkeypatch.setattr(launch, "world", lambda: None)
     monkeypatch.setattr(launch, "mpi_problem", lambda: "libmpi.so.40: cannot open shared object file")
     monkeypatch.setattr(launch.jax.distributed, "is_initialized", lambda: False)
     started: list[tuple[object, ...]] = []
     monkeypatch.setattr(launch, "_start", lambda *how: started.append(how))
+    return started
+
+
+@pytest.mark.parametrize("named", ["127.0.0.2:61440", "127.0.0.2"])
+def test_an_interface_that_the_user_names(
+    named: str, monkeypatch: pytest.MonkeyPatch, started: list[tuple[object, ...]]
+) -> None:
+    """Wrong if the port beside it counted, as of the job in which the address was advised: nobody would come to that one."""
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", named)
+    launch.initialize()
+    assert [(how[0], how[5]) for how in started] == [("127.0.0.1:61554", "127.0.0.2:61554")]
+    launch.initialize("127.0.0.1:61440", 4, 0)
+    assert started[1][5] == named, "beside an address that the user gives, both are the user's"
+
+
+def test_task_0_that_is_not_on_the_first_node(monkeypatch: pytest.MonkeyPatch, started: list[tuple[object, ...]]) -> None:
+    """Wrong if it waited where nobody comes, five minutes long (``srun --distribution=arbitrary``)."""
+    step = {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NODEID": "2"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="look for it on n1, the first node of this step: leave out --distribution=arbitrary"):
+        launch.initialize()
+    assert started == []
+
+
+@pytest.mark.parametrize(("task", "switched_off", "said"), [(0, False, True), (1, False, False), (0, True, False)])
+def test_without_mpi_under_slurm(
+    task: int,
+    switched_off: bool,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    started: list[tuple[object, ...]],
+) -> None:
+    """Wrong if a library that is not found made all loads slow in silence, every task said so, or who meant it was told."""
+    monkeypatch.setenv("SLURM_PROCID", str(task))
+    monkeypatch.setenv("SHARDLOAD_MPI", "0" if switched_off else "1")
     launch.initialize()
     assert [how[1:3] for how in started] == [(4, task)]
     assert [how[0] if how[5] is None else how[5] for how in started] == ["127.0.0.1:61554"], "not on loopback"
