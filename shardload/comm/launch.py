@@ -41,6 +41,7 @@ from shardload.units import counted
 # Ports for JAX's coordinator, the same range as in JAX: above the ports that the system gives to outgoing connections.
 _PORTS = range(61440, 65536)
 LOOPBACK = "127.0.0.1"
+_N_LOOPBACK = 2**24 - 2  # addresses from there on
 _LISTENER_SECONDS = 2.0  # after that JAX itself waits, and reports a coordinator that does not answer
 
 
@@ -148,8 +149,9 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
         counts += [int(count[1])] * int(count[2] or 1) if count else []
     n_local = counts[node] if node < len(counts) else 1
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
-    host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
-    # The port is the same for all tasks of a step, and different for two steps of a job.
+    # Address and port are the same for all tasks of a step, and others for another step: JAX ends a job to whose coordinator a
+    # task of another comes. Jobs whose numbers differ by 256 have the same port, but on one node all of 127/8 is loopback.
+    host = str(ipaddress.IPv4Address(LOOPBACK) + (64 * job + step) % _N_LOOPBACK) if n_local == n_tasks else _first_node(nodes)
     return SlurmStep(task, n_tasks, node, local, n_local, f"{host}:{_PORTS[(16 * job + step) % len(_PORTS)]}")
 
 
@@ -166,15 +168,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def is_free(port: int) -> bool:
-    """True if a process could listen at this port now, on all addresses of this machine."""
-    is_dual = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET) as probe:
+def is_free(port: int, host: str = "") -> bool:
+    """True if a process could listen at this port now, on this address, or on all addresses of this machine."""
+    is_dual = not host and socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
         if is_dual:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            probe.bind(("", port))
+            probe.bind((host, port))
         except OSError as error:
             return error.errno != errno.EADDRINUSE
     return True
@@ -222,8 +224,8 @@ def initialize(
     4. In a single process: nothing to start.
 
     JAX's coordinator, in process 0, does not authenticate clients. So it listens on the loopback interface if all processes are
-    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this; its port
-    counts beside `coordinator_address` alone. Proxies (``http_proxy`` and its like) are not asked for it.
+    on one machine, else on the one interface that the others reach, or that ``JAX_COORDINATOR_BIND_ADDRESS`` names (its port
+    counts beside `coordinator_address` alone). Proxies (``http_proxy`` and its like) are not asked for it.
 
     If mpi4py was told not to start MPI (``mpi4py.rc.initialize``), and nobody has, the first call that needs MPI starts it.
 
@@ -353,9 +355,12 @@ def _listen_at(address: str, process: int) -> str | None:
 
 
 def _named_interface(address: str) -> str | None:
-    """Where process 0 listens if the user has named an interface: at the port of `address`, another one in each job."""
-    named = os.environ.get(_BIND, "")
-    return join_address(split_address(named)[0] or named, split_address(address)[1]) if named else None
+    """Where process 0 listens if the user has named an interface: at the port of `address`, another one in each job.
+
+    None on one machine, where all come to the loopback interface.
+    """
+    named, (host, port) = os.environ.get(_BIND, ""), split_address(address)
+    return join_address(split_address(named)[0] or named, port) if named and not host.startswith("127.") else None
 
 
 def _say_on_all(host: str, port: str) -> None:
@@ -392,7 +397,7 @@ def _start(
     if process:
         await_listener(address)
     else:
-        _refuse_taken_port(address)
+        _refuse_taken_port(address, bind)
     try:
         with _preemption_service(preemption), _without_proxies():
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
@@ -448,10 +453,10 @@ def _without_proxies() -> Iterator[None]:
         os.environ.update(proxies)
 
 
-def _refuse_taken_port(address: str) -> None:
+def _refuse_taken_port(address: str, bind: str | None) -> None:
     """Raise ConfigError if another process has the port: JAX would end this process with a segmentation fault."""
-    port = split_address(address)[1]
-    if is_port(port) and not is_free(int(port)):
+    host, port = split_address(bind) if bind else ("", split_address(address)[1])
+    if is_port(port) and not is_free(int(port), host):
         raise ConfigError(
             f"JAX cannot be started at {address}: another process of this machine ({socket.gethostname()}) has port {port}. "
             "Pass another port in coordinator_address= (under srun without MPI the port follows from the job's and the step's "
