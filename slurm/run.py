@@ -42,7 +42,7 @@ def main(program: str, *arguments: str) -> None:
 
 def end_job() -> None:
     """End all processes of the job, after saying why."""
-    shown = getattr(sys.modules.get("shardload.comm.tracebacks"), "text_of", lambda _: None)
+    shown = getattr(sys.modules.get("shardload.comm.shared_errors"), "printed_text", lambda _: None)
     text = shown(sys.exc_info()[1])  # None: there is nothing that another process shows already
     sys.stderr.write(traceback.format_exc() if text is None else text)  # at once, not line by line
     sys.stdout.flush()

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +17,12 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from shardload.comm.mpi import task
+from shardload.comm.mpi import is_connected, launched, task
 from shardload.errors import ShardloadError
 from shardload.options import OPTIONS
 from shardload.system.terminal import own_stdout, say_error, tell
 
+_LATER_SECONDS = 2.0
 _MOST_DEVICES = 2**24  # JAX makes an object for each; with 2**31 it fails, and before that it takes all memory
 
 
@@ -363,6 +365,24 @@ def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> 
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+def says_what_is_wrong() -> bool:
+    """Whether this task of a job is to say what is wrong: the first one alone, if there is a way to know that it does.
+
+    Tasks that are apart cannot ask each other. Some launchers (Open MPI's, ``srun -K``) end a job at the first task that fails,
+    so the others wait for the first one's message. If they still run then, the first task may be late: they say it too.
+    MPICH's launcher waits for all tasks.
+    """
+    launcher, n = launched(os.environ)
+    if n == 1 or task(os.environ) == 0:
+        return True
+    from shardload.comm.store import jax_processes  # with NumPy: ``--help`` need not wait for it
+
+    if is_connected() or jax_processes()[2] > 1:
+        return False
+    time.sleep(_LATER_SECONDS)
+    return launcher != "mpiexec"
+
+
 @contextmanager
 def one_message(as_json: bool) -> Iterator[IO[str]]:
     """A stream to print on. A `ShardloadError` is its message on stderr, by the first task, and exit code 1: the message says
@@ -372,7 +392,7 @@ def one_message(as_json: bool) -> Iterator[IO[str]]:
         try:
             yield out
         except ShardloadError as error:
-            if task(os.environ) == 0:
+            if says_what_is_wrong():
                 message = as_typed(str(error))
                 try:
                     if as_json:

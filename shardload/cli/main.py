@@ -14,13 +14,12 @@ import errno
 import io
 import os
 import sys
-import time
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_spec, parse_word, takes
+from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_spec, parse_word, says_what_is_wrong, takes
 from shardload.comm.mpi import launched, task
 from shardload.options import OPTIONS
 from shardload.system.terminal import OutputError, cannot_print, say_error, tell
@@ -39,7 +38,6 @@ _MODE = ("w-", "w-: the new file must not exist; w: it is replaced, when all is 
 _ALL_ARRAYS = (None, 'Names of arrays; "group/*" for all below (default: all of the file).')
 
 _UsageError: Any = typer.BadParameter.__base__  # of which are all wrong options; typer does not export it
-_LATER_SECONDS = 2.0
 _HOW_TO_SHARD = "Type for example --mesh a=4,b=2 --spec -,a,b: the mesh of devices, and which of its axes cuts each array axis"
 _HOW_TO_NAME_FILES = (
     ". Of several files that are one, type the pattern in quotes, so that the shell does not replace it by their names: "
@@ -48,12 +46,7 @@ _HOW_TO_NAME_FILES = (
 
 
 class _Commands(TyperGroup):
-    """The commands. What is wrong with the options of a job is said once, by its first task.
-
-    Tasks cannot ask each other: MPI has not been started. Some launchers (Open MPI's, ``srun -K``) end a job at the first task
-    that fails, so the others wait for the first one's message. If they still run then, the first task may be late: they say it
-    too. MPICH's launcher waits for all tasks.
-    """
+    """The commands. What is wrong with the options of a job is said once, by its first task."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -64,11 +57,8 @@ class _Commands(TyperGroup):
                 error.message = _HOW_TO_SHARD
             if ctx.invoked_subcommand == "copy" and "unexpected extra argument" in error.message:
                 error.message += _HOW_TO_NAME_FILES
-            launcher, n = launched(os.environ)
-            if n > 1 and task(os.environ) > 0:
-                time.sleep(_LATER_SECONDS)
-                if launcher == "mpiexec":
-                    raise typer.Exit(error.exit_code) from error
+            if not says_what_is_wrong():
+                raise typer.Exit(error.exit_code) from error
             raise
 
 

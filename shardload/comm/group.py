@@ -235,7 +235,7 @@ class Group:
             if self.size > 1:
                 mailbox = MpiMailbox(comm, self.mpi, _WATCH_TAG)
         # After a stall, the end of this process ends the job: otherwise it would wait for the stalled rank.
-        ends = partial(leave_at_exit, None if comm is None else self.mpi) if self.size > 1 else None
+        ends = partial(leave_at_exit, None if comm is None else self.mpi, rank=self.rank) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
         self._mailbox = mailbox
         self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.departed)

@@ -144,7 +144,7 @@ def _leaving_at_exit() -> weakref.WeakSet[Departures]:
     return alive
 
 
-def leave_at_exit(mpi: Any, seconds: float) -> None:
+def leave_at_exit(mpi: Any, seconds: float, rank: int = 0) -> None:
     """End this process, and with MPI the whole job, when the interpreter exits. It would otherwise wait for a stalled rank.
 
     Parameters
@@ -153,16 +153,21 @@ def leave_at_exit(mpi: Any, seconds: float) -> None:
         ``mpi4py.MPI``; None without MPI.
     seconds : float
         Time that the other ranks get to learn of the stall and to report it.
+    rank : int
+        This rank. Without MPI the others learn of it through JAX's coordinator, in the process of rank 0, which ends last.
     """
-    atexit.register(_leave, mpi, seconds)  # the last to be registered is the first to be called
+    atexit.register(_leave, mpi, seconds, rank)  # the last to be registered is the first to be called
 
 
-def _leave(mpi: Any, seconds: float) -> None:
+def _leave(mpi: Any, seconds: float, rank: int) -> None:
     flush()
+    seconds = min(_LONGEST_LEAVE_SECONDS, seconds + 2 * _FLUSH_SECONDS)
     if mpi is None:
+        if rank == 0:
+            time.sleep(seconds)
         os._exit(1)
     if not mpi.Is_finalized():
-        end = time.monotonic() + min(_LONGEST_LEAVE_SECONDS, seconds + 2 * _FLUSH_SECONDS)
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             mpi.COMM_WORLD.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)  # messages of this rank may need calls into MPI to progress
             time.sleep(_NAP_SECONDS)

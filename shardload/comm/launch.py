@@ -41,6 +41,7 @@ from shardload.units import counted
 # Ports for JAX's coordinator, the same range as in JAX: above the ports that the system gives to outgoing connections.
 _PORTS = range(61440, 65536)
 LOOPBACK = "127.0.0.1"
+_N_LOOPBACK = 2**24 - 2  # addresses from there on
 _LISTENER_SECONDS = 2.0  # after that JAX itself waits, and reports a coordinator that does not answer
 
 
@@ -118,6 +119,7 @@ class SlurmStep:
 
     task: int
     n_tasks: int
+    node: int
     local_id: int
     n_local: int
     coordinator: str
@@ -133,7 +135,7 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
     >>> of_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "3"}
     >>> slurm_step({**of_step, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "1",
     ...             "SLURM_STEP_NODELIST": "n[3-4,7]"})
-    SlurmStep(task=3, n_tasks=6, local_id=1, n_local=2, coordinator='n3:61554')
+    SlurmStep(task=3, n_tasks=6, node=1, local_id=1, n_local=2, coordinator='n3:61554')
     """
     try:
         job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
@@ -147,9 +149,10 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
         counts += [int(count[1])] * int(count[2] or 1) if count else []
     n_local = counts[node] if node < len(counts) else 1
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
-    host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
-    # The port is the same for all tasks of a step, and different for two steps of a job.
-    return SlurmStep(task, n_tasks, local, n_local, f"{host}:{_PORTS[(16 * job + step) % len(_PORTS)]}")
+    # Address and port are the same for all tasks of a step, and others for another step: JAX ends a job to whose coordinator a
+    # task of another comes. Jobs whose numbers differ by 256 have the same port, but on one node all of 127/8 is loopback.
+    host = str(ipaddress.IPv4Address(LOOPBACK) + (64 * job + step) % _N_LOOPBACK) if n_local == n_tasks else _first_node(nodes)
+    return SlurmStep(task, n_tasks, node, local, n_local, f"{host}:{_PORTS[(16 * job + step) % len(_PORTS)]}")
 
 
 def free_port() -> int:
@@ -165,15 +168,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def is_free(port: int) -> bool:
-    """True if a process could listen at this port now, on all addresses of this machine."""
-    is_dual = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET) as probe:
+def is_free(port: int, host: str = "") -> bool:
+    """True if a process could listen at this port now, on this address, or on all addresses of this machine."""
+    is_dual = not host and socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
         if is_dual:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            probe.bind(("", port))
+            probe.bind((host, port))
         except OSError as error:
             return error.errno != errno.EADDRINUSE
     return True
@@ -194,6 +197,10 @@ _log = logging.getLogger("shardload")
 _NO_MPI_HERE = (
     "MPI cannot be loaded (%s): JAX starts from Slurm's variables alone, and values go from node to node slowly. "
     "If this is intended, set SHARDLOAD_MPI=0"
+)
+_NOT_FIRST = (
+    "task 0 is on {here}, but the other tasks look for it on {first}, the first node of this step: leave out "
+    "--distribution=arbitrary (-m, SLURM_HOSTFILE), put task 0 on {first}, or start the job under MPI"
 )
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
 _PREEMPTION = "jax_enable_preemption_service"  # its option
@@ -217,8 +224,8 @@ def initialize(
     4. In a single process: nothing to start.
 
     JAX's coordinator, in process 0, does not authenticate clients. So it listens on the loopback interface if all processes are
-    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this. Proxies
-    (``http_proxy`` and its like) are not asked for it.
+    on one machine, else on the one interface that the others reach, or that ``JAX_COORDINATOR_BIND_ADDRESS`` names (its port
+    counts beside `coordinator_address` alone). Proxies (``http_proxy`` and its like) are not asked for it.
 
     If mpi4py was told not to start MPI (``mpi4py.rc.initialize``), and nobody has, the first call that needs MPI starts it.
 
@@ -272,7 +279,7 @@ def initialize(
         host, port = split_address(coordinator_address)
         if not host or not is_port(port):
             raise ConfigError(f"coordinator_address is {coordinator_address!r}; expected 'host:port', as in 'node1:61440'")
-        bind = _listen_at(coordinator_address, process_id)
+        bind = os.environ.get(_BIND) or _listen_at(coordinator_address, process_id)
         _start(coordinator_address, num_processes, process_id, local_device_ids, preemption, bind)
         return
     if comm is not None and comm.size > 1:
@@ -284,7 +291,10 @@ def initialize(
             local_device_ids = _device_share(step.local_id, step.n_local, None, os.environ)
         if step.task == 0 and not mpi_is_off(os.environ):
             _log.warning(_NO_MPI_HERE, mpi_problem())
-        _start(step.coordinator, step.n_tasks, step.task, local_device_ids, preemption, _listen_at(step.coordinator, step.task))
+        if step.task == 0 and step.node:
+            raise ConfigError(_NOT_FIRST.format(here=socket.gethostname(), first=split_address(step.coordinator)[0]))
+        bind = _named_interface(step.coordinator) or _listen_at(step.coordinator, step.task)
+        _start(step.coordinator, step.n_tasks, step.task, local_device_ids, preemption, bind)
         return
     refuse_singletons()
 
@@ -307,7 +317,7 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
             local_device_ids = _device_share(local_rank, local_size, bool((rows[:, 0] == visible).all()), os.environ)
     group.agree(errors.take())  # before any rank waits for the others in JAX
     with errors:
-        _start(address, group.size, group.rank, local_device_ids, preemption, bind)
+        _start(address, group.size, group.rank, local_device_ids, preemption, _named_interface(address) or bind)
     group.agree(errors.take())
     group.watch.close()
     _end_job_on_error()
@@ -344,12 +354,22 @@ def _listen_at(address: str, process: int) -> str | None:
     return join_address(interface, port)
 
 
+def _named_interface(address: str) -> str | None:
+    """Where process 0 listens if the user has named an interface: at the port of `address`, another one in each job.
+
+    None on one machine, where all come to the loopback interface.
+    """
+    named, (host, port) = os.environ.get(_BIND, ""), split_address(address)
+    return join_address(split_address(named)[0] or named, port) if named and not host.startswith("127.") else None
+
+
 def _say_on_all(host: str, port: str) -> None:
     """Warn that the coordinator listens on all interfaces, unless the user has set an address."""
     if not os.environ.get(_BIND):
         _log.warning(
             "JAX's coordinator will listen on all interfaces of this machine, at port %s, and anybody who reaches it can end "
-            "the job: the address that the other processes find under %s is not known here. %s=ADDRESS:%s names the interface",
+            "the job: the address that the other processes find under %s is not known here. %s=ADDRESS:%s names the interface "
+            "(any port will do in the next job)",
             *(port, host, _BIND, port),
         )
 
@@ -377,9 +397,7 @@ def _start(
     if process:
         await_listener(address)
     else:
-        _refuse_taken_port(address)
-    if os.environ.get(_BIND):
-        bind = None  # JAX itself reads this variable
+        _refuse_taken_port(address, bind)
     try:
         with _preemption_service(preemption), _without_proxies():
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
@@ -435,10 +453,10 @@ def _without_proxies() -> Iterator[None]:
         os.environ.update(proxies)
 
 
-def _refuse_taken_port(address: str) -> None:
+def _refuse_taken_port(address: str, bind: str | None) -> None:
     """Raise ConfigError if another process has the port: JAX would end this process with a segmentation fault."""
-    port = split_address(address)[1]
-    if is_port(port) and not is_free(int(port)):
+    host, port = split_address(bind) if bind else ("", split_address(address)[1])
+    if is_port(port) and not is_free(int(port), host):
         raise ConfigError(
             f"JAX cannot be started at {address}: another process of this machine ({socket.gethostname()}) has port {port}. "
             "Pass another port in coordinator_address= (under srun without MPI the port follows from the job's and the step's "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -85,6 +86,17 @@ def _finalize(mpi: Any) -> None:
         mpi.Finalize()
 
 
+@cache
+def call_before_finalize(function: Callable[[], None]) -> None:
+    """Let MPI call `function` first when the program itself calls ``MPI.Finalize``: threads of shardload may need MPI still.
+
+    MPI deletes the attributes of COMM_SELF before anything else, for that purpose.
+    """
+    mpi, _ = load_mpi()
+    if mpi is not None:
+        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=lambda *_: function()), function)
+
+
 def _running_mpi() -> Any:
     """mpi4py's MPI module; None if no MPI library can be loaded. ConfigError if MPI has been finalized: any call would then end
     the process.
@@ -96,6 +108,12 @@ def _running_mpi() -> Any:
             "it, or leave it out: mpi4py finalizes MPI at the end of the program"
         )
     return mpi
+
+
+def is_connected() -> bool:
+    """True if MPI runs in this process, and there are several ranks. Starts nothing."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
 
 
 def world() -> Any:
@@ -234,6 +252,7 @@ _NO_MPI = (
     "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
 )
 HOW_WITHOUT_MPI = "To run without MPI, where values go from node to node slowly, set SHARDLOAD_MPI=0"
+HOW_ALONE = "If each task is to make a file of its own, set SHARDLOAD_MPI=0"
 
 
 def launcher_problem() -> str:
@@ -242,11 +261,11 @@ def launcher_problem() -> str:
     return _LAUNCHER_PROBLEMS[launcher].format(n=n) if launcher else ""
 
 
-def refuse_singletons() -> None:
-    """ConfigError if this process, which is alone, is one of several tasks of a launcher."""
+def refuse_singletons(how_without: str = HOW_WITHOUT_MPI) -> None:
+    """ConfigError if this process, which is alone, is one of several tasks of a launcher. `how_without`: what else to do."""
     problem = launcher_problem()
     if world() is None:
         if problem:
             raise ConfigError(_NO_MPI.format(problem=mpi_problem()))
     elif problem:
-        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {problem}. {HOW_WITHOUT_MPI}")
+        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {problem}. {how_without}")

@@ -27,7 +27,7 @@ from shardload.comm.shared_memory import Segment
 from shardload.comm.transport import Receive, Transport
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.system.interruption import let_interruption_pass
-from shardload.system.thread_pool import Pool
+from shardload.system.thread_pool import Pool, done_here
 from shardload.units import format_nbytes
 
 RATE = "3 to 60 MB/s a sender"  # values that no compressor can shorten, and zeros
@@ -130,7 +130,7 @@ class StoreCollectives(Collectives):
 
     def _wait(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self._look()  # raises if the group has stalled: then its thread may wait for ever
-        future = self._pool.submit(function, *arguments)
+        future = _submit(self._pool, function, *arguments)
         while not wait([future], _LOOK_SECONDS).done:
             self._look()
         return future.result()
@@ -142,6 +142,14 @@ class StoreCollectives(Collectives):
         with _naming_errors():
             yield f"{self._prefix}/{self._n_calls}"
         self._on_done()
+
+
+def _submit(pool: Pool, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Make a call in the thread of a pool. If none can be started, in this one: the other ranks wait for what it sends."""
+    try:
+        return pool.submit(call, *arguments)
+    except RuntimeError:
+        return done_here(call, *arguments)
 
 
 @contextmanager
@@ -180,12 +188,12 @@ class StoreMessages:
         """Send a message soon."""
         key = f"{self._prefix}/{rank}/{self._rank}/{self._n_sent[rank]:09d}{kind}"
         self._n_sent[rank] += 1
-        return self._pool.submit(self._client.key_value_set_bytes, key, message)
+        return _submit(self._pool, self._client.key_value_set_bytes, key, message)
 
     def receive(self) -> Iterator[tuple[int, str, bytes]]:
         """Iterate over the messages that have come: the sender, the kind, the message."""
         if self._answer is None:
-            self._answer = self._pool.submit(_take_all, self._client, f"{self._prefix}/{self._rank}/")
+            self._answer = _submit(self._pool, _take_all, self._client, f"{self._prefix}/{self._rank}/")
         if not wait([self._answer], _ANSWER_SECONDS).done:
             return
         answer, self._answer = self._answer, None

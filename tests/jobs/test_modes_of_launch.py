@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 import pytest
 
-from tests.jobs.launch import PATHS, job_environment, mpiexec_of, run_job
+from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
 from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
 from tests.ports import free_ports
@@ -116,7 +116,7 @@ def test_forgotten_initialize(field: str, mpi: str) -> None:
 
 
 def test_a_load_after_mpi_was_finalized(field: str) -> None:
-    """Wrong if MPI ended the process."""
+    """Wrong if MPI ended the process, or its threads: a save in the background, and a stream that reads ahead."""
     started, *loads = zip(*launched(field, "finalized"), strict=True)
     assert [one["type"] for one in started] == [None, None]
     same([list(one) for one in zip(*loads, strict=True)], "MPI.Finalize() was called in this process", "before it")
@@ -156,10 +156,17 @@ def test_an_exception_of_one_rank_ends_the_job(field: str, mpi: str) -> None:
     assert "RuntimeError: only here" in job.rank_stderr[1], job.tail()
 
 
-@pytest.mark.parametrize("what", [("mistyped",), ("mistyped", "initialize")], ids=["without initialize", "with it"])
-def test_an_error_of_all_ranks_is_shown_once(field: str, what: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        (["-m", "mpi4py"], ("mistyped",)),
+        ([], ("mistyped", "initialize")),
+        ([ROOT / "slurm" / "run.py"], ("mistyped", "initialize")),
+    ],
+    ids=["without initialize", "with it", "run.py"],
+)
+def test_an_error_of_all_ranks_is_shown_once(field: str, start: list[str | Path], what: tuple[str, ...]) -> None:
     """Wrong if every rank printed the calls that led to it, or rank 0 did not, or another rank said nothing at all."""
-    start = ["-m", "mpi4py"] if len(what) == 1 else []
     job = run_job([*PYTHON, *start, SCRIPTS / "launched.py", field, *what], 2, timeout=240, env=ENV)
     said = (
         "ConfigError: COMM_WORLD has 2 ranks, but JAX sees one" if len(what) == 1 else "ConfigError: '" + field + "' holds no"
@@ -341,13 +348,14 @@ def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
 def test_a_process_that_is_not_there_without_mpi(field: str, what: str, text: str) -> None:
     """Wrong if the other waited for it in JAX, for minutes, until JAX ended both, or for ever."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    started = [start(field, [what, address, "2", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(2)]
+    started = [start(field, [what, address, "4", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(4)]
     try:
-        out, _ = started[0].communicate(timeout=90)
-        (said,) = lines(out)
-        assert said["type"] == "StallError" and said["text"].startswith(text)
-        assert "rank 1" in said["text"]
-        assert started[0].returncode == 1
+        for process in (started[0], *started[2:]):  # also if the first one, which has JAX's coordinator, has ended
+            out, _ = process.communicate(timeout=90)
+            (said,) = lines(out)
+            assert said["type"] == "StallError" and said["text"].startswith(text)
+            assert "rank 1" in said["text"]
+            assert process.returncode == 1
     finally:
         for process in started:
             process.kill()

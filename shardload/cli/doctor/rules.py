@@ -116,7 +116,7 @@ def _mpi(rows: Rows) -> Iterator[Finding]:
 def _no_mpi(rows: Rows) -> Iterator[Finding]:
     row = rows[0]
     if row.environ.get("SHARDLOAD_MPI") == "0":
-        text, fix = "MPI is switched off", "unset SHARDLOAD_MPI"
+        text, fix = "MPI is switched off", "unset SHARDLOAD_MPI, and start the job as MPI needs it (srun --mpi=pmi2 or pmix)"
     else:
         text = f"mpi4py finds no MPI library ({_first_line(row.mpi_problem)})"
         fix = (
@@ -124,7 +124,7 @@ def _no_mpi(rows: Rows) -> Iterator[Finding]:
             "MPI4PY_LIBMPI=/path/to/lib/libmpi.so; on one machine pip install 'shardload[mpich]'"
         )
     if row.size > 1:
-        text += f": JAX's {row.size} processes can each read for themselves, but cannot send each other data"
+        text += f": JAX's {row.size} processes send each other values slowly, through JAX's coordinator"
         yield from _finding("no-mpi", NOTE, rows, text, fix)
     elif row.n_launched > 1:
         text += f", and {row.launcher} started {row.n_launched} tasks: each would load everything by itself"

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.group import Group, Topology
-from shardload.comm.mpi import mpi_is_off, refuse_singletons
+from shardload.comm.mpi import HOW_ALONE, mpi_is_off, refuse_singletons
 from shardload.engine.call import Call, begin_request
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
@@ -312,7 +312,7 @@ def copy(
     read = partial(CopyRequest.check, **arguments, **trust)
     with begin_request("copy", f"copy of '{without_secrets(os.fspath(source))}'", read, comm=comm) as (call, request):
         if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
-            refuse_singletons()  # each would write the whole file
+            refuse_singletons(HOW_ALONE)  # each would write the whole file
         sink, plan = _plan(call, request)
         if only_plan:
             return CopyReport(plan, notes=plan.notes)

@@ -27,7 +27,7 @@ import numpy as np
 
 from shardload.arrays.local_shards import DeviceSource, LocalShards, check_replicas
 from shardload.comm.group import Group
-from shardload.comm.mpi import check_threads
+from shardload.comm.mpi import call_before_finalize, check_threads
 from shardload.engine.call import begin_request, watched
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session, shared_nbytes
@@ -260,6 +260,7 @@ def _wait_at_exit() -> None:
     registered here the last is called first: before `concurrent.futures.thread`, which registers itself when it is imported.
     """
     threading._register_atexit(_join_all)  # type: ignore[attr-defined]
+    call_before_finalize(_join_all)
 
 
 def _join_all() -> None:

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from shardload.comm.group import Group
-from shardload.comm.mpi import thread_level
+from shardload.comm.mpi import call_before_finalize, thread_level
 from shardload.engine.call import watched
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
@@ -529,9 +529,10 @@ def _register_end() -> None:
     """Register `_end_all` as the last, which is called first: before what closes files and shared memory."""
     atexit.unregister(_end_all)
     atexit.register(_end_all)
+    call_before_finalize(_end_all)
 
 
 def _end_all() -> None:
-    """At exit: end the streams that are open. After that no thread may call MPI."""
+    """At exit, or before MPI ends: end the streams that are open. After that no thread may call MPI."""
     for batches in [*_open]:
         batches.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
@@ -120,8 +121,8 @@ class StreamIterator:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._end(error)
 
-    def __del__(self) -> None:
-        if self._batches is not None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._batches is not None and not is_finalizing():  # at exit it was ended before, and modules are empty by now
             self._batches.close(wait=False)
 
     def __next__(self) -> Any:

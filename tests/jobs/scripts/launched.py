@@ -108,7 +108,13 @@ def main(path: str, what: str, *more: str) -> None:
         attempt(shardload.initialize)
     if what == "finalized":
         mpi = importlib.import_module("mpi4py.MPI")
+        x = shardload.load(path, mesh_of(), P("a"), dataset="x")
+        batches = iter(shardload.stream(path, mesh_of(), P(None, "a"), dataset="x", along=0, batch=2))
+        check(next(batches), ramp(SHAPE)[:2], mesh_of(), P(None, "a"))
+        shardload.save(f"{path}.saved.h5", {"x": x}, background=True)
         mpi.Finalize()
+        with h5py.File(f"{path}.saved.h5") as file:
+            np.testing.assert_array_equal(file["x"][...], ramp(SHAPE))
         attempt(lambda: load(path))
         attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", comm=mpi.COMM_WORLD))
         return

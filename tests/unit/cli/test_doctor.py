@@ -143,7 +143,7 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
             EVERY, mpi_size=1, mpi_library="", mpi_threads="", mpi_problem="off", host="n0", environ={"SHARDLOAD_MPI": "0"}
         ),
         (0, 1, 2, 3),
-        "MPI is switched off: JAX's 4 processes can each read for themselves",
+        "MPI is switched off: JAX's 4 processes send each other values slowly",
         "unset SHARDLOAD_MPI",
     ),
     (

@@ -20,7 +20,7 @@ import zarr
 from typer.testing import CliRunner
 
 import shardload
-from shardload.cli import main as cli
+from shardload.cli import arguments
 from shardload.cli.arguments import as_typed, parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.cli.main import app
 from shardload.formats.access import Access
@@ -616,13 +616,29 @@ def test_what_is_wrong_with_options_is_said_by_the_first_task_first(
 ) -> None:
     """Wrong if each of a thousand tasks printed it, or if a launcher could end the job before task 0 has."""
     slept: list[float] = []
-    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    monkeypatch.setattr(arguments.time, "sleep", slept.append)
     for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in of_task.items():
         monkeypatch.setenv(name, value)
     code, out, err = run(*wrong)
     assert (code, out, len(slept), "Usage: " in err) == (2, "", n_slept, is_said)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_connected", "n_slept", "is_said"), [("0", False, 0, True), ("3", False, 1, True), ("3", True, 0, False)]
+)
+def test_an_error_of_tasks_that_are_apart_is_said_by_the_first_task_first(
+    monkeypatch: pytest.MonkeyPatch, number: str, is_connected: bool, n_slept: int, is_said: bool
+) -> None:
+    """Wrong if a task that says nothing could end the job (``srun -K``) before the first one has said why: nobody would."""
+    slept: list[float] = []
+    monkeypatch.setattr(arguments.time, "sleep", slept.append)
+    monkeypatch.setattr(arguments, "is_connected", lambda: is_connected)
+    monkeypatch.setenv("SLURM_PROCID", number)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    code, _, err = run("info", "gone.h5")
+    assert (code, len(slept), "there is no file 'gone.h5'" in unwrapped(err)) == (1, n_slept, is_said)
 
 
 def test_64_bit_types_in_a_shell(tmp_path: Path) -> None:

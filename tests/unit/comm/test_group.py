@@ -321,6 +321,20 @@ def test_all_well() -> None:
     assert on_ranks(3, lambda g: g.processes(2 - g.rank)) == [(2, 1, 0)] * 3
 
 
+def test_a_rank_that_can_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the others waited for it, for a quarter of an hour, while it raised an error of its own."""
+
+    def submit(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    def work(group: Group) -> list[int]:
+        if group.rank == 1 and _way["way"] == "jax":
+            monkeypatch.setattr(group._collectives._pool, "submit", submit)  # type: ignore[attr-defined]
+        return group.gather_int(10 * group.rank).tolist()  # type: ignore[no-any-return]
+
+    assert on_ranks(3, work) == [[0, 10, 20]] * 3
+
+
 def test_texts_of_all_ranks_come_whole_and_in_order() -> None:
     """Wrong if a text were cut at the length of another's, or at that of its characters instead of its bytes."""
     texts = ["é", "", "x" * 10_000, "日本 and more"]

@@ -88,6 +88,26 @@ def test_somebody_else_has_the_port(host: str, monkeypatch: pytest.MonkeyPatch) 
     assert started == [1, 0]
 
 
+def test_somebody_else_has_the_port_of_another_address() -> None:
+    """Wrong if two steps on one node, of which each has a loopback address of its own, kept each other from starting."""
+    port = free_ports(1)[0]
+    with socket.create_server(("127.0.0.1", port)):
+        assert is_free(port, "127.0.1.195") and not is_free(port, "127.0.0.1")
+    with socket.create_server(("0.0.0.0", port)):
+        assert not is_free(port, "127.0.1.195")
+
+
+def test_each_step_has_an_address_of_its_own() -> None:
+    """Wrong if a task came to the coordinator of another step of its node: JAX would end that one."""
+    steps = [(job, step) for job in (1, 2, 257, 258, 4097, 60_000_001, 60_000_257) for step in (0, 1, 16, 17, 63)]
+    found = [
+        launch.slurm_step({**STEP, "SLURM_PROCID": "1", "SLURM_JOB_ID": str(j), "SLURM_STEP_ID": str(k)}) for j, k in steps
+    ]
+    addresses = {step.coordinator for step in found if step is not None}
+    assert len(addresses) == len(steps)
+    assert all(launch.first_here([split_address(address)[0]]) for address in addresses), "not of this machine"
+
+
 def test_a_port_that_nobody_has() -> None:
     """Wrong if the system could give it to a connection in the meantime, or somebody has it."""
     first, last = (int(part) for part in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -218,20 +238,59 @@ def test_an_address_that_is_none(address: str) -> None:
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
 
 
-@pytest.mark.parametrize(("task", "switched_off", "said"), [(0, False, True), (1, False, False), (0, True, False)])
-def test_without_mpi_under_slurm(
-    task: int, switched_off: bool, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Wrong if a library that is not found made all loads slow in silence, every task said so, or who meant it was told."""
-    for name, value in {**STEP, "SLURM_PROCID": str(task)}.items():
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """How JAX is started, by task 0 of a step without MPI."""
+    for name, value in {**STEP, "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SHARDLOAD_MPI", "0" if switched_off else "1")
     monkeypatch.setattr(launch, "world", lambda: None)
     monkeypatch.setattr(launch, "mpi_problem", lambda: "libmpi.so.40: cannot open shared object file")
     monkeypatch.setattr(launch.jax.distributed, "is_initialized", lambda: False)
     started: list[tuple[object, ...]] = []
     monkeypatch.setattr(launch, "_start", lambda *how: started.append(how))
+    return started
+
+
+@pytest.mark.parametrize("named", ["127.0.0.2:61440", "127.0.0.2"])
+def test_an_interface_that_the_user_names(
+    named: str, monkeypatch: pytest.MonkeyPatch, started: list[tuple[object, ...]]
+) -> None:
+    """Wrong if the port beside it counted, as of the job in which the address was advised: nobody would come to that one."""
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", named)
+    launch.initialize()
+    launch.initialize("127.0.0.1:61440", 4, 0)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
+    launch.initialize()
+    on_one_node, given, on_two_nodes = ((how[0], how[5]) for how in started)
+    assert on_one_node == ("127.0.1.195:61554",) * 2, "where all come"
+    assert given == ("127.0.0.1:61440", named), "beside an address that the user gives, both are the user's"
+    assert on_two_nodes == ("n1:61554", "127.0.0.2:61554")
+
+
+def test_task_0_that_is_not_on_the_first_node(monkeypatch: pytest.MonkeyPatch, started: list[tuple[object, ...]]) -> None:
+    """Wrong if it waited where nobody comes, five minutes long (``srun --distribution=arbitrary``)."""
+    step = {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NODEID": "2"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="look for it on n1, the first node of this step: leave out --distribution=arbitrary"):
+        launch.initialize()
+    assert started == []
+
+
+@pytest.mark.parametrize(("task", "switched_off", "said"), [(0, False, True), (1, False, False), (0, True, False)])
+def test_without_mpi_under_slurm(
+    task: int,
+    switched_off: bool,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    started: list[tuple[object, ...]],
+) -> None:
+    """Wrong if a library that is not found made all loads slow in silence, every task said so, or who meant it was told."""
+    monkeypatch.setenv("SLURM_PROCID", str(task))
+    monkeypatch.setenv("SHARDLOAD_MPI", "0" if switched_off else "1")
     launch.initialize()
     assert [how[1:3] for how in started] == [(4, task)]
-    assert [how[0] if how[5] is None else how[5] for how in started] == ["127.0.0.1:61554"], "not on loopback"
+    assert [how[0] if how[5] is None else how[5] for how in started] == ["127.0.1.195:61554"], "not on loopback"
     assert ["libmpi.so.40" in text and "SHARDLOAD_MPI=0" in text for text in caplog.messages] == [True] * said

@@ -431,3 +431,20 @@ def test_an_open_array_and_a_path_with_a_name(path: str) -> None:
         of_array = shardload.stream(file["u"], mesh(), P(), batch=4, prefetch=0)
         np.testing.assert_array_equal(of_array[1], file["u"][4:8])
     assert len(shardload.stream(Path(f"{path}:/u"), mesh(), P(), batch=4)) == 5
+
+
+LEFT_OPEN = """
+import sys
+import jax, numpy, shardload
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(numpy.array(jax.devices()), ("a",))
+streams = [shardload.stream(sys.argv[1], mesh, P(), dataset="t", along=0, prefetch=n) for n in (0, 2)]
+left = [iter(stream) for stream in streams]
+print([next(batches).shape for batches in left])
+"""
+
+
+def test_streams_that_the_program_leaves_open(path: str) -> None:
+    """Wrong if every program that takes a number of batches ended with an exception that Python ignores, but prints."""
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN, path], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout and done.stderr == "", done
