@@ -107,6 +107,20 @@ def test_as_on_disk(shared: Shared, layout: str) -> None:
     check(z, expected, mesh, P("b", "a"))
 
 
+def test_a_plan_says_what_lies_between_rows(shared: Shared) -> None:
+    """Wrong if it counted the selected bytes alone: of a column nearly all is fetched, of far rows each takes a request."""
+    near, _ = shared.write("near.h5", lambda file: file.create_dataset(NAME, data=np.zeros((1500, 400), "f4")))
+    far, _ = shared.write("far.h5", lambda file: file.create_dataset(NAME, data=np.zeros((30, 9000), "f4")))
+    for url, promise in ((near, "some 1 request for 2.3 MiB"), (far, "some 30 requests for 120 B")):
+        plan = shardload.plan(url, mesh_of(), P(), select=(slice(None), 5), readers="root", storage=shared.of_http)
+        assert promise in str(plan)
+        shared.asked()
+        plan.execute()
+        asked = shared.asked()
+        assert len(asked) == plan.report.n_requests == int(promise.split()[1])
+        assert sum(request.nbytes for request in asked) == (1500 * 1600 if url == near else 30 * 4)
+
+
 def test_a_file_of_the_netcdf_library(comm: Any, shared: Shared) -> None:
     (shared.folder / "b").mkdir(exist_ok=True)
     path = on_root(comm, lambda: netcdf4(shared.folder / "b", cube()))

@@ -23,6 +23,7 @@ from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.consistency import Version
 from shardload.planning.cost import Cost, plan_cost
+from shardload.planning.region import NEAR_NBYTES, count_runs, run_stride
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import PIECE_NBYTES, is_remote
@@ -572,14 +573,23 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 def _store(plan: Plan) -> str:
     """What is asked of a store, and how long that takes where nothing else does."""
-    info, cost = plan.info, plan.costs[plan.readers]
-    per_object = math.prod(info.shards or info.chunks or (1,)) * np.dtype(info.dtype).itemsize
-    n_objects = -(-cost.decoded_nbytes // max(1, per_object)) if info.format.startswith("Zarr") else 0
-    n = n_objects if n_objects and info.shards is None else -(-cost.decoded_nbytes // PIECE_NBYTES) + n_objects
+    info, cost, itemsize = plan.info, plan.costs[plan.readers], np.dtype(plan.info.dtype).itemsize
+    nbytes, n_far = cost.decoded_nbytes, 0
+    extent = plan._layout.source.selection.region.shape
+    n_runs = count_runs(info.shape, extent) if info.chunks is None else 0
+    if n_runs > 1:
+        stride_nbytes = run_stride(info.shape, extent) * itemsize
+        if stride_nbytes <= NEAR_NBYTES:  # what lies between is fetched, too
+            nbytes = max(nbytes, n_runs * stride_nbytes)
+        else:
+            n_far = n_runs
+    per_object = math.prod(info.shards or info.chunks or (1,)) * itemsize
+    n_objects = -(-nbytes // max(1, per_object)) if info.format.startswith("Zarr") else 0
+    n = n_objects if n_objects and info.shards is None else max(-(-nbytes // PIECE_NBYTES), n_far) + n_objects
     share = cost.reader_nbytes / max(1, cost.decoded_nbytes)
-    seconds = -(-n * share // _AT_ONCE) * _LATENCY_SECONDS + cost.reader_nbytes / (_AT_ONCE * _CONNECTION_NBYTES)
+    seconds = -(-n * share // _AT_ONCE) * _LATENCY_SECONDS + nbytes * share / (_AT_ONCE * _CONNECTION_NBYTES)
     return (
-        f"some {counted(n, 'request')} for {format_nbytes(cost.decoded_nbytes)}, fewer of both if compression helps; "
+        f"some {counted(n, 'request')} for {format_nbytes(nbytes)}, fewer of both if compression helps; "
         f"{_AT_ONCE} at a time of each reader, {format_nbytes(plan.ahead_nbytes)} at most fetched ahead; "
         f"{seconds:.2g} s at {_LATENCY_SECONDS * 1000:.0f} ms each and {_CONNECTION_NBYTES // 10**6} MB/s a connection"
     )
