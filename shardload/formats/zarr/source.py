@@ -405,6 +405,10 @@ def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> 
     if refused is None and (object_codecs := _OBJECT_CODECS.intersection(names)):  # whatever type it declares
         refused = f"values encoded with '{min(object_codecs)}', which makes Python objects (and can be a program)"
     refused = refused or refuse_codecs(names, access)
+    if node.document.get("storage_transformers"):  # zarr-python looks at these only when it opens an array by its path
+        refused = refused or "values behind storage transformers, which are not known here"
+    if "\\" in name:
+        refused = refused or "values under a name with a backslash, which zarr-python takes for a slash. Rename its folder"
     grid = grid_of(node.document)
     if grid is None:
         chunks = shards = None

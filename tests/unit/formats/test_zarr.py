@@ -196,6 +196,26 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path, zarr_format: Any) -> No
     assert find_array(path).dataset == "/good"
 
 
+def test_what_zarr_python_refuses_or_does_not_find(tmp_path: Path) -> None:
+    """Wrong if values behind a transformer, which may be anything, were taken for the array's; or if the chunks below a name
+    with a backslash counted as missing, because zarr-python looks for them elsewhere.
+    """
+    data = flat((4, 6))
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": data, "b": data}))
+    document = json.loads((path / "a/zarr.json").read_text())
+    (path / "a/zarr.json").write_text(json.dumps(document | {"storage_transformers": [{"name": "x"}]}))
+    (path / "b").rename(path / "b\\c")
+    with pytest.raises(ValueError, match="storage transformers"):
+        zarr.open_array(path, path="a", mode="r")
+    for name, said in (
+        ("a", "storage transformers, which are not known here"),
+        ("b\\c", "which zarr-python takes for a slash"),
+    ):
+        with pytest.raises(SourceError, match=said):
+            open_source(path, name)
+        assert [info.dataset for info in list_arrays(str(path)) if said in str(info.refused)] == [f"/{name}"]
+
+
 def test_a_grid_that_is_not_regular_is_refused(tmp_path: Path) -> None:
     """Newer versions of zarr-python open such an array, and raise if it is asked for its chunks or shards."""
     array = zarr.open_array(write_zarr(tmp_path / "a.zarr", {"a": flat((6, 4))}), path="a", mode="r")
