@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.padding import Extent, check_exists, cut_out, extent_of, make_mask, to_numpy
+from shardload.arrays.sharding import refuse_unreduced
 from shardload.errors import ConfigError
 from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.given_arrays import ScatterCall, VerifyCall, load_state
@@ -933,4 +934,5 @@ def _extent(name: str, x: Any, plan: Any) -> Extent:
         raise ConfigError(f"{name} is traced: nothing says which of its elements are the file's. Call this outside of jax.jit")
     if not isinstance(x, jax.Array):
         raise ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array, or a tree of them")
+    refuse_unreduced(getattr(x.sharding, "spec", None), f"{name}: ")
     return extent_of(x, plan.extent if isinstance(plan, Plan) else plan, name)

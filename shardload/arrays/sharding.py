@@ -45,6 +45,7 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
                 f"a NamedSharding was given together with a spec {spec!r}: pass the sharding alone, or a mesh and a spec"
             )
         _check_mesh(mesh.mesh)
+        refuse_unreduced(mesh.spec)
         return mesh
     if not isinstance(mesh, Mesh | jax.sharding.AbstractMesh):
         raise ConfigError(
@@ -54,6 +55,7 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     _check_mesh(mesh)
     if not isinstance(spec, PartitionSpec | tuple):
         raise ConfigError(f"the spec after a mesh is {spec!r}; expected a PartitionSpec such as P('a', 'b'), P() to replicate")
+    refuse_unreduced(spec)
     mesh_axes = [name for entry in spec for name in _entry_names(entry)]
     for k, name in enumerate(mesh_axes):
         if name not in mesh.axis_names:
@@ -80,6 +82,15 @@ def _check_mesh(mesh: Any) -> None:
         raise ConfigError("the mesh has a device twice; a device can hold one shard of an array. Pass each once")
 
 
+def refuse_unreduced(spec: Any, whose: str = "") -> None:
+    """Raise ConfigError if devices hold parts of sums, or will in the gradient. JAX does not iterate over such a spec."""
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise ConfigError(
+            f"{whose}{spec} has unreduced or reduced axes, and what is in a file has neither. Pass a spec without them; of an "
+            "array, jax.sharding.reshard(x, P(...)), which adds up its parts"
+        )
+
+
 def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
     """For each array axis, the positions of the mesh axes that cut it, major first.
 
@@ -94,8 +105,6 @@ def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
             f"{spec_text(spec)} has {len(spec)} entries, but the array has {ndim} {'axis' if ndim == 1 else 'axes'}. "
             "Give one entry per axis (None for an axis that is not cut); trailing ones may be left out"
         )
-    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
-        raise ConfigError(f"{spec} has unreduced or reduced axes; an array that comes from a file has neither")
     names = tuple(sharding.mesh.axis_names)
     entries = [_entry_names(entry) for entry in spec] + [()] * (ndim - len(spec))
     return tuple(tuple(names.index(n) for n in entry) for entry in entries)

@@ -225,6 +225,13 @@ def test_array_that_jax_cannot_hold(comm: Any) -> None:
     """Wrong if strings or objects were sent as bytes."""
     for given in (np.array(["a"]), np.array([object()]), np.zeros(3, "M8[s]"), np.zeros(3, [("x", "f4")])):
         same_error(comm, lambda given=given: shardload.scatter(given, mesh_of(), P()), shardload.SourceError, "holds")
+    # Wrong if the root told of an unforeseen error, in JAX's words alone.
+    deleted, spread = jax.numpy.zeros(3), shardload.scatter(np.zeros(len(jax.devices())), mesh_of(), P(("a", "b")), dtype="f4")
+    deleted.delete()
+    for given in (deleted, jax.random.key(0), *([spread] if comm.size > 1 else ())):
+        same_error(
+            comm, lambda given=given: shardload.scatter(given, mesh_of(), P()), ConfigError, "NumPy gets no values", "Array"
+        )
 
 
 class Pair(NamedTuple):

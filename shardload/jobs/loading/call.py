@@ -141,7 +141,10 @@ class LoadCall:
             yield self
             return
         if self._is_abstract and self.error is None:
-            self.error = ConfigError(f"{self.kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
+            self.error = ConfigError(
+                f"{self.kind} needs a mesh of devices, found an AbstractMesh, as jax.eval_shape and jax.typeof give below "
+                "jax.set_mesh: pass a jax.sharding.Mesh, or a sharding over one: NamedSharding(mesh, x.sharding.spec)"
+            )
         with begin_call(
             self._invocation(),
             self.error,

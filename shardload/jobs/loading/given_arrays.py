@@ -104,6 +104,10 @@ class ScatterCall(LoadCall):
                 f"array is traced on rank {self._root}: it has no values yet. Call scatter outside of jax.jit; inside, "
                 "jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) shards an array"
             ) from None
+        except (RuntimeError, TypeError) as error:  # deleted, spread over several processes, keys of random numbers
+            raise ConfigError(
+                f"array is a {type(value).__name__} on rank {self._root} of which NumPy gets no values: {error}"
+            ) from None
         except ValueError as error:
             raise ConfigError(
                 f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "

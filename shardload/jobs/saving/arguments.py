@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.padding import Extent, extent_of, loaded_as, padded_like
-from shardload.arrays.sharding import describe_sharding
+from shardload.arrays.sharding import describe_sharding, refuse_unreduced
 from shardload.comm.group import Invocation
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import dtype_text, refusal, some
@@ -363,6 +363,7 @@ def _checked(name: str, x: Any) -> Any:
         fix = ". Save numbers, such as hours since a day, and say so in attrs=" if kind.kind in "mM" else ""
         raise ConfigError(f"'{name}' holds {why}, which cannot be saved{fix}")
     sharding: Any = getattr(x, "sharding", None)
+    refuse_unreduced(getattr(sharding, "spec", None), f"'{name}': ")
     if isinstance(x, jax.ShapeDtypeStruct) and sharding is not None:
         try:
             sharding.shard_shape(x.shape)

@@ -148,13 +148,14 @@ def test_a_spec_longer_than_the_array_has_axes(spec: Any, ndim: int) -> None:
 def test_what_is_left_to_the_compiler_or_to_a_sum() -> None:
     with pytest.raises(ConfigError, match="UNCONSTRAINED"):
         read_spec(NamedSharding(one_device("a"), P(UNCONSTRAINED, "a")), 2)  # its axes are Auto, in every release of JAX
-    sharding: Any = SimpleNamespace(mesh=MESH, spec=Unreduced(("a",)))
-    with pytest.raises(ConfigError, match="unreduced or reduced axes; an array that comes from a file has neither"):
-        read_spec(sharding, 1)
-
-
-class Unreduced(tuple[str, ...]):
-    unreduced = frozenset({"b"})
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = NamedSharding(mesh, P(None, unreduced={"a"}))
+    x = jax.ShapeDtypeStruct((2,), "float32", sharding=sharding)
+    text = "has unreduced or reduced axes, and what is in a file has neither"
+    calls: list[Any] = [lambda: read_sharding(sharding, None), lambda: read_sharding(mesh, sharding.spec)]
+    for call in [*calls, lambda: shardload.plan_save("x.h5", {"x": x})]:  # JAX would say that *pspec is dangerous
+        with pytest.raises(ConfigError, match=text):
+            call()
 
 
 # --- padding
