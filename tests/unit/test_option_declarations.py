@@ -43,6 +43,12 @@ def test_a_signature_has_the_options_that_are_declared_and_their_defaults(call: 
     assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in declared(call).items()}
 
 
+def test_a_copy_takes_what_its_signature_says() -> None:
+    """Wrong if an option that is mistyped were an error of a class that the caller does not know."""
+    with pytest.raises(TypeError, match=r"copy\(\) got an unexpected keyword argument 'overwrite'"):
+        shardload.copy("a.h5", "b.h5", overwrite=True)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(("call", "known"), [("load", api._LoadOptions), ("scatter", api._ScatterOptions)])
 def test_type_checkers_know_the_options_that_are_declared(call: str, known: Any) -> None:
     """Wrong if an editor did not offer an option, or had another type for it. (What calls return: tests/typed_calls.py.)"""

@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +50,7 @@ from shardload.jobs.copying.request import (
     without_what_is_refused,
 )
 from shardload.jobs.progress import progress_of
-from shardload.options import AUTO, CHECKSUM, TIMEOUT, Progress
+from shardload.options import AUTO, CHECKSUM, DEFAULTS, TIMEOUT, Progress
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_copy_rounds, plan_slab_layout
 from shardload.planning.region import Grid, Region
 from shardload.planning.saving import plan_rows
@@ -256,7 +256,10 @@ def copy(
     progress: Progress = None,
     timeout: float | None = TIMEOUT,
     comm: Any = None,
-    **trust: Any,
+    allow_external: bool = DEFAULTS.allow_external,
+    allow_filters: Any = DEFAULTS.allow_filters,
+    untrusted: bool = DEFAULTS.untrusted,
+    storage: Mapping[str, Any] | None = DEFAULTS.storage,
 ) -> CopyReport:
     """Copy a file into other chunks, another compression, another format, by all ranks: what ``shardload copy`` does.
 
@@ -284,8 +287,8 @@ def copy(
         True goes on with what a copy to Zarr that was killed has left.
     only_plan : bool
         True writes nothing.
-    **trust
-        `allow_external`, `allow_filters`, `untrusted` and `storage`, as in `load`.
+    allow_external, allow_filters, untrusted, storage
+        As in `load`.
 
     Returns
     -------
@@ -307,9 +310,9 @@ def copy(
     ...     file["rho"].chunks, file["rho"].compression, float(file["rho"][3, 5])
     ((2, 3), 'gzip', 23.0)
     """
-    arguments = {name: value for name, value in locals().items() if name not in ("only_plan", "comm", "trust")}
+    arguments = {name: value for name, value in locals().items() if name not in ("only_plan", "comm")}
     started = time.perf_counter()
-    read = partial(CopyRequest.check, **arguments, **trust)
+    read = partial(CopyRequest.check, **arguments)
     with begin_request("copy", f"copy of '{without_secrets(os.fspath(source))}'", read, comm=comm) as (call, request):
         if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
             refuse_singletons(HOW_ALONE)  # each would write the whole file
