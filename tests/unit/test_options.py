@@ -206,6 +206,7 @@ REFUSED = [
     (-7.0, ml_dtypes.float4_e2m1fn),
     (math.nan, ml_dtypes.float4_e2m1fn),
     (math.inf, ml_dtypes.float4_e2m1fn),
+    (0, ml_dtypes.float8_e8m0fnu),
 ]
 
 
@@ -223,7 +224,9 @@ def test_pad_with_nan(dtype: Any) -> None:
 
 @pytest.mark.parametrize(("pad", "dtype"), REFUSED)
 def test_pad_that_the_array_cannot_hold(pad: Any, dtype: Any) -> None:
-    text = f"pad is {pad!r}, which an array of {np.dtype(dtype)} cannot hold; pass a value that it can, such as pad=0"
+    """Wrong if what is proposed were what was refused."""
+    fix = "pad=1" if dtype == ml_dtypes.float8_e8m0fnu else "pad=0"
+    text = f"pad is {pad!r}, which an array of {np.dtype(dtype)} cannot hold; pass a value that it can, such as {fix}"
     with pytest.raises(ConfigError, match=re.escape(text)):
         pad_value(pad, np.dtype(dtype))
 
