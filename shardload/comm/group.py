@@ -195,17 +195,19 @@ def _alone() -> Group:
     return Group(None)
 
 
-_of_jax: dict[tuple[Any, int, int], list[Group]] = {}
+_of_jax: dict[tuple[Any, int, int], tuple[Group, int]] = {}
 
 
 def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
     """The group of JAX's processes. After an interrupted call it is a new group with a new name."""
-    groups = _of_jax.setdefault((client, process, n_processes), [])
-    if not groups or groups[-1].is_torn:
-        group = Group(None, (client, process, n_processes), generation=len(groups))
-        group.watch_departures(f"processes{len(groups) or ''}")
-        groups.append(group)
-    return groups[-1]
+    processes = client, process, n_processes
+    group, generation = _of_jax.get(processes, (None, -1))
+    if group is None or group.is_torn:  # nothing keeps the old one: it has threads, pipes and shared memory
+        generation += 1
+        group = Group(None, processes, generation=generation)
+        group.watch_departures(f"processes{generation or ''}")
+        _of_jax[processes] = group, generation
+    return group
 
 
 class Group:

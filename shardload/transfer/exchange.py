@@ -80,7 +80,8 @@ def exchange(
     try:
         moving.run(begin_next)
     except BaseException:
-        _abandoned.append((transport.in_use(), moves, resources))
+        if group.has_mpi:
+            _abandoned.append((transport.in_use(), moves, resources))
         group.forget_shared_memory()
         raise
     channels.close()

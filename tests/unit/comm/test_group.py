@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -565,6 +567,18 @@ def test_what_ranks_do_not_raise_together_leaves_a_group_that_is_not_used_again(
             pass
 
     assert on_ranks(2, work) == [None, None]
+
+
+def test_nothing_keeps_a_group_without_mpi_that_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a program that is interrupted often, and goes on, ran out of threads, descriptors and memory."""
+    monkeypatch.setattr(groups, "_of_jax", {})
+    made = [groups._without_mpi(Store(), 0, 2)]
+    client, prefix, of_first = made[0]._client, made[0]._prefix, weakref.ref(made[0])
+    assert groups._without_mpi(client, 0, 2) is made[0]
+    made[0].is_torn = True
+    made[0] = groups._without_mpi(client, 0, 2)
+    gc.collect()
+    assert of_first() is None and made[0]._prefix != prefix and not made[0].is_torn
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])

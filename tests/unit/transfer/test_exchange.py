@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -349,3 +350,23 @@ def test_pieces_move_to_blocks_through_the_same_exchange(way: str, checksums: bo
             np.testing.assert_array_equal(block.data, given.values[block.region.slices()])
             seen[block.region.slices()] += 1
         assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("has_mpi", [True, False])
+def test_what_mpi_may_write_into_is_kept_after_an_interruption(has_mpi: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were freed, or if buffers that no MPI knows of were kept for ever, with each interruption."""
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    kept: list[Any] = []
+    monkeypatch.setattr(exchange, "_abandoned", kept)
+    monkeypatch.setattr(exchange, "Channels", lambda *_: None)
+    monkeypatch.setattr(exchange, "_Exchange", lambda *_: SimpleNamespace(run=interrupted))
+    transport = SimpleNamespace(in_use=tuple)
+    group: Any = SimpleNamespace(has_mpi=has_mpi, transport=lambda *_: transport, forget_shared_memory=lambda: None)
+    outgoing: Any = None
+    resources: Any = SimpleNamespace(segments={}, pack_slots=None)
+    with pytest.raises(KeyboardInterrupt):
+        exchange.exchange(group, [], resources, outgoing, tags=(2, 3))
+    assert [parts[2] for parts in kept] == [resources] * has_mpi
