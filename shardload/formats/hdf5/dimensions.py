@@ -145,6 +145,10 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     lengths: dict[str, tuple[int, str, bool]] = {}
     scale_of: dict[tuple[str, int], str] = {}
     axes = _Axes(specs)
+    for name, spec in specs.items():
+        for axis, dim in enumerate(spec.dims or ()):
+            if dim is not None and (not dim or "/" in dim or "\0" in dim):  # HDF5 would cut it off at a zero byte
+                raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
     dimensions = axes.dimensions()
     if not is_netcdf:
         dimensions = {key: scale for key, scale in dimensions.items() if axes.has_coordinates and scale not in file}
@@ -152,8 +156,6 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
         for axis, dim in enumerate(spec.dims or ()):
             if dim is None:
                 continue
-            if not dim or "/" in dim or "\0" in dim:  # HDF5 would cut it off at a zero byte
-                raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
             scale = axes.coordinate_of(name, axis)
             if axis and spec.scale_name is not None:  # HDF5 attaches no scale to a scale
                 file[name].dims[axis].label = dim

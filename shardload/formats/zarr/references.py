@@ -116,10 +116,9 @@ class ReferenceFolder:
 
     def place(self, key: str) -> tuple[StoredObject, int, int] | None:
         """The object that has a value, its offset there, and its bytes; None if there is none."""
-        reference = self._references.get(key)
-        if reference is None and self._tables is not None:
-            reference = self._tables.reference(key)
-        if reference is None:
+        if key in self._references:
+            reference = self._references[key]
+        elif self._tables is None or (reference := self._tables.reference(key)) is None:
             return None
         if isinstance(reference, str | bytes):
             content = reference.encode() if isinstance(reference, str) else reference

@@ -89,6 +89,10 @@ def test_what_is_wrong_with_references(tmp_path: Path) -> None:
     ):
         with pytest.raises((OSError, ValueError), match=said):
             load_all(write(tmp_path / "refs.json", "x.h5", more), "x")
+    path = Path(write(tmp_path / "refs.json", "x.h5", {"x/0.0": "null"}))
+    path.write_text(path.read_text().replace('"null"', "null"))
+    with pytest.raises(ValueError, match=r"reference 'x/0\.0' is None, expected a text"):  # fsspec does not read it either
+        load_all(str(path), "x")
     (tmp_path / "refs.json").write_text('{"refs": [1]}')
     with pytest.raises(SourceError, match="it is no set of references"):
         list_arrays(str(tmp_path / "refs.json"))

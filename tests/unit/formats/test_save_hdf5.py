@@ -631,6 +631,13 @@ def test_what_cannot_be_saved_is_an_error_before_anything_is_on_disk(tmp_path: P
     assert not os.listdir(tmp_path)
 
 
+def test_the_name_of_an_axis_beside_a_coordinate(tmp_path: Path) -> None:
+    """Wrong if it were looked at only after HDF5 was asked for it, which it is where there are coordinates."""
+    specs = {"x": spec("f4", dims=("y", "\0", "z")), "y": ArraySpec((3,), np.dtype("f4"), dims=("y",))}
+    with pytest.raises(ConfigError, match=r"axis 1 of '/x' is called '\\x00'; expected a name without"):
+        make_sink(str(tmp_path / "x.h5"), specs)
+
+
 def test_compression_is_checked() -> None:
     for wrong in (7, {"level": 3}, {"name": "gzip", "speed": 1}):
         with pytest.raises(ConfigError, match="expected a name such as 'gzip'"):
