@@ -156,10 +156,10 @@ def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, Any] |
         scale = h5py.h5r.dereference(reference, dataset.id) if reference else None
         if not isinstance(scale, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(scale)):
             return None
-        names = dataset.facts.places.get(address_of(scale), ())
+        address, above = address_of(scale), str(dataset.name or "").rpartition("/")[0]
+        names = dataset.facts.names_of(address, above, str(plain_attribute(h5py.Dataset(scale), "NAME")))
     except _ERRORS:
         return None
-    above = str(dataset.name or "").rpartition("/")[0]
     nearest = sorted(names, key=lambda name: name.rpartition("/")[0] != above)[:1]
     return (nearest[0], h5py.Dataset(scale)) if nearest else None
 

@@ -345,6 +345,25 @@ class OpenFacts:
             places.setdefault(address, []).append(f"/{name}")
         return places
 
+    def names_of(self, address: int, group: str, likely_name: str) -> list[str]:
+        """The full names of the object at an address; that in a group alone, if it has the likely name there.
+
+        `places` takes long if there are thousands of names, and a file is opened for each array whose labels are asked for.
+        """
+        name = f"{group}/{likely_name}"
+        if "/" not in likely_name and self._leads_to(name, address):
+            return [name]
+        return self.places.get(address, [])
+
+    def _leads_to(self, name: str, address: int) -> bool:
+        """True if hard links alone lead from the root by a full name to the object at an address."""
+        ends = [*(k for k, letter in enumerate(name) if k and letter == "/"), len(name)]
+        try:
+            links = [self.file.id.links.get_info(encoded(name[:end])) for end in ends]
+        except HDF5_ERRORS:  # there is no such link
+            return False
+        return all(link.type == h5py.h5l.TYPE_HARD for link in links) and int(links[-1].u) == address
+
     @cached
     def is_netcdf(self) -> bool:
         """True if the file has the netCDF library's marks."""

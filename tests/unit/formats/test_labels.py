@@ -22,6 +22,7 @@ from shardload.formats import untrusted as untrusted_source
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import Note
 from shardload.formats.contract.format import HelperError
+from shardload.formats.hdf5 import opened
 from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import labels_of
@@ -288,6 +289,27 @@ def test_dimensions_of_a_group_above(tmp_path: Path) -> None:
     assert info.dims == ("bare", "x") and list(info.coords) == ["x"]
     assert info.coords["x"].dataset == "/x" and info.coords["x"].values is not None
     np.testing.assert_array_equal(info.coords["x"].values, [1.0, 2.0, 3.0])
+
+
+def test_scales_are_found_without_a_list_of_all_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if all names of the file were read for each array that is labelled (the time would grow with their square), or if a
+    scale were named after another array, or a soft link, that has its name in the array's group.
+    """
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for group, kind in (("plain", "scale"), ("other", "array"), ("soft", "link")):
+            scale = file.create_dataset(f"{group}/x" if kind == "scale" else f"{group}/moved", data=[1.0, 2.0, 3.0])
+            scale.make_scale("x")
+            file[f"{group}/v"] = np.zeros(3, "f4")
+            file[f"{group}/v"].dims[0].attach_scale(scale)
+        file["other/x"] = np.zeros(3)
+        file["soft/x"] = h5py.SoftLink("/soft/moved")
+    listed, right = [], opened._links_below
+    monkeypatch.setattr(opened, "_links_below", lambda group, most: (listed.append(group.name), right(group, most))[1])
+    for group, scale in (("plain", "/plain/x"), ("other", "/other/moved"), ("soft", "/soft/moved")):
+        with contextlib.closing(open_source(f"{tmp_path}/a.h5", f"{group}/v")) as source:
+            listed.clear()
+            (coordinate,) = source.labels().coords.values()
+        assert coordinate.dataset == scale and bool(listed) == (group != "plain")
 
 
 @pytest.mark.parametrize("dims", [("lat", "lon"), ("lat", "bare"), ("lat", "lat"), ("lon", "lat"), ("bare",)])
