@@ -142,6 +142,7 @@ class LedgerSink(Sink):
 
     def allocate(self, name: str, numbers: Sequence[int] | Ints, nbytes: Sequence[int] | Ints, masks: Any = 0) -> Ints:
         """See `Sink`."""
+        _ = self.library  # ValueError if it is finished
         placed = self.chunks[name]
         with self.calls():
             numbers, sizes = placed.checked(numbers, nbytes)
