@@ -127,8 +127,10 @@ def field(folder: Path) -> File:
     path = Path(iris_sample_data.path) / FIELD[0]
     reference = folder / "field.npy"
     if not reference.exists():
-        with h5py.File(path) as opened:
-            np.save(reference, opened[FIELD[1]][()])
+        part = reference.with_suffix(".part")
+        with h5py.File(path) as opened, part.open("wb") as file:
+            np.save(file, opened[FIELD[1]][()])
+        part.rename(reference)
     return File("hdf5-field", path, FIELD[1], reference)
 
 
