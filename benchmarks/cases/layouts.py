@@ -76,6 +76,12 @@ def cube(size: int) -> int:
     return min(64, max(4, size // 4))
 
 
+def check_size(size: int) -> None:
+    """ValueError if not every layout can be written: whole chunks, and halves of them for two ranks."""
+    if size < 1 or size % (2 * cube(size)):
+        raise ValueError(f"size is {size}; expected a multiple of {2 * cube(size)}, such as 64, 128, 256 or 512")
+
+
 def shard(size: int) -> int:
     """Zarr shards of 256^3, smaller for small arrays; whole chunks."""
     return cube(size) * max(1, min(256, size // 2) // cube(size))
@@ -104,8 +110,7 @@ def make(
     folder: Path, size: int, layouts: Sequence[str] = LAYOUTS, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, File]:
     """Write what is missing under `folder`; return all by name."""
-    if size % (2 * cube(size)):
-        raise ValueError(f"size is {size}; expected a multiple of {2 * cube(size)}, such as 64, 128, 256 or 512")
+    check_size(size)
     reference = reference_of(folder, size, say)
     folder, files = reference.parent, {}
     for layout in layouts:
