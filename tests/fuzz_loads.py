@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ HDF5: tuple[dict[str, Any], ...] = (
     {"fletcher32": True},
 )
 ZARR: tuple[dict[str, Any], ...] = ({}, {"compressors": None}, {"zarr_format": 2, "compressors": None})
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A folder for all ranks, which are on one machine. A rank that fails removes it: it may be the one that ends the job."""
+    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="shardload-fuzz-", dir="/dev/shm") if comm.rank == 0 else None))
+    try:
+        yield folder
+        comm.Barrier()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write(draw: np.random.Generator, path: Path) -> tuple[str, np.ndarray[Any, Any]]:
@@ -82,7 +95,7 @@ def compare(what: str, array: jax.Array, expected: np.ndarray[Any, Any]) -> None
         if not np.array_equal(
             np.asarray(shard.data), wanted, equal_nan=wanted.dtype.kind in "fc"
         ) or array.dtype != wanted.dtype.newbyteorder("="):
-            raise SystemExit(f"rank {comm.rank}: WRONG {what}, shard {shard.index}")
+            raise ValueError(f"rank {comm.rank}: WRONG {what}, shard {shard.index}")
 
 
 def padded(values: np.ndarray[Any, Any], cuts: list[int]) -> np.ndarray[Any, Any]:
@@ -125,7 +138,7 @@ def one_save(draw: np.random.Generator, folder: Path) -> None:
         else:
             stored = np.asarray(zarr.open_group(target, mode="r")["x"][...])
         if not np.array_equal(stored, values):  # without the padding
-            raise SystemExit(f"WRONG save of {values.shape} {values.dtype} {spec} to {target.name} {chunks} {compression}")
+            raise ValueError(f"WRONG save of {values.shape} {values.dtype} {spec} to {target.name} {chunks} {compression}")
     comm.Barrier()
 
 
@@ -138,8 +151,7 @@ def main() -> None:
     given = parser.parse_args()
     shardload.initialize()
     draw = np.random.default_rng(given.seed)
-    folder = Path(comm.bcast(tempfile.mkdtemp(dir="/dev/shm") if comm.rank == 0 else None))
-    try:
+    with folder_in_memory() as folder:
         for n in range(0, given.loads, 5):
             one_load(draw, folder)
             if comm.rank == 0 and n % 1000 == 0:
@@ -148,11 +160,8 @@ def main() -> None:
             one_save(draw, folder)
             if comm.rank == 0 and n % 200 == 0:
                 print(f"{n} saves are right", flush=True)
-        comm.Barrier()
-    finally:
-        if comm.rank == 0:
-            shutil.rmtree(folder)
-            print(f"{given.loads} loads and {given.saves} saves were compared on {comm.size} ranks", flush=True)
+    if comm.rank == 0:
+        print(f"{given.loads} loads and {given.saves} saves were compared on {comm.size} ranks", flush=True)
 
 
 if __name__ == "__main__":

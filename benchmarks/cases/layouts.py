@@ -76,6 +76,12 @@ def cube(size: int) -> int:
     return min(64, max(4, size // 4))
 
 
+def check_size(size: int) -> None:
+    """ValueError if not every layout can be written: whole chunks, and halves of them for two ranks."""
+    if size < 1 or size % (2 * cube(size)):
+        raise ValueError(f"size is {size}; expected a multiple of {2 * cube(size)}, such as 64, 128, 256 or 512")
+
+
 def shard(size: int) -> int:
     """Zarr shards of 256^3, smaller for small arrays; whole chunks."""
     return cube(size) * max(1, min(256, size // 2) // cube(size))
@@ -104,8 +110,7 @@ def make(
     folder: Path, size: int, layouts: Sequence[str] = LAYOUTS, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, File]:
     """Write what is missing under `folder`; return all by name."""
-    if size % (2 * cube(size)):
-        raise ValueError(f"size is {size}; expected a multiple of {2 * cube(size)}, such as 64, 128, 256 or 512")
+    check_size(size)
     reference = reference_of(folder, size, say)
     folder, files = reference.parent, {}
     for layout in layouts:
@@ -127,8 +132,10 @@ def field(folder: Path) -> File:
     path = Path(iris_sample_data.path) / FIELD[0]
     reference = folder / "field.npy"
     if not reference.exists():
-        with h5py.File(path) as opened:
-            np.save(reference, opened[FIELD[1]][()])
+        part = reference.with_suffix(".part")
+        with h5py.File(path) as opened, part.open("wb") as file:
+            np.save(file, opened[FIELD[1]][()])
+        part.rename(reference)
     return File("hdf5-field", path, FIELD[1], reference)
 
 

@@ -164,6 +164,8 @@ def fuzz_filters(
     """
     _import_all()
     kinds = [kind for kind in (kinds or good_kinds()) if only in kind.name]
+    if not kinds:
+        raise ValueError(f"no kind has {only!r} in its name")
     outcomes, started, told = FilterOutcomes(seed), time.monotonic(), 0
     until, last = started + seconds, first + n_cases
     for begin in range(first, last, _MOST_PER_CHILD):

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -86,9 +87,9 @@ class Worker:
         command = [sys.executable, "-m", "benchmarks.fuzz.worker", str(seed)]
         # netCDF4 sets this to filters of its own, which fit its own HDF5 alone.
         environment = {name: value for name, value in os.environ.items() if name != "HDF5_PLUGIN_PATH"}
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        # In a session of its own: else Ctrl-C would look like a crash.
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
         self._said: list[str] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -189,10 +190,15 @@ def fuzz(
                 worker.close()
 
     threads = [threading.Thread(target=work) for _ in range(n_workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:  # interrupted: the threads find no more cases
+        with suppress(queue.Empty):
+            while True:
+                numbers.get_nowait()
     if failures:
         raise failures[0]
     return outcomes

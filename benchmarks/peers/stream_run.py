@@ -21,8 +21,6 @@ from benchmarks.cases.streams import MAP, MESHES, StreamFile
 from benchmarks.peers.streamers import WAYS, Asked, missing
 
 comm = MPI.COMM_WORLD
-CONVOLUTION = -1
-CHECKED = 3  # batches of a run that checks
 
 
 @cache

@@ -320,10 +320,6 @@ def failures(records: dict[str, Record]) -> list[str]:
     return ["## Failed", "", *found, ""] if found else []
 
 
-def _bold(text: str, wanted: bool) -> str:
-    return f"**{text}**" if wanted else text
-
-
 def _spread(samples: Sequence[float]) -> str:
     return f"{median(samples):.3f} ({min(samples):.3f}-{max(samples):.3f})" if samples else "failed"
 

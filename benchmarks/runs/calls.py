@@ -51,7 +51,6 @@ STEPS = {
     "formats.hdf5.source": ("Hdf5Source.chunk_reader",),
     "formats.hdf5.chunks": ("ChunkPlaces._listed", "Hdf5Chunks.read_plain"),
 }
-Load = Callable[[str], jax.Array]
 
 
 def make_files(folder: Path) -> dict[str, tuple[list[str], str]]:
@@ -207,8 +206,9 @@ def main() -> None:
                     ms = np.array(everyone) * 1e3
                     total = ms.sum(0)
                     least, tenth, middle = total.min(), np.quantile(total, 0.1), np.median(total)
-                    of_ranks = f"rank 0 {np.quantile(ms[0], 0.1):.2f}, another {np.quantile(ms[1:], 0.1):.2f}"
-                    text = f"CPU ms of all ranks: least {least:.2f}, tenth {tenth:.2f}, median {middle:.2f}; {of_ranks}"
+                    text = f"CPU ms of all ranks: least {least:.2f}, tenth {tenth:.2f}, median {middle:.2f}"
+                    if comm.size > 1:
+                        text += f"; rank 0 {np.quantile(ms[0], 0.1):.2f}, another {np.quantile(ms[1:], 0.1):.2f}"
                     print(f"{kind}, {way}: {text}", flush=True)
         comm.Barrier()
 

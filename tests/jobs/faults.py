@@ -5,6 +5,7 @@ Each row of the first one is a job, or a case of one, of 4 ranks (`scripts/fault
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,6 +145,7 @@ def _folder(parent: str, name: str) -> Path:
 
 def main() -> None:
     """Print both tables."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| fault | where | what each of 4 ranks saw | seconds |\n|---|---|---|--:|", flush=True)
     for row in rows():
         print(f"| {row.fault} | {row.where} | {row.seen} | {row.seconds:.2f} |", flush=True)

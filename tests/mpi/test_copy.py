@@ -596,10 +596,6 @@ def stopped(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def left_in(folder: Path) -> list[str]:
-    return sorted(name.split(".unfinished")[-1] for name in os.listdir(folder) if ".unfinished" in name)
-
-
 def left_of(target: Path) -> Path:
     (left,) = target.parent.glob("*.unfinished")
     return left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import zlib
@@ -18,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mpi4py.MPI import COMM_WORLD
 
-from benchmarks.cases import saves
+from benchmarks import planning
+from benchmarks.cases import layouts, saves
 from benchmarks.cases.cells import LAYOUTS, Cell, box
 from benchmarks.cases.layouts import boxes, cube, make, plane, reference_of
 from benchmarks.peers import floor, save_floor, ways
@@ -99,6 +101,29 @@ def test_the_boxes_of_all_ranks_are_the_array() -> None:
             for rank in range(n):
                 count[box(count.shape, spec, n, rank)] += 1
             assert (count == 1).all(), (spec, n)
+
+
+def test_a_field_that_was_half_written_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if what an interrupted run left were taken for the values: each way would be said to load wrong ones."""
+
+    def interrupted(file: Any, values: Any) -> None:
+        with Path(file if isinstance(file, Path) else file.name).open("wb") as half:
+            half.write(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(layouts.np, "save", interrupted)
+        layouts.field(tmp_path)
+    file = layouts.field(tmp_path)
+    with h5py.File(file.path) as opened:
+        np.testing.assert_array_equal(np.load(file.reference), opened[file.dataset][()])
+
+
+def test_what_planning_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a name or a type of plans were changed: nothing else runs this program."""
+    monkeypatch.setattr(planning, "REPEATS", 1)
+    rows = planning.measure_all(argparse.Namespace(mesh=[2], size=64))
+    assert len(rows) == 8 and all(row["plan_ms"] > 0 and row["peak_nbytes"] > 0 for row in rows)
 
 
 # --- the grid of slowed-down machines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def test_the_conda_recipe_requires_what_the_wheel_requires():
     listed = recipe.partition("  run:\n")[2].partition("\n\n")[0]
     required = {line.removeprefix("    - ").replace(" ", "") for line in listed.splitlines()}
     assert required == {f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]}
+
+
+def test_a_check_of_the_release_leaves_no_file_beside_the_sources():
+    """Wrong if the stamp of an environment were written in the name of a target that is none: it was committed."""
+    done = subprocess.run(["make", "-n", "release-check"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "tests/wheel.py" in done.stdout and "touch release-check" not in done.stdout
 
 
 def test_all_name_one_version():

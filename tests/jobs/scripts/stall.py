@@ -196,14 +196,6 @@ def saving(what: Any) -> None:
 
 
 @case
-def absent_root(_: Any) -> None:
-    load()
-    if comm.rank == 0:
-        hold()
-    load()
-
-
-@case
 def scatter(_: Any) -> None:
     shardload.scatter(hold if comm.rank == 1 else None, mesh_of(), P("a"), root=1, timeout=TIMEOUT)
 

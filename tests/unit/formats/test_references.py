@@ -29,7 +29,6 @@ from tests.unit.files import check_source, flat, load_all
 
 DATA = flat((6, 10), "<f4")
 ARRAY = {"zarr_format": 2, "shape": [6, 10], "chunks": [2, 5], "dtype": "<f4", "fill_value": 7, "order": "C", "filters": None}
-FREE = Access(allow_external=True)
 
 
 def chunks_of(path: Path) -> dict[str, list[Any]]:

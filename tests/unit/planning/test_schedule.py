@@ -84,7 +84,6 @@ UNEVEN = Case((7, 6), ((0,), (1,)), SQUARE, 4, (1, 6), (0, 0), 3, block_nbytes=1
 REPLICAS = Case((6, 4), ((0,), ()), SQUARE[::-1], 4, (2, 3), (1, 2), 4, block_nbytes=1)
 PADDED = Case((5, 3), ((0,), (1,)), SQUARE.T, 4, (2, 2), (0, 0), 2, block_nbytes=1)
 DIRECT = Case((5, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 0, block_nbytes=1)
-TWO_EACH = Case((8,), ((1, 0),), SQUARE // 2, 2, (3,), (0,), 2, block_nbytes=1)
 COLUMNS = Case((4, 4), ((), (0,)), np.array([0, 0, 1, 1]), 2, (1, 4), (0, 0), 2, block_nbytes=1)
 
 
