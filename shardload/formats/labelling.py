@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
-from shardload.formats.contract.array import LONGEST_NAME, MIXED, MOST_ATTRS, ArrayInfo, Coordinate, Labels, Note
-from shardload.formats.contract.format import Source
+from shardload.formats.contract.array import LONGEST_NAME, MIXED, MOST_ATTRS, ArrayInfo, Coordinate, Labels, Note, OnDemand
+from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import Finder, as_path, naming_what_is_gone, open_object, split_path
 from shardload.planning.region import Region
 from shardload.system.scratch import scratch_of_its_own
@@ -66,12 +66,6 @@ def list_labelled(path: str, access: Access, most: int, group: str = "") -> list
         return infos if len(infos) > most else _all_labelled(infos, path, finder)
 
 
-def labelled(infos: Iterable[ArrayInfo], path: str, access: Access) -> list[ArrayInfo]:
-    """Arrays of a file with their labels, from one open of the file."""
-    with scratch_of_its_own(), Finder(access) as finder:
-        return _all_labelled(infos, path, finder)
-
-
 def _all_labelled(infos: Iterable[ArrayInfo], path: str, finder: Finder) -> list[ArrayInfo]:
     """Arrays with their labels. One that cannot be loaded may still have attributes that matter (CF's grid mapping)."""
     labeller, with_labels = Labeller(finder), []
@@ -85,19 +79,32 @@ def _all_labelled(infos: Iterable[ArrayInfo], path: str, finder: Finder) -> list
     return with_labels
 
 
-def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT) -> Labels:
+def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, labeller: Labeller | None = None) -> Labels:
     """The names of the axes, the attributes and coordinates of an array that was found; of a single array, by this process.
 
-    Collective: no.
+    `labeller` has the file open, if other arrays of it are asked for, too. Collective: no.
 
     Raises
     ------
     SourceError
         If the array cannot be opened any more.
     """
-    with scratch_of_its_own(), Finder(access) as finder:
-        labels = Labeller(finder, of_groups=True).label(path_or_object, info).labels
+    if labeller is None:
+        with scratch_of_its_own(), Finder(access) as finder:
+            return read_labels(path_or_object, info, access, Labeller(finder, of_groups=True))
+    labels = labeller.label(path_or_object, info).labels
     return labels if isinstance(labels, Labels) else Labels((None,) * len(info.shape), info.attributes)
+
+
+def read_now(labels: Iterable[OnDemand]) -> None:
+    """Read those that nobody has looked at yet: each file is opened once, not once for each array."""
+    labellers: dict[Access, Labeller] = {}
+    with scratch_of_its_own(), ExitStack() as finders:
+        for on_demand in labels:
+            access = on_demand.access
+            if access not in labellers:
+                labellers[access] = Labeller(finders.enter_context(Finder(access)), of_groups=True)
+            on_demand.read_by(labellers[access])
 
 
 class Labeller:
@@ -129,6 +136,8 @@ class Labeller:
     ) -> None:
         self._finder, self._small_nbytes, self._names, self._of_groups = finder, small_nbytes, names, of_groups
         self._axis = axis
+        # Each with the bytes of its stored values; None for what cannot be opened. Many arrays have the same coordinates.
+        self._coordinates: dict[tuple[OpenFile, str], tuple[Coordinate, int] | None] = {}
 
     def label(self, path_or_object: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
         """The same `info`, with labels. `source` is the array, if it is open in this process.
@@ -191,25 +200,38 @@ class Labeller:
         read_coords: dict[str, Coordinate] = {}
         left_nbytes = max(_MOST_ALL_NBYTES, self._small_nbytes)
         for name, coordinate in list(coords.items())[:_MOST_COORDS] if os.path.exists(path) or "://" in path else ():
-            try:
-                source = self._finder.file(path).open(coordinate.dataset)
-            except (KeyError, OSError, ValueError, RuntimeError) as error:
-                if is_unread(error):
-                    raise
+            file = self._finder.file(path)
+            key = file, coordinate.dataset
+            if key not in self._coordinates:
+                self._coordinates[key] = self._coordinate(file, coordinate.dataset)
+            read = self._coordinates[key]
+            if read is None:
                 continue
-            with closing(source):
-                values = _values_of(source, min(self._small_nbytes, left_nbytes))
-                labels = source.labels()
+            read_coords[name], nbytes = read
+            if nbytes > left_nbytes:
+                read_coords[name] = replace(read_coords[name], values=None)
+            values = read_coords[name].values
             left_nbytes -= 0 if values is None else values.nbytes
-            attrs = bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE)
-            read_coords[name] = Coordinate(coordinate.dataset, labels.dims, attrs, values)
         return read_coords
 
+    def _coordinate(self, file: OpenFile, dataset: str) -> tuple[Coordinate, int] | None:
+        try:
+            source = file.open(dataset)
+        except (KeyError, OSError, ValueError, RuntimeError) as error:
+            if is_unread(error):
+                raise
+            return None
+        with closing(source):
+            nbytes = Region.whole(source.info.shape).size * source.dtype.itemsize
+            values = _values_of(source) if nbytes <= self._small_nbytes else None
+            labels = source.labels()
+        return Coordinate(dataset, labels.dims, bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE), values), nbytes
 
-def _values_of(source: Source, most_nbytes: int) -> np.ndarray[Any, Any] | None:
-    """The values of a coordinate, decoded, if they are small and can be read: the array itself can be loaded all the same."""
+
+def _values_of(source: Source) -> np.ndarray[Any, Any] | None:
+    """The values of a coordinate, decoded, if they can be read: the array itself can be loaded all the same."""
     info, whole = source.info, Region.whole(source.info.shape)
-    if info.refused is not None or whole.size * source.dtype.itemsize > most_nbytes:
+    if info.refused is not None:
         return None
     try:
         values = np.empty(info.shape, source.dtype)

@@ -16,7 +16,7 @@ from typing import Any
 from shardload.errors import ConfigError, ShardloadError, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, OnDemand, json_value, some
-from shardload.formats.labelling import labelled, list_labelled, read_labels
+from shardload.formats.labelling import list_labelled, read_labels, read_now
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import Options
 from shardload.storage.remote import is_remote, with_store, without_secrets
@@ -56,8 +56,8 @@ class Contents(Mapping[str, ArrayInfo]):
     def _named(self) -> list[ArrayInfo]:
         """The arrays with the names of their axes: if these are read on demand, all at once."""
         infos = list(self._infos.values())
-        is_unread = any(isinstance(info.labels, OnDemand) for info in infos)
-        return labelled(infos, absolute(self._place), self._access) if is_unread else infos
+        read_now(info.labels for info in infos if isinstance(info.labels, OnDemand))
+        return infos
 
     def __getitem__(self, name: str) -> ArrayInfo:
         if not isinstance(name, str):
@@ -185,4 +185,4 @@ def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:
     """The array, with labels that are read when they are looked at, if it has none yet."""
     if info.refused or info.labels is not None:
         return info
-    return replace(info, labels=OnDemand(partial(read_labels, absolute(path), info, access)))
+    return replace(info, labels=OnDemand(partial(read_labels, absolute(path), info, access), access))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
-from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, names_in
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error, check_loadable
@@ -49,25 +48,24 @@ def read_values(file: OpenFile, name: str, region: Region | None = None) -> Arra
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-def find_arrays(path: str, names: Iterable[str], access: Access) -> tuple[dict[str, ArrayInfo], dict[str, ConfigError]]:
+def find_arrays(finder: Finder, path: str, names: Iterable[str]) -> tuple[dict[str, ArrayInfo], dict[str, ConfigError]]:
     """The arrays of a file with these names, or below the groups of patterns; also those that hold no numbers. And the errors
     about groups below which there are none.
     """
     infos: dict[str, ArrayInfo] = {}
     empty: dict[str, ConfigError] = {}
-    with Finder(access, tells=True) as finder:
-        for name in names:
-            if name != "*" and not name.endswith("/*"):
-                info = finder.find(path, name).info
-                infos[info.dataset] = info
-                continue
-            group = "" if name == "*" else "/" + name[:-2].strip("/")
-            try:
-                below, left_out = finder.find_below(path, group, with_dimensions=True)
-            except ConfigError as error:
-                empty[group] = error
-                continue
-            infos |= {info.dataset: info for info in [*(array.info for array in below), *left_out]}
+    for name in names:
+        if name != "*" and not name.endswith("/*"):
+            info = finder.find(path, name).info
+            infos[info.dataset] = info
+            continue
+        group = "" if name == "*" else "/" + name[:-2].strip("/")
+        try:
+            below, left_out = finder.find_below(path, group, with_dimensions=True)
+        except ConfigError as error:
+            empty[group] = error
+            continue
+        infos |= {info.dataset: info for info in [*(array.info for array in below), *left_out]}
     return infos, empty
 
 

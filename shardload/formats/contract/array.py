@@ -93,18 +93,25 @@ class OnDemand:
     Parameters
     ----------
     read : callable
-        Returns the labels.
+        Returns the labels. It takes who reads them (`labelling.Labeller`); None: it opens the file itself.
+    access : Access
+        What the caller allows.
     brief : Labels, optional
         The labels that a selection by names used.
     """
 
-    def __init__(self, read: Callable[[], Labels], brief: Labels | None = None) -> None:
-        self._read, self.brief = read, brief
+    def __init__(self, read: Callable[[Any], Labels], access: Any, brief: Labels | None = None) -> None:
+        self._read, self.access, self.brief = read, access, brief
 
     @cached_property
     def full(self) -> Labels:
         """All labels."""
-        return self._read()
+        return self._read(None)
+
+    def read_by(self, labeller: Any) -> None:
+        """Have `full` read now, unless it was."""
+        if "full" not in vars(self):
+            vars(self)["full"] = self._read(labeller)
 
     def read_again(self) -> None:
         """Forget `full`, because the file has changed: it is read again when it is next needed."""

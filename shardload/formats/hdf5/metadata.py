@@ -14,10 +14,12 @@ HDF5's functions for dimension scales do. Nothing calls these for a file that wa
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import h5py
 import numpy as np
@@ -67,6 +69,24 @@ _REFUSED_CLASSES = {
     h5py.h5t.REFERENCE: ("reference", "references to other objects"),
     h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
 }
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def asked_once(question: Callable[P, T]) -> Callable[P, T]:
+    """A question about a dataset, of which an `OpenDataset` keeps the answer: it is asked again and again (is it a scale?)."""
+
+    @functools.wraps(question)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> T:
+        dataset, key = args[0], (question, *args[1:])
+        answers = dataset.answers if isinstance(dataset, OpenDataset) else {}
+        if key not in answers:
+            answers[key] = question(*args, **kwargs)
+        return answers[key]  # type: ignore[no-any-return]
+
+    return ask
 
 
 def names_of(owner: Any) -> list[str]:
@@ -125,7 +145,8 @@ def _is_readable(kind: Any) -> bool:
     return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
 
 
-def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, Any]]], str]:
+@asked_once
+def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, OpenDataset]]], str]:
     """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
     all.
 
@@ -150,18 +171,28 @@ def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, Any]]], str]:
     return scales_of_axes, f"the dimension scales of axes {gone} are not in the file" if gone else ""
 
 
-def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, Any] | None:
+def _scale(dataset: OpenDataset, reference: h5py.Reference) -> tuple[str, OpenDataset] | None:
     """What a reference leads to, if that is a dimension scale with a name."""
     try:
         scale = h5py.h5r.dereference(reference, dataset.id) if reference else None
-        if not isinstance(scale, h5py.h5d.DatasetID) or not is_scale(h5py.Dataset(scale)):
+        if not isinstance(scale, h5py.h5d.DatasetID):
             return None
-        address, above = address_of(scale), str(dataset.name or "").rpartition("/")[0]
-        names = dataset.facts.names_of(address, above, str(plain_attribute(h5py.Dataset(scale), "NAME")))
+        key = address, above = address_of(scale), str(dataset.name or "").rpartition("/")[0]
+        scales = dataset.facts.scales
+        if key not in scales:
+            scales[key] = _named_scale(dataset.facts.dataset(scale), address, above)
+        return scales[key]
     except _ERRORS:
         return None
+
+
+def _named_scale(scale: OpenDataset, address: int, above: str) -> tuple[str, OpenDataset] | None:
+    """A dimension scale with its name; None for another dataset, and for one without a name."""
+    if not is_scale(scale):
+        return None
+    names = scale.facts.names_of(address, above, str(plain_attribute(scale, "NAME")))
     nearest = sorted(names, key=lambda name: name.rpartition("/")[0] != above)[:1]
-    return (nearest[0], h5py.Dataset(scale)) if nearest else None
+    return (nearest[0], scale) if nearest else None
 
 
 def is_scale(dataset: h5py.Dataset) -> bool:
@@ -169,6 +200,7 @@ def is_scale(dataset: h5py.Dataset) -> bool:
     return bool(plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE")
 
 
+@asked_once
 def plain_attribute(owner: Any, key: str) -> Any:
     """An attribute that is numbers, or text of a fixed length, as plain Python; None if there is no such one."""
     if not has_attribute(owner, key) or not is_plain(owner, key):
@@ -177,7 +209,8 @@ def plain_attribute(owner: Any, key: str) -> Any:
     return None if isinstance(value, h5py.Empty | Note) else json_value(value)
 
 
-def axis_texts_of(dataset: h5py.Dataset) -> tuple[list[str], str]:
+@asked_once
+def axis_texts_of(dataset: OpenDataset) -> tuple[list[str], str]:
     """The label of each axis of a dataset, empty for an axis without one; and why labels are not read, if they are not."""
     none = [""] * len(dataset.shape or ())
     if not has_attribute(dataset, "DIMENSION_LABELS"):

@@ -283,6 +283,8 @@ class OpenFacts:
     def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
         self.file, self._is_ours, self._in_store, self.name = file, is_ours, stored, str(file.filename)
         self.shared_parts: OpenParts | None = None
+        # Dimension scales that arrays have, with their names, by address and the group of the array: see `metadata.scales_of`.
+        self.scales: dict[tuple[int, str], tuple[str, OpenDataset] | None] = {}
         self._image_state: tuple[int, ...] | None = None
         self.opened_in = self.state()
 
@@ -467,6 +469,7 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
     def __init__(self, identifier: Any, facts: OpenFacts, address: int | None = None) -> None:
         super().__init__(identifier, readonly=True)
         self.facts, self._address = facts, address
+        self.answers: dict[Any, Any] = {}  # to questions that were asked before: see `metadata.asked_once`
 
     @property
     def file(self) -> h5py.File:

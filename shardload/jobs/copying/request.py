@@ -19,7 +19,7 @@ from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.likeness import KEEP, Overrides, attrs_for, bounds_of, spec_like
-from shardload.formats.lookup import open_file, split_path
+from shardload.formats.lookup import Finder, split_path
 from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
@@ -214,8 +214,9 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Groups, list[str]]:
     names = list(request.dataset) or ([inside] if inside else ["*"])
     if inside and request.dataset:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
-    infos, empty = find_arrays(path, names, request.options.access)
-    with open_file(path, request.options.access) as file:
+    with Finder(request.options.access, tells=True) as finder:
+        infos, empty = find_arrays(finder, path, names)
+        file = finder.file(path)
         links = file.links() if "*" in names else {}
         for error in empty.values():
             notes = _links_notes(links, "")

@@ -32,7 +32,7 @@ from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
-from shardload.formats.lookup import open_file, split_path
+from shardload.formats.lookup import Finder, open_file, split_path
 from shardload.formats.sink import ArraySpec
 from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.jobs.joining.request import PartsRequest, Row
@@ -72,6 +72,8 @@ class _Member:
         Values of an array of text, in the same way.
     codecs : set of str
         How parts have encoded its chunks (`ArrayInfo.codec`).
+    values : dict
+        All values of a part, if they were read.
     is_stacked : bool
         Whether it gets a new first axis.
     """
@@ -82,6 +84,7 @@ class _Member:
     attrs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     texts: dict[int, Array] = field(default_factory=dict)
     codecs: set[str] = field(default_factory=set)
+    values: dict[int, Array] = field(default_factory=dict)
     is_stacked: bool = False
 
     @property
@@ -100,7 +103,7 @@ class _Member:
             return dims.index(axis) if axis in dims else None
         return axis if axis < len(self.info.shape) else None
 
-    def is_coordinate_of(self, axis: str | int) -> bool:
+    def is_coordinate_of(self, axis: str | int | None) -> bool:
         """Whether it is the coordinate of an axis with a name."""
         return len(self.info.shape) == 1 and self.name.rpartition("/")[2] == axis and not self.texts
 
@@ -198,13 +201,13 @@ class JoinedParts:
         with progress_of(progress, f"parts of {whole}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
                 self.versions[path] = state_of(path)
-                infos, empty = find_arrays(path, self._request.dataset or ("*",), self._access)
-                for group, error in empty.items():
-                    if not group:
-                        raise error
-                    empty_groups.setdefault(group, []).append(error)  # a part may have no stars
-                with open_file(path, self._access) as file:
-                    self._take_file(k, path, file, infos)
+                with Finder(self._access, tells=True) as finder:
+                    infos, empty = find_arrays(finder, path, self._request.dataset or ("*",))
+                    for group, error in empty.items():
+                        if not group:
+                            raise error
+                        empty_groups.setdefault(group, []).append(error)  # a part may have no stars
+                    self._take_file(k, path, finder.file(path), infos)
                 advance(1)
         for errors in empty_groups.values():
             if len(errors) == len(self._paths):
@@ -242,6 +245,8 @@ class JoinedParts:
         for name, (info, properties, _) in described.items():
             if not properties.is_dimension:
                 self._take(k, info, properties)
+                if self._members[name].is_coordinate_of(self._request.axis or self._request.stack):  # else it is opened again
+                    self._members[name].values[k] = read_values(file, name)
             elif not any(name.rpartition("/")[2] in array.properties.dims for key, array in described.items() if key != name):
                 self._usual_notes[f"the dimension '{printable(name)}' was left out: no array has it"] = None
         groups, unread = file.groups()
@@ -424,9 +429,10 @@ class JoinedParts:
         for k in further_parts:
             if member.shapes[k] != shape:
                 raise self._differs("shape", member, k, (shape, member.shapes[k]), fix=fix)
-            for region in Region.whole(shape).split(at_once):
-                values, other_values = (self._read(part, member, region) for part in (first, k))
-                if values.tobytes() != other_values.tobytes():
+        for region in Region.whole(shape).split(at_once) if further_parts else ():
+            values = self._read_region(first, member, region).tobytes()
+            for k in further_parts:
+                if self._read_region(k, member, region).tobytes() != values:
                     raise self._differs("value", member, k, ("one", "another"), fix=fix)
 
     # --- 4: coordinates along the axis
@@ -469,18 +475,24 @@ class JoinedParts:
                     marks.append(fill)  # netCDF has one of its own for whole numbers that were never written
                 is_time = ~np.isin(block, marks)
                 units = ({key: as_text(of[key]) for key in _TIME & of.keys()} for of in (attrs, first_attrs))
-                block[is_time] = in_other_units(block[is_time], *units)
+                blocks[-1] = block.copy()
+                blocks[-1][is_time] = in_other_units(block[is_time], *units)
             except ValueError as error:
                 units_texts = (repr(as_text(first_attrs.get("units"))), repr(as_text(attrs.get("units"))))
                 fix = f"They cannot be counted alike, because {error}"
                 raise self._differs("units", reference, k, units_texts, fix=fix) from None
         return blocks
 
-    def _read(self, k: int, member: _Member, region: Region | None = None) -> Array:
-        """The values of an array in a part, or those of a region of it; with the new axis, if it gets one."""
+    def _read(self, k: int, member: _Member) -> Array:
+        """The values of an array in a part that the new file stores itself; with the new axis, if it gets one."""
+        if k not in member.values:
+            member.values[k] = self._read_region(k, member)
+        return member.values[k].reshape(member.shapes[k])
+
+    def _read_region(self, k: int, member: _Member, region: Region | None = None) -> Array:
+        """The values of an array in a part, or those of a region of it."""
         with open_file(self._paths[k], self._access) as file:
-            values = read_values(file, member.name, region)
-        return values.reshape(member.shapes[k]) if region is None else values
+            return read_values(file, member.name, region)
 
     def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
         """ConfigError unless the coordinate goes on in the direction that it has in each part."""

@@ -430,13 +430,14 @@ def _with_names(load: ArrayLoad) -> Plan:
     if isinstance(info.labels, Labels) and not info.labels.is_brief:
         return load.plan
     brief = info.labels if isinstance(info.labels, Labels) else None
-    read = partial(_read_names, load.handle, info, load.options.access, brief)
-    return replace(load.plan, info=replace(info, labels=OnDemand(read, brief)))
+    access = load.options.access
+    read = partial(_read_names, load.handle, info, access, brief)
+    return replace(load.plan, info=replace(info, labels=OnDemand(read, access, brief)))
 
 
-def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | None) -> Labels:
+def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | None, labeller: Labeller | None) -> Labels:
     """The labels of an array, of the same version of the file as those in which its selection was looked up."""
-    labels = read_labels(handle, info, access)
+    labels = read_labels(handle, info, access, labeller)
     if brief is not None:
         check_same_version(str(info), brief.read_in, labels.read_in, info, SINCE_SELECT)
     return labels

@@ -16,6 +16,7 @@ import numpy as np
 from shardload.arrays.padding import version_of
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo, Labels, Note, OnDemand, names_in, some
+from shardload.formats.labelling import read_now
 from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.trees import Where, node_of, rebuilt, text_of
@@ -74,8 +75,10 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     (('x', 'dim_1'), array([2., 3., 4.]))
     """
     xarray = import_xarray("to_xarray")
+    infos = [each_plan.info for each_plan in _plans_of(plan)]
+    read_now(info.labels for info in infos if isinstance(info.labels, OnDemand))
     wrapped = _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
-    _warn_of_long_attributes(plan)
+    _warn_of_long_attributes(infos, isinstance(plan, Plan))
     return wrapped
 
 
@@ -88,12 +91,19 @@ def import_xarray(call: str) -> Any:
     return xarray
 
 
-def _warn_of_long_attributes(plan: Any) -> None:
+def _plans_of(plan: Any) -> list[Plan]:
+    """The plans of a tree. What is none in it is left to `_wrap_tree`, which says what is expected."""
+    if isinstance(plan, TreePlan):
+        return list(plan.leaves)
+    leaves = jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Plan))
+    return [leaf for leaf in leaves if isinstance(leaf, Plan)]
+
+
+def _warn_of_long_attributes(infos: Sequence[ArrayInfo], is_single: bool) -> None:
     """Say which attributes the objects of xarray do not have, because a plan does not: they are too long, or cannot be read."""
-    plans = plan.leaves if isinstance(plan, TreePlan) else jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Plan))
     left_out: dict[str, None] = {}
-    for info in (each_plan.info for each_plan in plans):
-        owners = {info.dataset: info.attrs} | ({} if isinstance(plan, Plan) else {"the group": info.group_attrs})
+    for info in infos:
+        owners = {info.dataset: info.attrs} | ({} if is_single else {"the group": info.group_attrs})
         owners |= {coord.dataset: coord.attrs for coord in info.coords.values()}
         left_out |= dict.fromkeys(
             f"{key!r} of {owner}" for owner, attrs in owners.items() for key in attrs if isinstance(attrs[key], Note)

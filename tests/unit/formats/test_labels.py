@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import jax
 import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.errors import ConfigError, SourceError
@@ -22,7 +25,8 @@ from shardload.formats import untrusted as untrusted_source
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import Note
 from shardload.formats.contract.format import HelperError
-from shardload.formats.hdf5 import opened
+from shardload.formats.hdf5 import file, opened
+from shardload.formats.hdf5.file import Hdf5File
 from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import labels_of
@@ -417,6 +421,41 @@ def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
         found["no"]
     with pytest.raises(KeyError, match=r"0 is no name; .* has /link"):
         found[0]  # type: ignore[index]
+
+
+def test_what_arrays_have_in_common_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the file were opened anew for the labels of each array of a plan, or a coordinate read for each array that has
+    it: 500 variables took seven times as long as in xarray.
+    """
+    made = xr.Dataset({f"v{k}": (("x",), np.full(3, k, "f4")) for k in range(5)}, {"x": ("x", [1.0, 2.0, 3.0], {"units": "m"})})
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, made)
+    mesh, names = Mesh(np.array(jax.devices()[:1]), "a"), [f"v{k}" for k in range(5)]
+    opened_names, right = list[str](), Hdf5File.open
+    monkeypatch.setattr(Hdf5File, "open", lambda self, name, *rest: (opened_names.append(name), right(self, name, *rest))[1])
+    assert shardload.open(path)["v3"].coords["x"].attrs["units"] == "m"
+    assert opened_names.count("/x") == 2, "as an array, and as a coordinate"
+    plan = shardload.plan(path, mesh, P(), dataset={name: name for name in names}, decode=True)
+    arrays = plan.execute()
+    opened_names.clear()
+    files, open_to_read = list[str](), opened.open_to_read
+    monkeypatch.setattr(file, "open_to_read", lambda path: (files.append(path), open_to_read(path))[1])
+    found = shardload.to_xarray(arrays, plan)
+    assert len(files) == 1 and sorted(opened_names) == ["/v0", "/v1", "/v2", "/v3", "/v4", "/x"]
+    with xr.open_dataset(path, engine="h5netcdf") as expected:
+        xr.testing.assert_identical(found.map(np.asarray).assign_attrs(found.attrs), expected.load())
+
+
+def test_of_large_coordinates_each_array_has_what_it_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if an array without room for the values of a coordinate took them from the next one that has it, or kept all."""
+    x, y = np.arange(3.0), np.arange(5.0)
+    made = xr.Dataset({"v": (("x", "y"), np.zeros((3, 5))), "w": (("y",), np.zeros(5))}, {"x": x, "y": y})
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, made)
+    monkeypatch.setattr("shardload.formats.labelling._MOST_ALL_NBYTES", 40)
+    with Finder(Access()) as finder:
+        labeller = Labeller(finder, small_nbytes=40)
+        for name, has_values in (("v", {"x": True, "y": False}), ("w", {"y": True}), ("v", {"x": True, "y": False})):
+            coords = labeller.label(path, find_array(path, name)).coords
+            assert {name: coord.values is not None for name, coord in coords.items()} == has_values
 
 
 def test_large_coordinates_are_named_only(tmp_path: Path) -> None:

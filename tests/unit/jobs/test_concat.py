@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
+from shardload.formats import lookup
 from tests.unit.cli.test_main import ok, run
 
 LENGTHS = (5, 3, 4)
@@ -161,6 +162,20 @@ def test_what_is_the_same_in_all_is_read_once(tmp_path: Path, monkeypatch: pytes
     pair = shardload.concat(nets, "z")
     assert "/mask (2,) float32: the same in all parts" in pair.summary
     np.testing.assert_array_equal(load(pair, "mask"), [4, 5])
+
+
+def test_each_file_is_opened_once_to_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were opened again for its arrays, and to read their coordinate: five times, for two arrays."""
+    for k, z in enumerate(([3, 2, 1], [9, 8])):
+        levels(tmp_path / f"{k}.nc", z)
+    opened_paths, right = list[str](), lookup.format_of
+    monkeypatch.setattr(
+        lookup, "format_of", lambda path, *rest: (opened_paths.append(os.path.basename(path)), right(path, *rest))[1]
+    )
+    pair = shardload.concat(str(tmp_path / "*.nc"), "z")
+    assert sorted(opened_paths) == ["0.nc", "1.nc"]
+    monkeypatch.undo()
+    np.testing.assert_array_equal(load(pair, "z"), [9, 8, 3, 2, 1])
 
 
 def test_a_copy_of_a_pattern(tmp_path: Path) -> None:
