@@ -24,7 +24,6 @@ from shardload.formats.contract.array import ArrayInfo, Properties, cast_value, 
 from shardload.formats.netcdf import refused_attribute
 from shardload.formats.sink import ArraySpec, Compression
 from shardload.planning.selection import Selection
-from shardload.system.steps import step_done
 from shardload.values.decoding import OF_STORED
 
 KEEP = "keep"
@@ -72,7 +71,6 @@ def spec_like(
     ConfigError
         If a value that marks missing data is none of the type that is asked for, or no array can be compressed like this one.
     """
-    step_done()
     axes, notes, attrs = selection.kept, list(properties.unread), dict(properties.attrs)
     layout: dict[str, Any] = {}
     fill = None

@@ -184,7 +184,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
         numbers[scale] = number
         if is_netcdf:
             file[scale].attrs["_Netcdf4Dimid"] = np.int32(number)
-    for name, spec in steps_of(specs.items()):
+    for name, spec in specs.items():
         if spec.scale_name is not None:
             file[name].make_scale(spec.scale_name)
     for name, spec in steps_of(specs.items()):
