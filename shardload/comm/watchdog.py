@@ -270,6 +270,11 @@ class Watchdog:
         """Count progress."""
         self._count += 1
 
+    def step_done(self) -> None:
+        """Count progress of this thread while it works alone (`system.steps`), and look."""
+        self._count += 1
+        self.look()
+
     @contextmanager
     def attend(self, activity: Callable[[], Activity]) -> Iterator[None]:
         """Ask at each beat what the threads of this rank do."""

@@ -17,6 +17,7 @@ from shardload.comm.group import Group, Invocation, group_of
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.options import TIMEOUT
 from shardload.system.interruption import let_interruption_pass, outer_exception
+from shardload.system.steps import steps_told_to
 
 _PLAN = "a plan"
 
@@ -107,7 +108,8 @@ def watched(group: Group, title: str, timeout: float | None) -> Iterator[ConfigE
     with group.call(timeout) as refusal:
         group.watch.begin(title, timeout)
         try:
-            yield refusal
+            with steps_told_to(group.watch.step_done):
+                yield refusal
         finally:
             if not group.watch.is_stalled:
                 group.watch.close()

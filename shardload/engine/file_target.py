@@ -43,6 +43,7 @@ from shardload.planning.region import Array, IntArray, Region, aligned, run_of
 from shardload.planning.staging import KEPT_ROUNDS
 from shardload.storage.target import as_write_error
 from shardload.system.interruption import FirstError
+from shardload.system.steps import steps_told_to
 from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Piece, aligned_empty
 from shardload.transfer.moves import ArrayMove
@@ -390,7 +391,7 @@ class FileTarget:
 
     def _compare(self, read: ReadBack) -> None:
         """Compare what was read. Not in `_read_back`, where a variable would keep an error while the call goes on: `let_go`."""
-        tasks = [self._pool.submit(task) for task in read.stored()]
+        tasks = [self._pool.submit(self._counting, task) for task in read.stored()]
         self._wait(tasks)
         for task in tasks:
             task.result()
@@ -407,7 +408,7 @@ class FileTarget:
         try:
             words, chunk = next(iter(self._doing.values()))
         except (StopIteration, RuntimeError):  # nothing, or another thread has changed it just now
-            return Activity(self._n_steps)
+            return Activity(self._n_steps, f"writing the metadata of '{self._sink.path}'" if self._is_at_work else "")
         return Activity(self._n_steps, f"{words} {chunk.region} of '{chunk.name}' in '{self._sink.path}'")
 
     def _wait(self, futures: Sequence[Future[Any]]) -> None:
@@ -422,7 +423,7 @@ class FileTarget:
 
     def _in_thread(self, call: Callable[[], Result]) -> Result:
         """The result of a call that may take long or hang: a thread makes it, and this one watches over the job."""
-        future = self._pool.submit(call)
+        future = self._pool.submit(self._counting, call)
         self._wait([future])
         try:
             result: Result = future.result()
@@ -445,6 +446,11 @@ class FileTarget:
         return [self._pool.submit(self._do, chunks[k::n], steps) for k in range(n)]
 
     # --- its threads
+
+    def _counting(self, call: Callable[[], Result]) -> Result:
+        """The result of a call, whose steps are counted (`system.steps`)."""
+        with steps_told_to(self._count_step):
+            return call()
 
     def _do(self, chunks: Sequence[Chunk], steps: Sequence[_Step]) -> None:
         """Do some steps with each chunk, until one fails, or another rank has failed."""

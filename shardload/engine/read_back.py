@@ -32,6 +32,7 @@ from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.region import Array, IntArray, Region, unravel
 from shardload.storage.objects import StoredObject
 from shardload.system.scratch import shared_scratch
+from shardload.system.steps import step_done
 from shardload.transfer.checksum import checksum
 
 _ANY_FILTER = Access(allow_filters=frozenset({"all"}))
@@ -142,6 +143,7 @@ class ReadBack:
                 with closing(stored):
                     for chunk in chunks_of_key:
                         self._compare_bytes(stored, chunk)
+                        step_done()
         except OSError as error:
             chunk_name, index = self._place(chunk)
             raise SourceError(

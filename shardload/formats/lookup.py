@@ -47,6 +47,7 @@ from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 from shardload.system.interruption import let_interruption_pass
+from shardload.system.steps import step_done
 
 State = tuple[int, ...] | None
 
@@ -265,6 +266,7 @@ class _CheckedFile(OpenFile):
             return self._file.list_linked(group, in_full)
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
+        step_done()
         name = _full_name(dataset)
         if planned is None:
             with as_source_error(self._path, name):

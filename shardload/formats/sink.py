@@ -29,6 +29,7 @@ from shardload.planning.region import Region, ravel, unravel
 from shardload.storage.objects import Ints, ObjectFolder
 from shardload.storage.target import as_write_error
 from shardload.system.scratch import shared_scratch
+from shardload.system.steps import step_done
 from shardload.values.decoding import PACKING, packed_by, typed
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -324,6 +325,7 @@ class Encoder:
         dtype = native_dtype(spec.dtype).name
         self.info = ArrayInfo(path, name, format, spec.shape, dtype, chunks=spec.chunks, codec=codec, shards=spec.shards)
         self._steps, self._scratch = tuple(steps), shared_scratch()
+        step_done()
 
     def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
         """Encode the values of one chunk, which ends at the array's edge if the chunk reaches over it; any region of an array

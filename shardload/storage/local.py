@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardload.storage.objects import Bytes, Content, Ranges
+from shardload.system.steps import step_done
 
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe would wait for its writer
 TARGET_HINT = "pass allow_external=True if you trust it"
@@ -154,6 +155,7 @@ def state_of(file: int | str) -> tuple[int, ...] | None:
         status = os.stat(file)
     except OSError:
         return None
+    step_done()
     state = status.st_size, status.st_mtime_ns
     return (*state, status.st_ino, status.st_dev) if isinstance(file, int) else state
 

@@ -46,6 +46,7 @@ from shardload.storage.target import (
     sync_name,
     temporary_of,
 )
+from shardload.system.steps import steps_of
 
 _PART = ".part"
 _REMOTE_PAUSES = (0.0, 0.5, 2.0)  # seconds before each attempt to remove what other ranks may still put
@@ -324,7 +325,7 @@ class AddedFolder(NewFolder):
         try:
             for pairs in (new, changed):
                 folders = set[str]()
-                for key, old_key in pairs:
+                for key, old_key in steps_of(pairs):
                     path = os.path.join(self.old, old_key)
                     folder = os.path.dirname(path)
                     if folder not in folders:
@@ -345,7 +346,7 @@ class AddedFolder(NewFolder):
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects that nobody reads any more from the old folder."""
-        for key in keys:
+        for key in steps_of(keys):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.old, key))
 
@@ -361,7 +362,7 @@ class AddedFolder(NewFolder):
         """
         replaced: list[str] = []
         try:
-            for old_key, key in keys.items():
+            for old_key, key in steps_of(keys.items()):
                 os.replace(os.path.join(self.path, key), os.path.join(self.old, old_key))
                 replaced.append(old_key)
         except BaseException as error:

@@ -28,6 +28,7 @@ from typing import Any
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.local import LocalFile, kind_of
 from shardload.storage.objects import RemoteError, UnsyncedError
+from shardload.system.steps import step_done
 
 _log = logging.getLogger("shardload")
 
@@ -167,6 +168,7 @@ def sync_folder(path: str) -> None:
             raise
     finally:
         os.close(descriptor)
+    step_done()
 
 
 def sync_name(folder: str, path: str) -> None:
@@ -389,6 +391,7 @@ class WritableFile(LocalFile):
             if n_written <= 0:
                 raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
             memory, offset = memory[n_written:], offset + n_written
+        step_done()
 
     def resize(self, nbytes: int) -> None:
         """Make it shorter or longer."""
@@ -401,6 +404,7 @@ class WritableFile(LocalFile):
     def sync(self) -> None:
         """Wait until it is on disk."""
         os.fsync(self.descriptor)
+        step_done()
 
 
 class NewFile(WritableFile):

@@ -23,6 +23,7 @@ from shardload.errors import ConfigError
 from shardload.formats.hdf5.metadata import NO_VARIABLE, NON_COORDINATE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_attribute, unreadable_name
 from shardload.formats.sink import ONE_LENGTH, ArraySpec
+from shardload.system.steps import step_done, steps_of
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _OF_H5PY = ("lzf", "32000")  # filters that no plugin has
@@ -151,8 +152,9 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
     dimensions = axes.dimensions()
     if not is_netcdf:
-        dimensions = {key: scale for key, scale in dimensions.items() if axes.has_coordinates and scale not in file}
-    for name, spec in specs.items():
+        have_scales = axes.has_coordinates
+        dimensions = {key: scale for key, scale in dimensions.items() if have_scales and scale not in file}
+    for name, spec in steps_of(specs.items()):
         for axis, dim in enumerate(spec.dims or ()):
             if dim is None:
                 continue
@@ -174,7 +176,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 )
             scale_of[name, axis] = scale
     numbers = {}
-    for number, (scale, (length, _, grows)) in enumerate(lengths.items()):
+    for number, (scale, (length, _, grows)) in enumerate(steps_of(lengths.items())):
         if scale not in specs:
             _create_dimension(file, scale, length, grows)
         elif specs[scale].scale_name is None:
@@ -185,15 +187,15 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     for name, spec in specs.items():
         if spec.scale_name is not None:
             file[name].make_scale(spec.scale_name)
-    for name, spec in specs.items():
+    for name, spec in steps_of(specs.items()):
         for axis in range(len(spec.scales)):
             for scale in axes.attached(name, axis):
                 file[name].dims[axis].attach_scale(file[scale])
-    for (name, axis), scale in scale_of.items():
+    for (name, axis), scale in steps_of(scale_of.items()):
         if name != scale:
             file[name].dims[axis].attach_scale(file[scale])
     if is_netcdf:
-        for name, spec in specs.items():
+        for name, spec in steps_of(specs.items()):
             if name not in numbers and spec.shape:
                 ids = [numbers[scale_of[name, axis]] for axis in range(len(spec.shape))]
                 file[name].attrs["_Netcdf4Coordinates"] = np.array(ids, dtype=np.int32)
@@ -212,6 +214,7 @@ def _create_dimension(file: h5py.File, scale: str, length: int, grows: bool) -> 
 
 def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: bool) -> None:
     """Write attributes. ConfigError for one that HDF5 cannot hold."""
+    step_done()
     for key, value in attrs.items():
         value = _plain_text(value)
         why = refused_attribute(str(key), value, is_netcdf=is_netcdf)

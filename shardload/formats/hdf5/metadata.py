@@ -44,6 +44,7 @@ from shardload.formats.contract.array import (
 from shardload.formats.hdf5.filters import LOSSY, NAMES, name_of, parameters_of, refuse_filters
 from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, address_of, decoded, encoded, names_below, type_of_values
+from shardload.system.steps import step_done
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
 NO_NAMES = "names of axes"  # in the place of an attribute: why they are not known
@@ -240,6 +241,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
         they are in the file's global heap, and if that is damaged, HDF5 2.0.0 loops for ever (docs/trust-files.md). Of these a
         load needs only the two short texts that change what integers mean (`decoding.TEXTS`).
     """
+    step_done()
     creation, filters, access = dataset.creation, dataset.stored_filters, others.access
     number, inner = dataset.element
     dtype, refused = _type_of(number)

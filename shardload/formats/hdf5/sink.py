@@ -35,6 +35,7 @@ from shardload.storage.changes import GrowingFile
 from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import Ints, ObjectFolder
 from shardload.storage.target import Change, NewFile, Target, WritableFile, as_write_error, check_mark
+from shardload.system.steps import step_done
 
 _AT_ONCE = 4096  # chunks
 _RENEWED_AFTER = 1 << 16  # chunks
@@ -128,6 +129,7 @@ class LedgerSink(Sink):
         were left out. Now and then the file is closed and opened again: HDF5 remembers each gap between aligned chunks, in 250
         bytes.
         """
+        step_done()
         dataset = self.library[name].id
         offsets = [
             self.ledger.place(dataset, tuple(start), size, mask)
@@ -407,6 +409,7 @@ class Hdf5PlacedChunks(PlacedChunks):
 
     def note_all(self, dataset: h5py.h5d.DatasetID) -> None:
         """Note the places that HDF5 gave all chunks when it made the array."""
+        step_done()
         if self.grid:
             self._each(dataset, self.note)
         else:
@@ -414,6 +417,7 @@ class Hdf5PlacedChunks(PlacedChunks):
 
     def compare(self, dataset: h5py.h5d.DatasetID) -> None:
         """SourceError unless HDF5 finds the chunks where they are, and no others."""
+        step_done()
         if not self.grid:
             if self.sizes[0] and dataset.get_offset() != self.offsets[0]:
                 raise self._misplaced((), dataset.get_offset(), self.offsets[0])

@@ -45,6 +45,7 @@ from shardload.storage.new_folder import NewFolder, NewRemoteFolder
 from shardload.storage.objects import Ints, ObjectFolder, WritableFolder
 from shardload.storage.remote import StorageOptions, is_remote
 from shardload.storage.target import FOLDER_MARK, as_write_error
+from shardload.system.steps import step_done, steps_of
 
 _MISSING = np.uint64(2**64 - 1)
 
@@ -229,14 +230,11 @@ class ZarrSink(Sink):
                     self._write_indexes(self._shards[name])
                 else:
                     self._check_keys(name)
-            *documents, last = (
-                (key, content if isinstance(content, bytes) else json.dumps(content, indent=2, allow_nan=False).encode())
-                for key, content in self.documents()
-            )
+            *documents, (last_key, last_content) = self.documents()
             for key, content in documents:
                 if key not in self.taken_up:  # the values of an array of text
-                    self.folder.put(key, content)
-            self.folder.finish(*last)
+                    self.folder.put(key, _as_bytes(content))
+            self.folder.finish(last_key, _as_bytes(last_content))
         self._is_finished = True
 
     def _write_indexes(self, shards: _Shards) -> None:
@@ -251,6 +249,7 @@ class ZarrSink(Sink):
 
     def _check_keys(self, name: str) -> None:
         """ValueError unless each chunk has an object."""
+        step_done()
         n, n_here = math.prod(self.arrays[name].spec.grid), sum(1 for _ in self.folder.keys(name.strip("/")))
         if n_here != n:
             raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
@@ -295,6 +294,14 @@ class ZarrSink(Sink):
                 documents[".zmetadata"] = {"zarr_consolidated_format": 1, "metadata": every}
             documents[last] = root
         yield from documents.items()
+
+
+def _as_bytes(content: Any) -> bytes:
+    """What `ZarrSink.documents` gives, as it is stored."""
+    if isinstance(content, bytes):
+        return content
+    # Token by token: that of the root has the metadata of all arrays.
+    return "".join(steps_of(json.JSONEncoder(indent=2, allow_nan=False).iterencode(content))).encode()
 
 
 def groups_above(names: Iterable[str]) -> set[str]:

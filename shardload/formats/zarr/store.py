@@ -37,6 +37,7 @@ from shardload.storage.leftovers import METADATA, NODE_FILES
 from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, OutsideError, state_of
 from shardload.storage.objects import NoListingError, ObjectFolder
 from shardload.storage.remote import RemoteFolder, is_remote, open_remote, without_secrets
+from shardload.system.steps import step_done
 
 State = tuple[int, ...] | None
 
@@ -145,6 +146,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def node(self, name: str) -> ArrayNode | GroupNode | None:
         """The array or group of this name; None if there is none. KeyError for names that Zarr cannot have."""
+        step_done()
         folder = name.strip("/")
         if folder and any(part in ("", ".", "..") for part in folder.split("/")):
             raise KeyError(name)
