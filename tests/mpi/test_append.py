@@ -548,7 +548,9 @@ def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str
         "at='2001-01-01T00:16:48'",
     )
     refused(time(0.32, 0.34), "ends with", "append(..., at=")
-    refused(time(0.36, 0.34), "then 2001-01-01T00:20:24")
+    refused(time(0.36, 0.34), "then 2001-01-01T00:20:24", "Sort it")
+    refused(time(np.nan, 0.34), "begins with nan", "would find wrong rows. Give each row its value")
+    refused(time(0.34, np.nan), "then nan", "would find wrong rows. Give each row its value")
     refused(time(0.30, 0.32), "begins with", at=0.32)
     refused(time(0.30, 0.32), "no date", at="soon")
     refused(time(0.30, 0.32), "dim is a number", at=0.3, dim=0)

@@ -242,6 +242,8 @@ def _check_order(
     fix = f"To replace the rows from there on, as after a restart from an older checkpoint: append(..., at={shown_at})"
     if k > 1:
         problem, fix = f"has an order, and what is to be appended has {before}, then {after}", "Sort it"
+    if np.isnan(values[k]):
+        fix = "Give each row its value"
     raise ConfigError(
         f"'{array.name}' in '{request.path}' {problem}: searches by its values would find wrong rows. {fix}. If its rows have "
         f"no order, pass the number of the axis, such as dim=0, in place of its name"
