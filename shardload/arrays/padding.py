@@ -308,11 +308,11 @@ def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.A
     target = _named(array, name) if sharding is None else sharding
     if not isinstance(target, NamedSharding) or isinstance(target.mesh, jax.sharding.AbstractMesh):
         raise ConfigError(f"sharding is {target!r}; expected a NamedSharding over a mesh of devices")
-    found, expected = _device_ids(target, extent.shape), _device_ids(array.sharding, array.shape)
-    if found != expected:
+    target_ids, array_ids = _device_ids(target, extent.shape), _device_ids(array.sharding, array.shape)
+    if target_ids != array_ids:
         raise ConfigError(
-            f"sharding is over the devices [{ids_text(found)}], but {name} is on [{ids_text(expected)}]. Pass one over the "
-            "same devices in this order, such as NamedSharding(x.sharding.mesh, P()), and move the result by jax.device_put"
+            f"sharding is over the devices [{ids_text(target_ids)}], but {name} is on [{ids_text(array_ids)}]. Pass one over "
+            "the same devices in this order, such as NamedSharding(x.sharding.mesh, P()), and move the result by jax.device_put"
         )
     _check_holds(target, extent.shape, name)
     is_cut_alike = target == array.sharding and array.sharding.shard_shape(array.shape) == extent.shard_shape

@@ -97,9 +97,10 @@ def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
     Raises
     ------
     ConfigError
-        If the spec has more entries than the array has axes, or leaves an axis to the compiler.
+        If the spec has more entries than the array has axes, leaves an axis to the compiler, or has unreduced axes.
     """
     spec = sharding.spec
+    refuse_unreduced(spec)
     if len(spec) > ndim:
         raise ConfigError(
             f"{spec_text(spec)} has {len(spec)} entries, but the array has {ndim} {'axis' if ndim == 1 else 'axes'}. "

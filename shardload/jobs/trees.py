@@ -40,13 +40,13 @@ NEEDED: Any = object()  # in place of a default: there is none
 class Place:
     """A leaf of a tree of names: the path, and the name in that file (None: the file's only array).
 
-    `is_pattern` is True if it stands for all arrays below a group. `found` is an array that was found for such a pattern.
+    `is_pattern` is True if it stands for all arrays below a group. `array` is one that was found for such a pattern.
     """
 
     path: Any
     dataset: Any
     is_pattern: bool = False
-    found: Any = None
+    array: Any = None
 
     @classmethod
     def of(cls, path: Any, dataset: Any) -> Place:
@@ -351,7 +351,7 @@ class ArrayTree:
             pattern = self.places[k]
             try:
                 leaves[k] = _nested(
-                    (name.removeprefix(pattern.group).strip("/").split("/"), Place(pattern.path, name, found=array))
+                    (name.removeprefix(pattern.group).strip("/").split("/"), Place(pattern.path, name, array=array))
                     for name, array in arrays.items()
                 )
             except ValueError as error:

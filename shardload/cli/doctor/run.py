@@ -263,8 +263,8 @@ def _all_reduce(devices: list[Any]) -> str:
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(x)
     expected, over = int(values.sum()), counted(len(devices), "device")
     for shard in total.addressable_shards:
-        if (found := int(np.asarray(shard.data))) != expected:
-            raise ValueError(f"the sum over {over} is {found} on device {shard.device.id}, expected {expected}")
+        if (total_here := int(np.asarray(shard.data))) != expected:
+            raise ValueError(f"the sum over {over} is {total_here} on device {shard.device.id}, expected {expected}")
     return f"sum over {over} is {expected}, as expected"
 
 

@@ -373,12 +373,12 @@ class LoadCall:
         tree = self.tree.grow({k: arrays for k, (arrays, _) in patterns.items()})
         requests = read_requests(tree, self._mesh, self._spec, self._keywords)
         for k, place in enumerate(tree.places):
-            if place.found is not None and not place.found.info.shape:  # no axis that could be cut: the spec is of the others
+            if place.array is not None and not place.array.info.shape:  # no axis that could be cut: the spec is of the others
                 sharding = requests[k].sharding
                 whole = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
                 requests[k] = replace(requests[k], sharding=whole)
         self.tree, self.requests = tree, requests
-        return [by_place[id(place)] if place.found is None else place.found for place in tree.places]
+        return [by_place[id(place)] if place.array is None else place.array for place in tree.places]
 
     def _explain(self, error: ConfigError, k: int, info: ArrayInfo) -> None:
         """Add to the error about the k-th array, which cannot be planned, what it is called, and what it shares with others."""

@@ -153,6 +153,8 @@ def test_what_is_left_to_the_compiler_or_to_a_sum() -> None:
     x = jax.ShapeDtypeStruct((2,), "float32", sharding=sharding)
     text = "has unreduced or reduced axes, and what is in a file has neither"
     calls: list[Any] = [lambda: read_sharding(sharding, None), lambda: read_sharding(mesh, sharding.spec)]
+    of_three = jax.device_put(np.zeros(3, "float32"), NamedSharding(mesh, P(None)))
+    calls.append(lambda: shardload.unpad(of_three, (2,), sharding=sharding))
     for call in [*calls, lambda: shardload.plan_save("x.h5", {"x": x})]:  # JAX would say that *pspec is dangerous
         with pytest.raises(ConfigError, match=text):
             call()

@@ -151,7 +151,7 @@ def test_patterns() -> None:
     tree = ArrayTree.join({"p": "a.h5", "q": "b.h5:/g/*"}, {"p": "*", "q": None})
     assert tree.has_patterns and [place.group for place in tree.places] == ["", "/g"]
     grown = tree.grow({0: {"/x": "a", "/h/y": "b", "/h/k/z": "c"}, 1: {"/g/x": "d", "/g/h/x": "e"}})
-    assert [place.found for place in grown.places] == ["c", "b", "a", "e", "d"]
+    assert [place.array for place in grown.places] == ["c", "b", "a", "e", "d"]
     assert grown.build(range(5)) == {"p": {"h": {"k": {"z": 0}, "y": 1}, "x": 2}, "q": {"h": {"x": 3}, "x": 4}}
     assert [(place.path, place.dataset) for place in grown.places][3] == ("b.h5", "/g/h/x")
     assert grown.spread("pad", {"p": {"x": 1, "h": 2}, "q": 3}) == [2, 2, 1, 3, 3]
