@@ -272,7 +272,9 @@ class StreamPlanner:
         if not plan.n_batches(n):
             of_window = f" with a window from {order.first:+d} to {order.last:+d}" if order.first or order.last else ""
             fix = "Pass a smaller batch, or remainder='pad'" if n else "Select more steps, or pass a smaller window"
-            if n == 0 and not order.crosses_blocks:
+            if n == 0 and order.breaks is not None and len(order.breaks):
+                fix += f", or gaps='ignore': no window reaches over a gap, and the coordinate has {len(order.breaks)}"
+            elif n == 0 and not order.crosses_blocks:
                 fix += f", or border='reread': no such window fits into a block of {order.block} steps"
             raise ConfigError(f"{order.n_steps} steps{of_window} have {n} samples, which make no batch of {batch}. {fix}")
         if plan.remainder == "error" and n % batch:

@@ -117,7 +117,7 @@ def test_an_option_that_is_wrong_by_itself(path: str, options: dict[str, Any], t
         ),
         (
             {"window": range(20), "border": "drop", "shuffle": 1, "gaps": "skip"},
-            "have 0 samples",
+            "have 0 samples, .* or gaps='ignore': no window reaches over a gap, and the coordinate has 1",
         ),
         ({"batch": 5, "remainder": "error"}, "24 samples are 4 batches of 5, and 4 are left, .* or batch=[46]$"),
         (
