@@ -376,7 +376,7 @@ def test_tasks_of_which_each_is_alone(file: str, tmp_path: Path, monkeypatch: py
     """Wrong if each task of a launcher, of which MPI knows nothing, copied the whole file to the same name."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     code, _, err = run("copy", file, f"{tmp_path}/out.h5")
-    assert code == 1 and "srun started 4 tasks, but MPI was not told: add --mpi=pmix" in unwrapped(err)
+    assert code == 1 and "srun started 4 tasks, but MPI was not told: srun --mpi=pmi" in unwrapped(err)
     assert "If each task is to make a file of its own, set SHARDLOAD_MPI=0" in unwrapped(err), "not: to run without MPI"
     assert not (tmp_path / "out.h5").exists()
     monkeypatch.setenv("SHARDLOAD_MPI", "0")  # each is alone, as its user wants it
