@@ -189,13 +189,10 @@ class CommunicatorAttribute:
     Attributes
     ----------
     value : object
-        The value; None until it is made.
-    free : callable, optional
-        Called with the value when the communicator is freed.
+        The value; None until it is made. Its `free`, if it has one, is called when the communicator is freed.
     """
 
     value: Any = None
-    free: Callable[[Any], None] | None = None
     making: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -218,8 +215,8 @@ def _keyval() -> int:
     mpi, _ = load_mpi()
 
     def free(_comm: Any, _keyval: int, attribute: CommunicatorAttribute) -> None:
-        if attribute.free is not None:
-            attribute.free(attribute.value)
+        if hasattr(attribute.value, "free"):
+            attribute.value.free()
 
     return mpi.Comm.Create_keyval(delete_fn=free)  # type: ignore[no-any-return]
 
