@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """docs/append.md: each run adds three rows to those of the run before."""
     (tmp_path / "run.py").write_text(HEAD + block("restart", ROOT / "docs" / "append.md"))
     for n_ranks, n_devices in ((2, 1), (1, 4)):
-        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, devices_per_process=n_devices).check()
+        run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, devices_per_process=n_devices).check()
     with h5py.File(tmp_path / "run.nc") as file:
         np.testing.assert_array_equal(file["time"], 50 * np.arange(7))
         np.testing.assert_array_equal(file["rho"], np.broadcast_to(100 * np.arange(7.0)[:, None, None, None], (7, 16, 12, 10)))
