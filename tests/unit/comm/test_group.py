@@ -389,22 +389,6 @@ def test_a_rank_that_was_called_otherwise_is_named(other: int) -> None:
     assert "rank 0 was called with spec = P('a'): " in str(found[0])
 
 
-def test_an_error_goes_before_a_difference() -> None:
-    def work(group: Group) -> None:
-        error = ConfigError("bad pad") if group.rank == 1 else None
-        group.agree_same(asked(pad=str(group.rank)), error)
-
-    check_all_same(on_ranks(3, work), ConfigError, "on rank 1 of 3: bad pad", 1)
-
-
-def test_differences_of_any_pair_are_found() -> None:
-    """Ranks 0 and 2 agree and rank 1 does not; neither least nor greatest of the digests is rank 0's."""
-    for values in (("a", "b", "a"), ("a", "b", "c"), ("b", "a", "b"), ("c", "c", "a")):
-        found = on_ranks(3, lambda g, v=values: g.agree_same(asked(x=v[g.rank])))  # type: ignore[misc]
-        first = next(r for r in range(3) if values[r] != values[0])
-        assert all(isinstance(e, PeerError) and e.rank == first for e in found), found
-
-
 # --- different calls, and calls at the same time
 
 
