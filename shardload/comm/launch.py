@@ -107,7 +107,7 @@ def await_listener(address: str) -> None:
     host, port = split_address(address)
     end, n_tries = time.monotonic() + _LISTENER_SECONDS, 0
     while time.monotonic() < end:
-        with suppress(OSError, ValueError, OverflowError), socket.create_connection((host, int(port)), timeout=1):
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
             return
         n_tries += 1
         time.sleep(backoff(n_tries, first_seconds=2e-3, longest_seconds=0.1))
