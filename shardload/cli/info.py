@@ -205,8 +205,6 @@ def _plain(value: Any) -> Any:
         return _plain(value.tolist())
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)

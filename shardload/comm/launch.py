@@ -160,12 +160,7 @@ def free_port() -> int:
 
     The port is not chosen by the system: it could give that port to an outgoing connection before it is used.
     """
-    for port in random.SystemRandom().sample(_PORTS, 64):
-        if is_free(port):
-            return port
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return next(filter(is_free, random.SystemRandom().sample(_PORTS, len(_PORTS))))
 
 
 def is_free(port: int, host: str = "") -> bool:
