@@ -11,7 +11,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import EllipsisType
 from typing import IO, Annotated, Any
 
@@ -247,8 +246,8 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "select": ("TEXT", parse_select),
     "pad": ("NUMBER", parse_pad),
     "readers": ("WAY|N", parse_word),
-    "chunks": ("N,...|none", partial(parse_sizes, "--chunks")),
-    "shards": ("N,...|none", partial(parse_sizes, "--shards")),
+    "chunks": ("N,...|none", lambda text: parse_sizes("--chunks", text)),
+    "shards": ("N,...|none", lambda text: parse_sizes("--shards", text)),
     "compression": ("NAME[:LEVEL][+shuffle]|none", parse_compression),
     "unlimited": ("AXIS,...", parse_axes),
     "along": ("AXIS", parse_word),

@@ -31,27 +31,29 @@ _MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond ea
 
 def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
     """Print what is in a file, a group or an array. `trust` is what the file may do, as in `load`."""
-    path, access = split_path(file)[0], Options.check(**trust).access
+    path, access, width = split_path(file)[0], Options.check(**trust).access, width_of(out)
     if (leftover := find_leftover(path)) is not None:
-        _print_leftover(out, leftover, list_labelled(path, access, _MOST_LABELLED) if leftover.is_whole else [], as_json)
+        arrays = list_labelled(path, access, _MOST_LABELLED) if leftover.is_whole else []
+        lines = [*_leftover_lines(leftover, width), *(_table(leftover.path, arrays, width) if leftover.is_whole else [])]
+        tell(_leftover_json(leftover, arrays) if as_json else "\n".join(lines), out)
         return
     arrays, name, is_one = arrays_in(file, access, _MOST_LABELLED)
     if is_one and arrays[0].labels is None and not arrays[0].refused:
         arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:
         tell(to_json([_described(array) for array in arrays]), out)
-    elif is_one:
-        _print_rows(out, _rows_of_array(arrays[0]))
+        return
+    if is_one:
+        lines = _in_two_columns(_rows_of_array(arrays[0]), width)
+    elif name:
+        groups, unread = groups_of(path, access)
+        left_out = [("not shown", text) for text in unread if f"'{name}' (" in text]
+        lines = [*_table(path, arrays, width), *_in_two_columns([*_rows_of_attrs(groups.get(name, {})), *left_out], width)]
     else:
-        _print_table(out, path, arrays)
-        if name:
-            groups, unread = groups_of(path, access)
-            left_out = [("not shown", text) for text in unread if f"'{name}' (" in text]
-            _print_rows(out, [*_rows_of_attrs(groups.get(name, {})), *left_out])
-        else:
-            _print_elsewhere(out, path, arrays, access)
-            for leftover in [] if "://" in path else leftovers_beside(path):  # of saves that were killed, or go on now
-                _tell_leftover(out, leftover)
+        lines = [*_table(path, arrays, width), *_elsewhere(path, arrays, access, width)]
+        for leftover in [] if "://" in path else leftovers_beside(path):  # of saves that were killed, or go on now
+            lines += _leftover_lines(leftover, width)
+    tell("\n".join(lines), out)
 
 
 _COLUMNS = (
@@ -74,18 +76,17 @@ def _facts(array: ArrayInfo) -> dict[str, str]:
     }
 
 
-def _print_table(out: IO[str], path: str, arrays: Sequence[ArrayInfo]) -> None:
+def _table(path: str, arrays: Sequence[ArrayInfo], width: int) -> list[str]:
     kind = f"{arrays[0].format}, {counted(len(arrays), 'array')}" if arrays else "no arrays"
-    lines = wrap(f"{printable(without_secrets(path))}: {kind}", width_of(out))
+    lines = wrap(f"{printable(without_secrets(path))}: {kind}", width)
     rows = [[array.dataset, *_facts(array).values(), _notes(array)] for array in arrays]
     columns = [k for k in range(len(_COLUMNS)) if any(row[k] for row in rows)]  # no title above nothing
     cells = [[printable(row[k]) for k in columns] for row in rows]
-    lines += fit_table([_COLUMNS[k] for k in columns], cells, width_of(out)) if arrays else []
-    tell("\n".join(lines), out)
+    return [*lines, *(fit_table([_COLUMNS[k] for k in columns], cells, width) if arrays else [])]
 
 
-def _print_elsewhere(out: IO[str], path: str, arrays: Sequence[ArrayInfo], access: Access) -> None:
-    """Print what the table does not have: links, and attributes of groups."""
+def _elsewhere(path: str, arrays: Sequence[ArrayInfo], access: Access, width: int) -> list[str]:
+    """What the table does not have: links, and attributes of groups."""
     texts: list[str] = []
     with suppress(ShardloadError), open_file(path, access) as opened:
         groups: Mapping[str, Mapping[str, Any]] = opened.groups()[0] if len(arrays) <= _MOST_LABELLED else {}
@@ -96,27 +97,20 @@ def _print_elsewhere(out: IO[str], path: str, arrays: Sequence[ArrayInfo], acces
             texts.append(f"links, not listed: {listed}; shardload info {without_secrets(path)}:/NAME shows what one leads to")
         if owners := [f"{name} ({', '.join(attrs)})" for name, attrs in groups.items() if attrs]:
             texts.append(f"attributes of groups: {some(owners)}; shardload info {without_secrets(path)}:/GROUP shows them")
-    for text in texts:
-        tell("\n".join(wrap(printable(text), width_of(out))), out)
+    return [line for text in texts for line in wrap(printable(text), width)]
 
 
-def _print_leftover(out: IO[str], leftover: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:
-    """Print what a save left, and what is in it if it is whole."""
-    if as_json:
-        document = {"path": leftover.path, "save_of": leftover.target, "what": leftover.kind, "is_whole": leftover.is_whole}
-        document |= {"commands": dict(leftover.commands), "arrays": [_described(array) for array in arrays]}
-        tell(to_json(document), out)
-        return
-    _tell_leftover(out, leftover)
-    if leftover.is_whole:
-        _print_table(out, leftover.path, arrays)
+def _leftover_json(leftover: Leftover, arrays: Sequence[ArrayInfo]) -> str:
+    document = {"path": leftover.path, "save_of": leftover.target, "what": leftover.kind, "is_whole": leftover.is_whole}
+    document |= {"commands": dict(leftover.commands), "arrays": [_described(array) for array in arrays]}
+    return to_json(document)
 
 
-def _tell_leftover(out: IO[str], leftover: Leftover) -> None:
-    """Print what a save left, and the commands that continue or remove it."""
-    lines = wrap(printable(f"{leftover.path} {leftover.description}. {leftover.condition},"), width_of(out))
+def _leftover_lines(leftover: Leftover, width: int) -> list[str]:
+    """What a save left, and the commands that continue or remove it."""
+    lines = wrap(printable(f"{leftover.path} {leftover.description}. {leftover.condition},"), width)
     lines += [printable(f"  {action}:  {command}") for action, command in leftover.commands]  # in one line each, to be copied
-    tell("\n".join(lines), out)
+    return lines
 
 
 def _rows_of_array(array: ArrayInfo) -> list[tuple[str, str]]:
@@ -139,13 +133,11 @@ def _rows_of_attrs(attrs: Mapping[str, Any], is_array: bool = False) -> list[tup
     return [(key, f"{_plain_text(value)}{notes.get(key, '')}") for key, value in attrs.items()]
 
 
-def _print_rows(out: IO[str], rows: Sequence[tuple[str, str]]) -> None:
-    """Print titles and texts."""
+def _in_two_columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Titles and texts."""
     shown = [(printable(title), printable(text)) for title, text in rows]
     widest = max((len(title) for title, _ in shown), default=0)
-    lines = [line for title, text in shown for line in wrap(text, width_of(out), f"{title:<{widest}}  ")]
-    if lines:
-        tell("\n".join(lines), out)
+    return [line for title, text in shown for line in wrap(text, width, f"{title:<{widest}}  ")]
 
 
 def _coordinate_text(name: str, coordinate: Coordinate) -> str:
@@ -213,8 +205,6 @@ def _plain(value: Any) -> Any:
         return _plain(value.tolist())
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)

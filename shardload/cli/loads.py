@@ -19,9 +19,7 @@ from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, printable
-from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.loading.plan import Plan, TreePlan, describe_plan
-from shardload.options import Options
 from shardload.system.terminal import tell, width_of, wrap, wrap_parts
 from shardload.transfer.cast import is_wide
 from shardload.units import counted
@@ -32,8 +30,6 @@ _MOST_DEVICES = 4096  # of a process: JAX takes 5 s to simulate so many, 37 s fo
 def run_plan(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_json: bool, **options: Any) -> None:
     """Plan, and print the plan."""
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    if options.get("dataset") is None:
-        file, options["dataset"] = _of_group(file, options)
     load_plan = plan(file, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **options)
     if isinstance(load_plan, TreePlan):
         totals = {name: getattr(load_plan, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
@@ -48,19 +44,6 @@ def run_plan(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_jso
 
 
 _NARROW = {"f": "float32", "c": "complex64", "u": "uint32"}
-
-
-def _of_group(file: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The file and the pattern for all arrays of a group, if FILE:NAME names one; else the same, and None."""
-    path, name = split_path(file)
-    if name is None or name.endswith("*"):
-        return file, None
-    access = Options.check(**{key: options[key] for key in ("allow_external", "allow_filters", "untrusted", "storage")}).access
-    with open_file(path, access) as opened:
-        group = f"/{name.strip('/')}".rstrip("/")
-        names = [info.dataset for info in opened.list_arrays()]
-    is_group = group not in names and any(dataset.startswith(f"{group}/") for dataset in names)
-    return (path, f"{group}/*".lstrip("/")) if is_group else (file, None)
 
 
 def _described(load_plan: Plan | TreePlan) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from shardload.options import OPTIONS
 from shardload.system.terminal import OutputError, cannot_print, say_error, tell
 
 File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
-MeshText = Annotated[
-    str,
-    typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices."),
+Axes = Annotated[
+    Any,
+    typer.Option(parser=parse_mesh, metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices."),
 ]
 SpecText = Annotated[
     str,
@@ -169,7 +169,7 @@ def info(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "allow_external", "allow_filters", "untrusted"),
     *("storage", "processes", "ranks_per_node"),
 )
-def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **options: Any) -> None:
+def plan(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **options: Any) -> None:
     """Show what a load would do and cost, without loading anything.
 
     Needs neither MPI nor devices: you can plan for a mesh of any size on a
@@ -194,12 +194,11 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
 
       shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4
     """
-    axes = parse_mesh(mesh)
-    parts = parse_spec(spec, axes)
+    parts = parse_spec(spec, mesh)
     with one_message(as_json) as out:
         from shardload.cli.loads import run_plan
 
-        run_plan(out, file, axes, parts, as_json, **_with_names(options))
+        run_plan(out, file, mesh, parts, as_json, **_with_names(options))
 
 
 @app.command()
@@ -208,7 +207,7 @@ def plan(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **
     *("untrusted", "storage", "verify", "progress"),
     verify=(OPTIONS["how"].default, OPTIONS["verify"].help, "--how"),
 )
-def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, **options: Any) -> None:
+def verify(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **options: Any) -> None:
     """Load a file, compare every element with the file, and print what was checked. Exit code 1 if anything differs.
 
     The mesh takes the devices of all processes. On CPU each process simulates
@@ -222,12 +221,11 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
 
       shardload verify run.h5 --dataset "*" --mesh n=4 --spec n --pad 0
     """
-    axes = parse_mesh(mesh)
-    parts = parse_spec(spec, axes)
+    parts = parse_spec(spec, mesh)
     with one_message(as_json) as out:
         from shardload.cli.loads import run_verify
 
-        run_verify(out, file, axes, parts, as_json, **_with_names(options))
+        run_verify(out, file, mesh, parts, as_json, **_with_names(options))
 
 
 @app.command("bench-stream")
@@ -239,7 +237,7 @@ def verify(file: File, mesh: MeshText, spec: SpecText, as_json: AsJson = False, 
 )
 def bench_stream(
     file: File,
-    mesh: MeshText,
+    mesh: Axes,
     spec: Annotated[str, typer.Option(metavar="NAME,...", help="Of a batch: samples, window if there is one, the other axes.")],
     steps: Annotated[int, typer.Option(min=2, metavar="N", help="Batches to take; after a minute no more.")] = 20,
     step_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="How long your program computes with a batch.")] = 0,
@@ -255,12 +253,11 @@ def bench_stream(
         --spec data,-,-,lat --along time --batch 8 --window -1,0 --shuffle 1 \
         --step-ms 50
     """
-    axes = parse_mesh(mesh)
-    parts = parse_spec(spec, axes)
+    parts = parse_spec(spec, mesh)
     with one_message(as_json) as out:
         from shardload.cli.bench_stream import run
 
-        run(out, file, axes, parts, steps, step_ms / 1e3, as_json, **_with_names(options))
+        run(out, file, mesh, parts, steps, step_ms / 1e3, as_json, **_with_names(options))
 
 
 @app.command()

@@ -148,18 +148,6 @@ def pretended_node(rank: int) -> int | None:
     return numbers[rank] if rank < len(numbers) else None
 
 
-def find_topology(ranks: Group, node: Node) -> Topology:
-    """Find out what the ranks run on. Collective."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-    digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
-    digests = node.collectives.gather(digest)[:, 0]
-    n_alike = int((digests == digest[0]).sum())  # ranks that are bound to different cores do not share them
-    leaders = ranks.gather_int(node.ranks[0])
-    n_ranks = int((leaders == leaders[ranks.rank]).sum())
-    minima = ranks.gather_ints([max(1, len(cores) // n_alike), int(min(limit_nbytes(n_ranks), UNKNOWN_NBYTES))]).min(axis=0)
-    return Topology(tuple(leaders.tolist()), *minima.tolist())
-
-
 def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     """The group of a communicator (default: COMM_WORLD; without MPI: this process alone).
 
@@ -178,9 +166,9 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
             try:
                 group = Group(duplicate(comm, timeout))
                 group.watch_departures()
-                attribute.value, attribute.free = group, Group.free
+                attribute.value = group
             except StallError as error:
-                attribute.value, attribute.free = error, None
+                attribute.value = error
                 leave_at_exit(load_mpi()[0], timeout or 0.0)
         if isinstance(attribute.value, StallError):
             raise StallError(str(attribute.value))
@@ -378,7 +366,14 @@ class Group:
     def machine(self) -> Topology:
         """The machines that the ranks run on, the same on every rank. Collective the first time."""
         if self._machine is None:
-            self._machine = find_topology(self, self.node)
+            cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+            digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
+            digests = self.node.collectives.gather(digest)[:, 0]
+            n_alike = int((digests == digest[0]).sum())  # ranks that are bound to different cores do not share them
+            leaders = self.gather_int(self.node.ranks[0])
+            memory_nbytes = int(min(limit_nbytes(len(self.node.ranks)), UNKNOWN_NBYTES))
+            minima = self.gather_ints([max(1, len(cores) // n_alike), memory_nbytes]).min(axis=0)
+            self._machine = Topology(tuple(leaders.tolist()), *minima.tolist())
         return self._machine
 
     def forget_shared_memory(self) -> None:
@@ -505,7 +500,7 @@ class Group:
                     error = failure
             if self.size == 1:
                 if error is not None:
-                    raise _as_raised_alone(error)
+                    raise _caused(as_shardload(error, None), error)
                 return content
             if error is not None:
                 content = to_json(as_shardload(error, root))
@@ -533,7 +528,7 @@ class Group:
             return sums
         try:
             if self.size == 1:
-                raise _as_raised_alone(error)
+                raise _caused(as_shardload(error, None), error)
             first = int(self.gather_int(self.rank if error is not None else self.size).min())
             text = to_json(as_shardload(error, first)) if self.rank == first else None
             raise self.shared(_caused(from_json(self.send_text(text, first), first, failed, self.size), error))
@@ -589,14 +584,10 @@ class Group:
         )
 
 
-def _as_raised_alone(error: BaseException | None) -> ShardloadError:
-    """The error that the only rank raises."""
-    raised = as_shardload(error, None)
-    return raised if raised is error else _caused(raised, error)
-
-
 def _caused(error: ShardloadError, cause: BaseException | None) -> ShardloadError:
-    error.__cause__ = cause
+    """An error with its cause, unless it is itself what was raised first."""
+    if error is not cause:
+        error.__cause__ = cause
     return error
 
 

@@ -107,7 +107,7 @@ def await_listener(address: str) -> None:
     host, port = split_address(address)
     end, n_tries = time.monotonic() + _LISTENER_SECONDS, 0
     while time.monotonic() < end:
-        with suppress(OSError, ValueError, OverflowError), socket.create_connection((host, int(port)), timeout=1):
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
             return
         n_tries += 1
         time.sleep(backoff(n_tries, first_seconds=2e-3, longest_seconds=0.1))
@@ -160,12 +160,7 @@ def free_port() -> int:
 
     The port is not chosen by the system: it could give that port to an outgoing connection before it is used.
     """
-    for port in random.SystemRandom().sample(_PORTS, 64):
-        if is_free(port):
-            return port
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return next(filter(is_free, random.SystemRandom().sample(_PORTS, len(_PORTS))))
 
 
 def is_free(port: int, host: str = "") -> bool:

@@ -133,10 +133,22 @@ def world_rank_and_size() -> tuple[int, int]:
     return (0, 1) if comm is None else (int(comm.rank), int(comm.size))
 
 
-def library_version() -> str:
-    """Name and version of the MPI library, in its own words; empty without MPI."""
+def library_name() -> str:
+    """Name and version of the MPI library; empty without MPI."""
     mpi, _ = load_mpi()
-    return "" if mpi is None else str(mpi.Get_library_version())
+    return "" if mpi is None else _name_in(mpi.Get_library_version())
+
+
+def _name_in(text: str) -> str:
+    r"""Name and version in the text of an MPI library: Open MPI puts a comma after them, MPICH many more lines.
+
+    >>> _name_in("MPICH Version:      5.0.2\nMPICH Release date: ..."), _name_in("Open MPI v5.0.8, package: ...")
+    ('MPICH 5.0.2', 'Open MPI v5.0.8')
+    >>> _name_in("MPI VERSION    : CRAY MPICH version 8.1.28 (ANL base 3.4a2)\nMPI BUILD INFO : ...")
+    'CRAY MPICH version 8.1.28 (ANL base 3.4a2)'
+    """
+    line = text.partition("\n")[0].partition(",")[0].replace("Version:", "")
+    return " ".join(line.split()).removeprefix("MPI VERSION : ")
 
 
 def thread_level() -> str:
@@ -177,13 +189,10 @@ class CommunicatorAttribute:
     Attributes
     ----------
     value : object
-        The value; None until it is made.
-    free : callable, optional
-        Called with the value when the communicator is freed.
+        The value; None until it is made. Its `free`, if it has one, is called when the communicator is freed.
     """
 
     value: Any = None
-    free: Callable[[Any], None] | None = None
     making: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -206,8 +215,8 @@ def _keyval() -> int:
     mpi, _ = load_mpi()
 
     def free(_comm: Any, _keyval: int, attribute: CommunicatorAttribute) -> None:
-        if attribute.free is not None:
-            attribute.free(attribute.value)
+        if hasattr(attribute.value, "free"):
+            attribute.value.free()
 
     return mpi.Comm.Create_keyval(delete_fn=free)  # type: ignore[no-any-return]
 
@@ -232,33 +241,36 @@ def abort(mpi: Any) -> NoReturn:
     os._exit(1)
 
 
-# Messages for a launcher that started several tasks which MPI did not notice.
-_LAUNCHER_PROBLEMS = {
-    "srun": (
-        "srun started {n} tasks, but MPI was not told: add --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI) to srun; "
-        "'srun --mpi=list' shows what this cluster has. If you typed mpiexec, take the one of the library that mpi4py uses"
-    ),
-    "mpirun": (
-        "Open MPI's mpirun started {n} tasks, but mpi4py uses another MPI library: use the mpiexec of that library, "
-        "or MPI4PY_LIBMPI=/path/to/openmpi/lib/libmpi.so, or rebuild mpi4py against Open MPI"
-    ),
-    "mpiexec": (
-        "An MPICH-like mpiexec started {n} tasks, but mpi4py uses another MPI library: use the mpirun of that library, "
-        "or MPI4PY_LIBMPI=/path/to/mpich/lib/libmpi.so, or rebuild mpi4py against this MPI"
-    ),
-}
-_NO_MPI = (
-    "no MPI library can be loaded ({problem}). On a cluster load the site's MPI module and build mpi4py against it "
-    "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
+HOW_TO_GET_MPI = (
+    "module load the site's MPI, and pip install --no-binary=mpi4py mpi4py with it, or MPI4PY_LIBMPI=/path/to/lib/libmpi.so; "
+    "on one machine pip install 'shardload[mpich]'"
 )
 HOW_WITHOUT_MPI = "To run without MPI, where values go from node to node slowly, set SHARDLOAD_MPI=0"
 HOW_ALONE = "If each task is to make a file of its own, set SHARDLOAD_MPI=0"
 
 
+def launcher_fix(launcher: str, library: str) -> str:
+    """What to type where a launcher started several tasks, and the MPI library of mpi4py knows nothing of it."""
+    library = library or "mpi4py's MPI library"
+    if launcher == "srun":
+        flavour, other_flavour = ("pmix", "pmi2") if "Open MPI" in library else ("pmi2", "pmix")
+        if "cray" in library.lower():
+            flavour, other_flavour = "cray_shasta", "pmi2"
+        return (
+            f"srun --mpi={flavour} ... is right for {library} (--mpi={other_flavour} for the other kind of MPI); 'srun "
+            f"--mpi=list' shows what this cluster has; if you typed mpiexec, take the one of {library}"
+        )
+    start = "Open MPI's mpirun" if launcher == "mpirun" else "the mpiexec of MPICH or Intel MPI"
+    return (
+        f"mpi4py uses {library}, the job was started by {start}: use the launcher that comes with {library}, or let mpi4py use "
+        "the other library: MPI4PY_LIBMPI=/path/to/lib/libmpi.so"
+    )
+
+
 def launcher_problem() -> str:
     """The message for a launcher that started several tasks while MPI sees one; empty if the launcher started one."""
     launcher, n = launched(os.environ)
-    return _LAUNCHER_PROBLEMS[launcher].format(n=n) if launcher else ""
+    return f"{launcher} started {n} tasks, but MPI was not told: {launcher_fix(launcher, library_name())}" if launcher else ""
 
 
 def refuse_singletons(how_without: str = HOW_WITHOUT_MPI) -> None:
@@ -266,6 +278,6 @@ def refuse_singletons(how_without: str = HOW_WITHOUT_MPI) -> None:
     problem = launcher_problem()
     if world() is None:
         if problem:
-            raise ConfigError(_NO_MPI.format(problem=mpi_problem()))
+            raise ConfigError(f"no MPI library can be loaded ({mpi_problem()}): {HOW_TO_GET_MPI}")
     elif problem:
         raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {problem}. {how_without}")

@@ -33,8 +33,7 @@ def bench(n: int, *arguments: str) -> Job:
 def test_it_says_what_batches_take_and_what_to_change(file: str) -> None:
     """Wrong if both ranks printed, if lines were long, or if the samples were not those of the window."""
     how = ["--mesh", "data=2,lat=2", "--spec", "data,-,lat", "--along", "time", "--batch", "4", "--window", "-1,0"]
-    job = bench(2, f"{file}:/t2m", *how, "--shuffle", "1", "--steps", "20")
-    assert job.returncode == 0, job.stderr
+    job = bench(2, f"{file}:/t2m", *how, "--shuffle", "1", "--steps", "20").check()
     assert max(len(line) for line in job.stdout.splitlines() if file not in line) <= 80
     printed = " ".join(job.stdout.split())
     assert printed.count("batch: float64 [4, 2, 6, 8], P('data', None, 'lat'), window -1, 0") == 1
@@ -52,16 +51,15 @@ def test_a_pattern_is_one_array(tmp_path: Path) -> None:
             file.create_dataset("t2m", data=np.zeros((5, 6, 8), "f4"), chunks=(5, 6, 8))
             file["mask"] = np.zeros((6, 8), "f4")
     how = ["--mesh", "lat=2", "--spec", "-,-,lat", "--along", "0", "--batch", "4", "--window", "-1,0", "--steps", "3"]
-    job = bench(2, f"{tmp_path}/run.*.h5:/t2m", *how)
-    assert job.returncode == 0, job.stderr
+    job = bench(2, f"{tmp_path}/run.*.h5:/t2m", *how).check()
     assert "14 samples, 3 batches of 4 an epoch" in " ".join(job.stdout.split())
-    job = bench(1, f"{tmp_path}/run.?.h5", "--dataset", "t2m", *how)
-    assert job.returncode == 0, job.stderr
+    job = bench(1, f"{tmp_path}/run.?.h5", "--dataset", "t2m", *how).check()
 
 
 def test_json_is_one_document_with_the_figures(file: str) -> None:
-    job = bench(1, file, "--dataset", "t2m", "--mesh", "lat=2", "--spec", "-,lat", "--steps", "3", "--step-ms", "1", "--json")
-    assert job.returncode == 0, job.stderr
+    job = bench(
+        1, file, "--dataset", "t2m", "--mesh", "lat=2", "--spec", "-,lat", "--steps", "3", "--step-ms", "1", "--json"
+    ).check()
     found = json.loads(job.stdout)
     assert (found["ok"], found["n_batches"], found["step"], found["n_ranks"]) == (True, 3, 0.001, 1)
     assert found["decodes_per_chunk"] == 1.0
@@ -75,8 +73,7 @@ def test_a_file_in_a_store(file: str) -> None:
     """Wrong if how a store is reached could not be said here, as it can to other commands."""
     with ObjectServer({"bucket/run.h5": Path(file).read_bytes()}) as server:
         flags = [word for name, value in server.storage.items() for word in ("--storage", f"{name}={value}")]
-        job = bench(1, "s3://bucket/run.h5:/t2m", "--mesh", "lat=1", "--spec", "-,lat", "--steps", "3", *flags)
-    assert job.returncode == 0, job.stderr
+        job = bench(1, "s3://bucket/run.h5:/t2m", "--mesh", "lat=1", "--spec", "-,lat", "--steps", "3", *flags).check()
     assert "3 batches: the first after" in " ".join(job.stdout.split())
 
 

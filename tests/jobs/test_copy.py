@@ -68,8 +68,7 @@ def test_a_job_that_was_killed_goes_on(file: Path, tmp_path: Path, at: int, who:
     assert [one.rpartition(".")[2] for one in left] == ["unfinished"]
     job = run_job(
         ["-c", PROGRAM, "-1", "-1", *map(str, options), "--resume", "--verify", "full", "--json"], n_after, timeout=240
-    )
-    assert job.returncode == 0, job.stderr
+    ).check()
     told = json.loads(job.stdout)
     n_all = 10 * 6 * 4
     assert 0 < told["chunks_resumed"] < n_all
@@ -89,8 +88,7 @@ def test_no_rank_imports_jax_and_memory_is_bounded(tmp_path: Path) -> None:
     peaks = []
     for more in (["--dry-run"], []):
         command = ["-c", PEAK + PROGRAM, "-1", "-1", *map(str, options), "--staging", "16MiB", *more]
-        job = run_job(command, 2, timeout=240, preloaded=False)
-        assert job.returncode == 0, job.stderr
+        job = run_job(command, 2, timeout=240, preloaded=False).check()
         assert job.stderr.count("jax is imported: False") == 2
         peaks.append(max(int(one) for one in re.findall(r"peak (\d+)", job.stderr)))
     assert peaks[1] - peaks[0] < 16 * 1024 * 1.25, peaks

@@ -34,8 +34,7 @@ def block(marker: str, page: Path = README) -> str:
 def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(block("example"))
-    job = run_job([str(script)], 4, cwd=tmp_path, timeout=240)
-    assert job.returncode == 0, job.stderr
+    job = run_job([str(script)], 4, cwd=tmp_path, timeout=240).check()
     printed = [line for line in job.stdout.splitlines() if line and not line.startswith("[Gloo]")]
     assert printed == block("output").splitlines()
     with h5py.File(tmp_path / "rho.h5") as file, h5py.File(tmp_path / "delta.h5") as saved:
@@ -61,8 +60,7 @@ def test_batches_of_a_stream(tmp_path: Path) -> None:
         file.create_dataset("t2m", data=np.arange(100 * 8 * 3, dtype="f4").reshape(100, 8, 3), chunks=(10, 4, 3))
     shown = "if jax.process_index() == 0: print(len(ds), batch['x'].shape, batch['y'].shape, float(error), state['sample'])\n"
     (tmp_path / "stream.py").write_text(HEAD + block("stream") + shown)
-    job = run_job([str(tmp_path / "stream.py")], 2, cwd=tmp_path, timeout=240)
-    assert job.returncode == 0, job.stderr
+    job = run_job([str(tmp_path / "stream.py")], 2, cwd=tmp_path, timeout=240).check()
     assert "12 (8, 2, 8, 3) (8, 8, 3) 24.0 96" in job.stdout
 
 
@@ -70,8 +68,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """docs/append.md: each run adds three rows to those of the run before."""
     (tmp_path / "run.py").write_text(HEAD + block("restart", ROOT / "docs" / "append.md"))
     for n_ranks, n_devices in ((2, 1), (1, 4)):
-        job = run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, devices_per_process=n_devices)
-        assert job.returncode == 0, job.stderr
+        run_job([str(tmp_path / "run.py")], n_ranks, cwd=tmp_path, timeout=240, devices_per_process=n_devices).check()
     with h5py.File(tmp_path / "run.nc") as file:
         np.testing.assert_array_equal(file["time"], 50 * np.arange(7))
         np.testing.assert_array_equal(file["rho"], np.broadcast_to(100 * np.arange(7.0)[:, None, None, None], (7, 16, 12, 10)))

@@ -42,8 +42,7 @@ cli.main()
 @pytest.mark.parametrize(("n", "mpi", "start"), [(1, "mpich", ["-c", NOISY]), (2, "openmpi", ["-m", "shardload"])])
 def test_it_says_what_was_proven(file: str, n: int, mpi: str, start: list[str]) -> None:
     """Wrong if it needed as many processes as devices, or several ranks printed, or others than shardload did."""
-    job = run_job([*start, "verify", f"{file}:/rho", "--mesh", "a=2,b=2", "--spec", "-,b,a"], n, mpi=mpi, timeout=240)
-    assert job.returncode == 0, job.stderr
+    job = run_job([*start, "verify", f"{file}:/rho", "--mesh", "a=2,b=2", "--spec", "-,b,a"], n, mpi=mpi, timeout=240).check()
     assert max(len(line) for line in job.stdout.splitlines() if file not in line) <= 80
     printed = " ".join(job.stdout.split())
     assert printed.startswith(f"'/rho' in '{file}': 8 x 12 x 20 float32 as pencil on 4 devices") and "Gloo" not in printed
@@ -54,8 +53,7 @@ def test_it_says_what_was_proven(file: str, n: int, mpi: str, start: list[str]) 
 
 def test_json_is_one_document(file: str) -> None:
     command = ["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2,b=2", "--spec", "-,b,a", "--readers", "1", "--json"]
-    job = run_job(command, 2, timeout=240)
-    assert job.returncode == 0, job.stderr
+    job = run_job(command, 2, timeout=240).check()
     found = json.loads(job.stdout)
     assert (found["ok"], found["dataset"], found["shape"], found["n_devices"]) == (True, "/rho", [8, 12, 20], 4)
     assert (found["n_ranks"], found["readers"], found["n_readers"]) == (2, "parallel", 1)

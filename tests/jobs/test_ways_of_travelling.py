@@ -42,8 +42,7 @@ def run_suite(
     env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), **more}
     # All parameters or a share of them; which stage of `make test` this is does not matter.
     env |= {"TESTS_SHARE": share, "TESTS_TURN": ""}
-    job = run_job(command, n, timeout=300, env=env, cwd=ROOT, devices_per_process=devices)
-    assert job.returncode == 0, job.tail()
+    job = run_job(command, n, timeout=300, env=env, cwd=ROOT, devices_per_process=devices).check()
     assert " passed" in job.rank_stdout[0] and "failed" not in job.rank_stdout[0], job.tail()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(n)]
 

@@ -15,10 +15,8 @@ import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, PackedWarning, SourceError, VerifyError
+from shardload import ConfigError, PackedWarning, SourceError
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error
-from tests.mpi.test_values import X64
-from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
@@ -135,23 +133,6 @@ def test_missing_chunks_are_what_the_fill_value_decodes_to(comm: Any, shared_tmp
         assert made.report is not None and made.report.chunks_missing > 0
 
 
-@pytest.mark.usefixtures("as_large")
-@pytest.mark.parametrize("kind", ["netCDF4", "Zarr"])
-def test_twelve_variables(comm: Any, shared_tmp_path: Path, kind: str) -> None:
-    """Every variable of a climate file is bit by bit what xarray gives, and is verified against the file."""
-    path = shared_tmp_path / ("a.nc" if kind == "netCDF4" else "a.zarr")
-    on_root(comm, lambda: (by_netcdf4 if kind == "netCDF4" else by_to_zarr(3))(path, cube()))
-    expected = open_by_xarray(path)
-    assert set(expected) == set(VARIABLES)
-    with X64(True):
-        for name, values in sorted(expected.items()):
-            x = shardload.load(path, mesh_of(), P(None, "a", "b"), dataset=name, decode=True, verify="full")
-            check(x, values, mesh_of(), P(None, "a", "b"), name)
-            assert np.asarray(x.addressable_shards[0].data).tobytes() == (values[x.addressable_shards[0].index].tobytes()), (
-                "NaN, too, has the same bits"
-            )
-
-
 def test_valid_range_is_asked_for(comm: Any, shared_tmp_path: Path) -> None:
     values = ramp(cube(), "int16")
     attributes = {**PACKED, "valid_range": np.array([3, 90], "i2")}
@@ -160,21 +141,6 @@ def test_valid_range_is_asked_for(comm: Any, shared_tmp_path: Path) -> None:
     check(shardload.load(path, mesh_of(), P("a"), decode=True), expected, mesh_of(), P("a"))
     x = shardload.load(path, mesh_of(), P("a"), decode="valid", verify="full")
     check(x, np.where((values < 3) | (values > 90), np.float32(np.nan), expected), mesh_of(), P("a"))
-
-
-def test_a_plan_is_not_used_again_for_another_packing(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the next file of a series were decoded by the attributes of the one before."""
-    values = ramp(cube(), "int16")
-    for k, scale in enumerate((0.25, 0.5)):
-        attributes = {**PACKED, "scale_factor": np.float32(scale)}
-        path = write(comm, shared_tmp_path / f"{k}.h5", values, (3, 5, 7), attributes)
-        x = shardload.load(path, mesh_of(), P("a"), decode=True)
-        check(x, by_xarray(values, attributes), mesh_of(), P("a"), scale)
-    x = shardload.load(path, mesh_of(), P("a"), decode=True)
-    shardload.verify(x, path, decode=True)
-    same_error(comm, lambda: shardload.verify(x, path, decode=False), ConfigError, "decode=")
-    wrong = x.at[2, 3, 4].set(1e6)
-    same_error(comm, lambda: shardload.verify(wrong, path, decode=True), VerifyError, "1000000")
 
 
 # --- the warning

@@ -26,7 +26,6 @@ from tests.mpi.test_decode import by_xarray
 from tests.mpi.test_halo import with_halos
 from tests.mpi.test_values import X64
 from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
-from tests.tiers import thorough
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
@@ -42,7 +41,7 @@ def as_large(tune: Any) -> None:
 # --- twelve packed variables in one call
 
 
-@pytest.fixture(scope="module", params=thorough(["netCDF4", "Zarr"], ["netCDF4"]))  # test_decode has netCDF4
+@pytest.fixture(scope="module", params=["netCDF4", "Zarr"])
 def twelve(request: pytest.FixtureRequest, comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def write() -> Path:
         path = tmp_path_factory.mktemp("twelve") / ("a.nc" if request.param == "netCDF4" else "a.zarr")

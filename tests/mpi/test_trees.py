@@ -89,8 +89,9 @@ def check_snap(x: Any, note: object = "") -> None:
 @pytest.mark.parametrize("readers", READERS)
 def test_a_tree_of_names(snap: tuple[str, str], readers: Any) -> None:
     """Wrong if arrays were exchanged, a prefix went to another leaf, or one array were padded with another's value."""
-    for path in snap:
-        check_snap(shardload.load(path, mesh_of(), SPECS, dataset=NAMES, pad=PADS, readers=readers, staging="64KiB"), readers)
+    how: dict[str, Any] = {"dataset": NAMES, "pad": PADS, "readers": readers, "staging": "64KiB"}
+    for path, verify in zip(snap, ("full", "checksum"), strict=True):
+        check_snap(shardload.load(path, mesh_of(), SPECS, verify=verify, **how), readers)
 
 
 def test_one_value_for_all_and_options_of_their_own(snap: tuple[str, str]) -> None:
@@ -187,7 +188,7 @@ def test_all_arrays(snap: tuple[str, str], kind: str) -> None:
 def test_the_plan_of_a_tree(snap: tuple[str, str]) -> None:
     """Wrong if the plan and the load were not of the same arrays, or plans of a tree could not be used alone."""
     mesh, of = mesh_of(), values()
-    plan = shardload.plan(snap[0], mesh, SPECS, dataset=NAMES, pad=PADS, readers="parallel", staging="1MiB")
+    plan = shardload.plan(snap[0], mesh, SPECS, dataset=NAMES, pad=PADS, readers="parallel", staging="1MiB", verify="full")
     text = str(plan)
     for word in ("load 5 arrays", "['gas'][1][0]", "/stars/vel", "P(('b', 'a'))", "total:", "peak host memory", "1.0 MiB"):
         assert word in text, text
@@ -205,6 +206,8 @@ def test_the_plan_of_a_tree(snap: tuple[str, str]) -> None:
     assert by_where["['gas'][0]"].nbytes_read == of["/gas/rho"].nbytes and by_where["['gas'][0]"].chunks_decoded == 0
     n_chunks = -(-(4 * unit() + 1) // 3) * -(-2 * unit() // 3)
     assert by_where["['pos']"].chunks_decoded == n_chunks and "['pos'] '/stars/pos'" in str(report)
+    proven = [one.proven for one in report.arrays]
+    assert report.proven.n_elements == sum(one.n_elements for one in proven) and all(one.digest is not None for one in proven)
     check(plan.plans["gas"][0].execute(), of["/gas/rho"], mesh, P("b"))
 
 
@@ -326,6 +329,8 @@ def test_calls_that_differ_are_named_with_their_arrays(comm: Any, snap: tuple[st
     names = {"p": "stars/pos", "v": "stars/vel", **({"r": "gas/rho"} if comm.rank == 1 else {})}
     call = lambda: shardload.load(snap[0], mesh_of(), P(), dataset=names)  # noqa: E731
     same_error(comm, call, PeerError, "(3 arrays: ['p'], ['r'], ['v'])", "(2 arrays: ['p'], ['v'])")
+    names = {"p": "stars/pos", "v": "stars/vel" if comm.rank == 1 else "gas/rho"}
+    same_error(comm, call, PeerError, "dataset of array ['v'] = ")
 
 
 # --- one of everything

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -136,23 +137,18 @@ def check_table(shards: Shards, sharding: NamedSharding, shape: tuple[int, ...],
     assert {shards.region(s): set(shards.holders(s)) for s in range(shards.n_shards)} == holders
 
 
-def layout_of_a_process_per_device() -> None:
+def layout_of_devices_of_processes() -> None:
+    """A process per device, and several devices per process; ranks are neither processes nor devices."""
+    each, several = [7 - p for p in range(8)], [4, 0, 5, 1]  # the rank of each process
     n = 0
     for name, sharding, shape in layouts():
-        with_name(name, lambda s=sharding, h=shape: check_table(  # type: ignore[misc]
-            layout_shards(with_processes(s, lambda d: PLACES[d]), read_spec(s, len(h)), h, {p: 7 - p for p in range(8)}),
-            s, h, lambda d: 7 - PLACES[d],
-        ))  # fmt: skip
+        for process_of, ranks in ((PLACES, each), ([d % 3 for d in range(8)], several)):
+            with in_case(name):
+                processes = with_processes(sharding, process_of.__getitem__)
+                shards = layout_shards(processes, read_spec(sharding, len(shape)), shape, dict(enumerate(ranks)))
+                check_table(shards, sharding, shape, [ranks[process] for process in process_of].__getitem__)
         n += 1
     assert n > 250 // (ONE_OF if IS_QUICK else 1), f"only {n} layouts were tried"
-
-
-def layout_of_several_devices_per_process() -> None:
-    for name, sharding, shape in layouts():
-        with_name(name, lambda s=sharding, h=shape: check_table(  # type: ignore[misc]
-            layout_shards(with_processes(s, lambda d: d % 3), read_spec(s, len(h)), h, {0: 4, 1: 0, 2: 5, 3: 1}),
-            s, h, lambda d: (4, 0, 5)[d % 3],
-        ))  # fmt: skip
 
 
 def layout_of_an_abstract_mesh() -> None:
@@ -199,7 +195,8 @@ def layout_of_a_process_is_verified() -> None:
         shards = layout_shards(with_processes(sharding, lambda d: d // 2), axes, shape, {p: p for p in range(4)})
         for rank in range(4):
             seen: Any = OfProcess(sharding, {2 * rank, 2 * rank + 1})
-            with_name(name, lambda s=shards, v=seen, r=rank: verify_layout(s, v, r))  # type: ignore[misc]
+            with in_case(name):
+                verify_layout(shards, seen, rank)
     square = NamedSharding(Mesh(np.array(jax.devices())[:4].reshape(2, 2), ("a", "b")), P("a", "b"))
     swapped = plan_shards((8, 8), [(0,), (1,)], np.array([[0, 2], [1, 3]]))
     seen = OfProcess(square, {1})
@@ -549,10 +546,11 @@ CHECKS = [
 ]
 
 
-def with_name(name: str, check: Callable[[], None]) -> None:
-    """Run a check; say which case failed."""
+@contextmanager
+def in_case(name: str) -> Iterator[None]:
+    """Say which case failed."""
     try:
-        check()
+        yield
     except Exception as error:
         error.add_note(f"in the case {name}")
         raise

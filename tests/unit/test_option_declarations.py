@@ -16,6 +16,7 @@ import typer
 
 import shardload
 from shardload import api
+from shardload.cli import arguments
 from shardload.cli.arguments import as_typed
 from shardload.cli.main import app
 from shardload.options import AUTO, OPTIONS, CallOptions, Options
@@ -114,6 +115,11 @@ def test_flags_have_the_help_and_default_that_are_declared(command: str) -> None
 def test_every_flag_is_one_of_a_command() -> None:
     known = {name for text in FLAGS.values() for name in text.split()}
     assert known == {name for name, option in OPTIONS.items() if option.flag}
+
+
+def test_every_parser_of_a_flag_has_a_name() -> None:
+    """Wrong if every command ended in an AttributeError: click 8.1, which the oldest typer comes with, asks for it."""
+    assert [name for name, (_, parse) in arguments._PARSERS.items() if not hasattr(parse, "__name__")] == []
 
 
 def test_the_table_in_the_docs() -> None:

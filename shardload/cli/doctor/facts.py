@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 
 from shardload.comm.group import Group
-from shardload.comm.mpi import launched, library_version, mpi_problem, task, thread_level, world_rank_and_size
+from shardload.comm.mpi import launched, library_name, mpi_problem, task, thread_level, world_rank_and_size
 from shardload.system.gpus import gpu_files
 
 # Variables that show how the job was started, or that change its behaviour.
@@ -136,7 +136,7 @@ def with_node(facts: Facts, group: Group) -> Facts:
     ranks = group.node.ranks
     return replace(
         facts,
-        mpi_library=_or("unknown", lambda: _library_name(library_version())),
+        mpi_library=_or("unknown", library_name),
         mpi_threads=_or("", thread_level),
         node=ranks,
         shares_memory=len(ranks) == 1 or bool(group.node.shared_memory(_SHARED_NBYTES)),
@@ -176,18 +176,6 @@ def _or(missing: T, find: Callable[[], T]) -> T:
         return find()
     except Exception:  # not available on this system, which is a fact too
         return missing
-
-
-def _library_name(text: str) -> str:
-    r"""Name and version from MPI's text: Open MPI puts a comma after them, MPICH many more lines.
-
-    >>> _library_name("MPICH Version:      5.0.2\nMPICH Release date: ..."), _library_name("Open MPI v5.0.8, package: ...")
-    ('MPICH 5.0.2', 'Open MPI v5.0.8')
-    >>> _library_name("MPI VERSION    : CRAY MPICH version 8.1.28 (ANL base 3.4a2)\nMPI BUILD INFO : ...")
-    'CRAY MPICH version 8.1.28 (ANL base 3.4a2)'
-    """
-    line = text.partition("\n")[0].partition(",")[0].replace("Version:", "")
-    return " ".join(line.split()).removeprefix("MPI VERSION : ")
 
 
 def _gpu_name(device: Any) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardload.cli.doctor.facts import Facts
+from shardload.comm.mpi import HOW_TO_GET_MPI, launcher_fix
 from shardload.system.gpus import visible_gpus
 from shardload.units import counted, ranks_text
 
@@ -76,24 +77,12 @@ def _nodes(rows: Rows) -> list[list[Facts]]:
 
 def _mpi(rows: Rows) -> Iterator[Finding]:
     row, environ = rows[0], rows[0].environ
-    library = row.mpi_library or "mpi4py's MPI library"
     if row.mpi_problem:
         yield from _no_mpi(rows)
     elif row.mpi_size == 1 and row.n_launched > 1:
+        fix = launcher_fix(row.launcher, row.mpi_library)
         if row.launcher == "srun":
-            flavour, other_flavour = ("pmix", "pmi2") if "Open MPI" in library else ("pmi2", "pmix")
-            if "cray" in library.lower():
-                flavour, other_flavour = "cray_shasta", "pmi2"
-            fix = (
-                f"srun --mpi={flavour} ... is right for {library} (--mpi={other_flavour} for the other kind of MPI); 'srun "
-                "--mpi=list' shows what this cluster has; SHARDLOAD_MPI=0 runs without MPI, more slowly"
-            )
-        else:
-            start = "Open MPI's mpirun" if row.launcher == "mpirun" else "the mpiexec of MPICH or Intel MPI"
-            fix = (
-                f"mpi4py uses {library}, the job was started by {start}: use the launcher that comes with {library}, or let "
-                "mpi4py use the other library: MPI4PY_LIBMPI=/path/to/lib/libmpi.so"
-            )
+            fix += "; SHARDLOAD_MPI=0 runs without MPI, more slowly"
         text = (
             f"singletons: {row.launcher} started {row.n_launched} tasks, but each is a job of its own (COMM_WORLD has size 1). "
             "Each would load everything and overwrite the results of the others"
@@ -119,10 +108,7 @@ def _no_mpi(rows: Rows) -> Iterator[Finding]:
         text, fix = "MPI is switched off", "unset SHARDLOAD_MPI, and start the job as MPI needs it (srun --mpi=pmi2 or pmix)"
     else:
         text = f"mpi4py finds no MPI library ({_first_line(row.mpi_problem)})"
-        fix = (
-            "module load the site's MPI, and pip install --no-binary=mpi4py mpi4py with it, or "
-            "MPI4PY_LIBMPI=/path/to/lib/libmpi.so; on one machine pip install 'shardload[mpich]'"
-        )
+        fix = HOW_TO_GET_MPI
     if row.size > 1:
         text += f": JAX's {row.size} processes send each other values slowly, through JAX's coordinator"
         yield from _finding("no-mpi", NOTE, rows, text, fix)

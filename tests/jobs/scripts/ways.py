@@ -27,8 +27,8 @@ from shardload.transfer import channels
 from shardload.transfer.reader import BoxReader
 from tests.tuning import as_large, as_usual
 
-# Large arrays, with chunks of a byte; and exchanges that choose their own way. What these move is not counted.
-AS_THEY_ARE = ("test_memory", "test_exchange")
+# Large arrays, with chunks of a byte. What these move is not counted.
+AS_THEY_ARE = ("test_memory",)
 counts: Counter[str] = Counter()
 
 # What there must be many of on every rank, and none of on any.
@@ -63,7 +63,7 @@ machine_of = group.Group.machine.fget
 create = Segment.create
 
 
-def many_threads(self: group.Group) -> group.Machine:
+def many_threads(self: group.Group) -> group.Topology:
     return replace(machine_of(self), n_threads=int(os.environ["WAYS_THREADS"]))  # type: ignore[misc]
 
 

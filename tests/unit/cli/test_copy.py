@@ -17,7 +17,7 @@ import zarr
 
 import shardload
 from tests.unit.blocked import run_without
-from tests.unit.cli.test_main import dated, ok, run, unwrapped
+from tests.unit.cli.test_main import dated, ok, refused, run, unwrapped
 
 VALUES = np.arange(12 * 8 * 20, dtype="f4").reshape(12, 8, 20)
 
@@ -78,8 +78,8 @@ def test_what_is_between_two_dates(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["t"], wanted[:, 1:5])
         np.testing.assert_array_equal(found["time"], [45, 60, 75])
         np.testing.assert_array_equal(other["t"], wanted[:, 2])
-    code, _, said = run("copy", str(before), str(tmp_path / "d.h5"), "--select", "time=1999-02..1999-03")
-    assert code == 1 and "no coordinate is in that range" in unwrapped(said) and not (tmp_path / "d.h5").exists()
+    said = refused("copy", str(before), str(tmp_path / "d.h5"), "--select", "time=1999-02..1999-03")
+    assert "no coordinate is in that range" in said and not (tmp_path / "d.h5").exists()
 
 
 def test_links_into_other_files_are_named(file: str, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_links_into_other_files_are_named(file: str, tmp_path: Path) -> None:
     master, out = str(tmp_path / "master.h5"), str(tmp_path / "out.h5")
     with h5py.File(master, "w") as opened:
         opened["g/det"] = h5py.ExternalLink("in.h5", "/rho")
-    code, _, said = run("copy", master, out)
-    assert code == 1 and "holds no arrays" in said and "'/g/det' (to '/rho' in 'in.h5')" in said
+    said = refused("copy", master, out)
+    assert "holds no arrays" in said and "'/g/det' (to '/rho' in 'in.h5')" in said
     assert "name it, too: --dataset 'g/det'" in said
     with h5py.File(master, "r+") as opened:
         opened["own"], opened["same"] = VALUES, h5py.SoftLink("/own")
@@ -98,8 +98,7 @@ def test_links_into_other_files_are_named(file: str, tmp_path: Path) -> None:
     assert code == 0 and "were left out: '/same' (to" in said and "out: '/g/det'" not in said
     with h5py.File(out) as opened:
         np.testing.assert_array_equal(opened["g/det"][...], VALUES)
-    code, printed, _ = run("info", master)
-    assert code == 0 and "not listed: /g/det (to '/rho' in 'in.h5'), /same (to '/own');" in " ".join(printed.split())
+    assert "not listed: /g/det (to '/rho' in 'in.h5'), /same (to '/own');" in unwrapped(ok("info", master))
 
 
 def test_a_dry_run_writes_nothing(file: str, tmp_path: Path) -> None:
@@ -122,7 +121,6 @@ def test_a_dry_run_writes_nothing(file: str, tmp_path: Path) -> None:
     [
         (["run_2002.h5", "run.zarr"], 2, "type the pattern in quotes, so that the shell does not replace it by their names: "),
         (["--chunks", "4,x"], 2, "Type for example --chunks 128,128,128"),
-        (["--chunks", "4,,4"], 2, "Type for example --chunks 128,128,128"),
         (["--shards", "0,1"], 2, "Type for example --shards 128,128,128"),
         (["--compression", "gzip?"], 2, "Type for example --compression zstd, gzip:6+shuffle or none"),
         (["--compression", "gzip:77", "--chunks", "2,2,2"], 1, "the level of gzip is 77"),
@@ -135,21 +133,15 @@ def test_a_dry_run_writes_nothing(file: str, tmp_path: Path) -> None:
         (["--select", "99", "--dataset", "rho"], 1, "select has 99 on axis 0, which has 12 elements"),
         (["--select", "time=0"], 1, "there are: none with a name. Select by positions, such as --select 0,:"),
         (["--select", "lat=35.5"], 1, "select has near(35.5) on the axis 'lat', but among what is copied is no coordinate"),
-        (["--compression", "what", "--chunks", "2,2,2"], 1, "is 'what'"),
         (["--mode", "a"], 1, "mode is 'a'"),
         (["--verify", "file"], 1, "verify is 'file'"),
-        (["--dtype", "float33"], 1, "dtype is 'float33'"),
         (["--staging", "1KiB"], 1, "Pass --staging 5MiB or more, or smaller --chunks"),
         (["--dataset", "whole", "--compression", "zstd"], 1, "such as --chunks 12,8,20"),
         (["--format", "tiff"], 1, "format is 'tiff'"),
         (["--select", "time=1"], 1, "no array has"),
         (["--shards", "4,8,20"], 1, "Leave --shards out"),
         (["--unlimited", "time,"], 2, "Type for example --unlimited time, or --unlimited 0"),
-        (
-            ["--unlimited", "time"],
-            1,
-            "unlimited is 'time', an axis that no array of the new file has: /rho (-, -, -)",
-        ),
+        (["--unlimited", "time"], 1, "unlimited is 'time', an axis that no array of the new file has: /rho (-, -, -)"),
         (["--unlimited", "3"], 1, "unlimited is 3, an axis that no array of the new file has: /rho (-, -, -)"),
         (["--unlimited", "0", "--chunks", "none"], 1, "an axis that may grow, but no chunks. Pass --chunks 12,8,20"),
     ],
@@ -172,8 +164,7 @@ def test_what_it_refuses_says_what_to_type(file: str, tmp_path: Path, arguments:
 def test_what_it_refuses_of_a_group(tmp_path: Path, arguments: list[str], told: str) -> None:
     with h5py.File(tmp_path / "in.h5", "w") as opened:
         opened["g/large"] = np.full(2, 1e300)
-    code, _, said = run("copy", str(tmp_path / "in.h5"), str(tmp_path / "out.h5"), *arguments, columns=200)
-    assert code == 1 and told in unwrapped(said)
+    assert told in refused("copy", str(tmp_path / "in.h5"), str(tmp_path / "out.h5"), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +181,7 @@ def test_where_other_commands_would_write(
     """As ``cp`` to a folder. Wrong if a person were asked for a suffix of the folder."""
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    code, _, said = run("copy", file, out, columns=200)
-    assert code == 1 and told in unwrapped(said)
+    assert told in refused("copy", file, out)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +201,7 @@ def test_what_another_format_does_not_have_says_what_to_type(tmp_path: Path, nam
     group = zarr.open_group(tmp_path / "in.zarr", mode="w", zarr_format=2)
     group.create_array("old", data=VALUES, chunks=(4, 8, 20), compressors=numcodecs.BZ2())
     source = tmp_path / ("in.zarr" if name == "old" else "in.h5")
-    code, _, said = run("copy", f"{source}:/{name}", str(tmp_path / target), columns=200)
-    assert code == 1
-    assert told in unwrapped(said)
+    assert told in refused("copy", f"{source}:/{name}", str(tmp_path / target))
 
 
 @pytest.mark.parametrize(
@@ -295,8 +283,8 @@ def test_coordinates_take_the_compression_that_is_typed(tmp_path: Path, target: 
             rho.dims[k].attach_scale(scale)
         x = file["x"][...]
     command = ("copy", str(path), str(out), "--allow-filters", "scaleoffset")
-    code, _, said = run(*command, columns=200)
-    assert code == 1 and "'/x'" in said and "Pass --compression gzip" in unwrapped(said)
+    said = refused(*command)
+    assert "'/x'" in said and "Pass --compression gzip" in said
     ok(*command, "--compression", "zstd")
     if target == "out.h5":
         with h5py.File(out) as file:
@@ -351,9 +339,7 @@ def test_a_variable_with_the_name_of_an_axis(tmp_path: Path) -> None:
 def test_a_file_that_exists(file: str, tmp_path: Path) -> None:
     out = tmp_path / "out.h5"
     out.write_text("mine")
-    code, _, said = run("copy", file, str(out), columns=200)
-    assert code == 1
-    assert "Pass --mode w to replace it" in unwrapped(said)
+    assert "Pass --mode w to replace it" in refused("copy", file, str(out))
     assert out.read_text() == "mine"
     assert run("copy", file, str(out), "--mode", "w")[0] == 0
     with h5py.File(out) as opened:
@@ -375,9 +361,9 @@ finally:
 def test_tasks_of_which_each_is_alone(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each task of a launcher, of which MPI knows nothing, copied the whole file to the same name."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    code, _, err = run("copy", file, f"{tmp_path}/out.h5")
-    assert code == 1 and "srun started 4 tasks, but MPI was not told: add --mpi=pmix" in unwrapped(err)
-    assert "If each task is to make a file of its own, set SHARDLOAD_MPI=0" in unwrapped(err), "not: to run without MPI"
+    said = refused("copy", file, f"{tmp_path}/out.h5")
+    assert "srun started 4 tasks, but MPI was not told: srun --mpi=pmi" in said
+    assert "If each task is to make a file of its own, set SHARDLOAD_MPI=0" in said, "not: to run without MPI"
     assert not (tmp_path / "out.h5").exists()
     monkeypatch.setenv("SHARDLOAD_MPI", "0")  # each is alone, as its user wants it
     assert run("copy", file, f"{tmp_path}/out.h5")[0] == 0

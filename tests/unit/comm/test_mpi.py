@@ -32,7 +32,7 @@ def test_where_there_is_mpi() -> None:
         assert problem and mpi.world() is None
         return
     assert mpi.world_rank_and_size() == (module.COMM_WORLD.Get_rank(), module.COMM_WORLD.Get_size())
-    assert mpi.library_version() == module.Get_library_version() != ""
+    assert mpi.library_name().split()[0] in module.Get_library_version() and mpi.library_name()
     assert module.Query_thread() == getattr(module, f"THREAD_{mpi.thread_level()}")
 
 
@@ -41,7 +41,7 @@ def test_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLOAD_MPI", "0")
     try:
         assert mpi.world() is None and mpi.world_rank_and_size() == (0, 1)
-        assert mpi.library_version() == mpi.thread_level() == "" and "SHARDLOAD_MPI=0" in mpi.mpi_problem()
+        assert mpi.library_name() == mpi.thread_level() == "" and "SHARDLOAD_MPI=0" in mpi.mpi_problem()
         with pytest.raises(Exception, match="expected an mpi4py communicator"):
             mpi.check_communicator(object())
     finally:

@@ -123,20 +123,6 @@ def test_what_is_not_that_memory_is_not_believed(which: int, change: int, text: 
 
 
 @pytest.mark.usefixtures("counted")
-def test_nobody_attaches_after_the_descriptor_is_closed() -> None:
-    made = Segment.create(100)
-    made.seal()
-    with pytest.raises(OSError, match=str(int(made.handle[1]))):
-        Segment.attach(made.handle)
-    with child(made.handle) as other:
-        assert said(other).split()[0] in ("OSError", "FileNotFoundError")
-    made.seal()  # a second time does nothing
-    made.data[...] = 5
-    assert (made.data == 5).all(), "the memory is still there for those who have it"
-    del made
-
-
-@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("step", ["ftruncate", "posix_fallocate"])
 def test_no_room_is_an_error_and_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Wrong if a rank without room kept what it had begun, load after load."""

@@ -60,25 +60,6 @@ def test_the_decision_comes_after_the_timeout_and_soon(timeout: float) -> None:
 # --- who
 
 
-def test_the_rank_that_reads_is_named_with_its_chunk() -> None:
-    job = Job()
-    for watch in job.watches:
-        watch.enter("exchange")
-    with job.watches[2].attend(reading("chunk (1, 2) of '/x' in 'f.h5'")):
-        job.wait(2 * TIMEOUT)
-    text = job.check({0, 1, 2, 3}, 2, "nothing has moved for 40 s (call: 'f.h5')")
-    assert "rank 2 is reading chunk (1, 2) of '/x' in 'f.h5'; 3 other ranks wait (phase: exchange)" in text
-
-
-def test_a_rank_that_never_came_is_named() -> None:
-    job = Job(begins=False)
-    job.begin(3)
-    for watch in job.watches[:3]:
-        watch.enter("plan")
-    job.wait(2 * TIMEOUT)
-    job.check({0, 1, 2}, 3, "rank 3 did not come to this call", "3 other ranks wait (phase: plan)")
-
-
 def test_a_rank_that_was_in_the_call_before_is_not_in_this_one() -> None:
     """Wrong if what it said in a long call, which it made, spoke for it in the next, which it does not make."""
     job = Job()
@@ -92,15 +73,6 @@ def test_a_rank_that_was_in_the_call_before_is_not_in_this_one() -> None:
     job.check({0, 1, 2}, 3, "rank 3 did not come to this call", "3 other ranks wait")
 
 
-def test_a_rank_that_was_there_and_is_silent_now_is_named() -> None:
-    job = Job()
-    job.watches[1].enter("open")
-    job.wait(3 * BEAT)
-    job.held.add(1)
-    job.wait(2 * TIMEOUT)
-    job.check({0, 2, 3}, 1, "rank 1 is held up or gone: not heard of any more (last phase: open)", "3 other ranks wait")
-
-
 def test_several_that_are_late_are_all_named() -> None:
     job = Job(7, begins=False)
     job.begin(5, 6)
@@ -108,7 +80,10 @@ def test_several_that_are_late_are_all_named() -> None:
     job.held.add(4)
     with job.watches[2].attend(reading("chunk (0,)")), job.watches[3].attend(reading("chunk (9,)")):
         job.wait(2 * TIMEOUT)
-    text = job.check({0, 1, 2, 3}, 2, "ranks 5, 6 did not come", "rank 4 is held up or gone", "2 other ranks wait")
+    text = job.check(
+        {0, 1, 2, 3}, 2, "nothing has moved for 40 s (call: 'f.h5')", "ranks 5, 6 did not come", "2 other ranks wait"
+    )
+    assert "rank 4 is held up or gone: not heard of any more (last phase: begin)" in text
     assert "rank 2 is reading chunk (0,)" in text and "rank 3 is reading chunk (9,)" in text
 
 
@@ -143,24 +118,15 @@ def test_a_monitor_that_says_nothing_is_named_by_all_others(comes_first: bool) -
     job.check({1, 2, 3}, 0, "nothing was heard of rank 0")
 
 
-def test_a_monitor_that_comes_late_raises_what_the_others_raised() -> None:
+@pytest.mark.parametrize(("late", "text"), [(0, "nothing was heard of rank 0"), (2, "rank 2 did not come")])
+def test_a_rank_that_comes_after_the_decision_raises_it(late: int, text: str) -> None:
     job = Job(begins=False)
-    job.begin(0)
+    job.begin(late)
     job.wait(3 * TIMEOUT)
     job.held.clear()
-    job.watches[0].begin("'f.h5'", TIMEOUT)
+    job.watches[late].begin("'f.h5'", TIMEOUT)
     job.wait(2 * BEAT)
-    job.check({0, 1, 2, 3}, 0, "nothing was heard of rank 0")
-
-
-def test_a_rank_that_comes_back_after_the_decision_raises_it() -> None:
-    job = Job(begins=False)
-    job.begin(2)
-    job.wait(2 * TIMEOUT)
-    job.held.clear()
-    job.watches[2].begin("'f.h5'", TIMEOUT)
-    job.wait(2 * BEAT)
-    job.check({0, 1, 2, 3}, 2, "rank 2 did not come")
+    job.check({0, 1, 2, 3}, late, text)
 
 
 # --- who has left
