@@ -213,8 +213,10 @@ def attrs_for(
     author_attrs, converted, notes = dict(attrs), {}, []
     marker = author_attrs.pop("_FillValue", None) if dtype is not None and kind != "hdf5" else None
     for key, value in author_attrs.items():
+        if isinstance(value, np.ndarray) and value.shape == (1,) and kind.startswith("zarr"):  # netCDF stores a number so
+            value = value[0]
         try:
-            converted[key] = _plain(value) if kind.startswith("zarr") else _typed(key, value, is_netcdf=kind == "netcdf4")
+            converted[key] = as_json(value) if kind.startswith("zarr") else _typed(key, value, is_netcdf=kind == "netcdf4")
         except (TypeError, ValueError) as error:
             notes.append(f"attribute {key!r} of {name} ({error})")
     if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
@@ -328,25 +330,25 @@ def named_beside(dataset: str, attrs: Mapping[str, Any]) -> list[list[str]]:
     return candidates
 
 
-def _plain(value: Any) -> Any:
-    """An attribute as JSON has it: netCDF stores a number as an array of one."""
+def as_json(value: Any) -> Any:
+    """An attribute as Zarr's JSON has it. ValueError, with words that follow "is", if JSON does not have it.
+
+    >>> as_json({"history": b"made", "box": np.eye(2, dtype="i4")})
+    {'history': 'made', 'box': [[1, 0], [0, 1]]}
+    """
     if is_empty_text(value):
         return ""
-    if isinstance(value, np.ndarray) and value.shape == (1,):
-        value = value[0]
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM":  # NaT, a date, would become null
         value = value.tolist()
     if isinstance(value, bytes):
         return value.decode("utf-8")  # UnicodeDecodeError is a ValueError
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [as_json(part) for part in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value}, which JSON does not have")
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(f"{type(value).__name__}, which JSON does not have")
-    return value
+        return {str(key): as_json(part) for key, part in value.items()}
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ValueError(f"{repr(value)[:80]}, which Zarr's JSON cannot hold")
 
 
 def is_empty_text(value: Any) -> bool:
