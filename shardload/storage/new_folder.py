@@ -68,12 +68,10 @@ class NewFolder(LocalFolder):
         What is written, of which source, if another job may go on with it after a kill.
     """
 
-    has_parts = True
-
     def __init__(self, path: str, mode: str, about: Mapping[str, str] | None = None) -> None:
         super().__init__("", Fence())  # `create` and `join` say where it is
         self._name, self._about = path, about
-        self._target = Target(path, mode, is_folder=True, marks=ROOTS)
+        self._target = Target(path, mode, marks=ROOTS)
         self._mark: IO[bytes] | None = None  # locked while another job could go on
         self._lock = threading.Lock()
         # A file is closed with its last reference, so that no thread loses it while it writes. No weak references here: while a
@@ -409,8 +407,6 @@ class NewRemoteFolder(RemoteFolder):
         For a plain HTTP server.
     """
 
-    has_parts = False
-
     def __init__(self, url: str, mode: str, options: Mapping[str, Any]) -> None:
         if url.lower().startswith("http"):
             raise ConfigError(
@@ -490,9 +486,7 @@ class NewRemoteFolder(RemoteFolder):
     # --- on all ranks
 
     def join(self, address: str) -> None:
-        """See `WritableFolder`."""
-        if address != self.name:
-            raise ConfigError(f"this rank saves to '{self.name}', another one to '{address}'")
+        """See `WritableFolder`. All ranks have the URL."""
 
     def read_back(self, address: str) -> RemoteFolder:
         """See `WritableFolder`."""

@@ -241,12 +241,8 @@ class WritableFolder(ObjectFolder, Protocol):
     def write_at(self, key: str, data: Any, offset: int) -> None:
         """Write a part of an object that several threads or ranks write together, and make the object if it is not there.
 
-        NotImplementedError where objects are put as a whole: then nobody may ask for such a store (see `has_parts`).
+        NotImplementedError in a store, where objects are put as a whole.
         """
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether there is `write_at`."""
 
     def sync(self) -> None:
         """Return when all ranks see what this rank has put until now, and it would survive a power failure. Other threads may

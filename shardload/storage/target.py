@@ -192,21 +192,18 @@ class Target:
         The name.
     mode : str
         ``"w-"``: it must not exist. ``"w"``: what has the name is replaced; if that is a link, what it leads to.
-    is_folder : bool
-        Whether a folder is made.
     marks : sequence of str
-        Names of which one must be in a folder that is to be replaced: other folders are not ours to replace.
+        If a folder is made: names of which one must be in a folder that is to be replaced. Other folders are not ours to
+        replace.
     token : str, optional
         16 hexadecimal digits in the name of the temporary; by default new ones.
     """
 
-    def __init__(
-        self, path: str, mode: str, *, is_folder: bool = False, marks: Sequence[str] = (), token: str | None = None
-    ) -> None:
+    def __init__(self, path: str, mode: str, *, marks: Sequence[str] = (), token: str | None = None) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
         path = os.fspath(path).rstrip("/") if len(os.fspath(path)) > 1 else os.fspath(path)
-        self.path, self.mode, self._is_folder, self._marks = path, mode, is_folder, tuple(marks)
+        self.path, self.mode, self._is_folder, self._marks = path, mode, bool(marks), marks
         self._final = os.path.realpath(path) if mode == "w" else path
         self.folder = os.path.dirname(self._final) or "."
         self.token = token or secrets.token_hex(8)

@@ -25,6 +25,7 @@ from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
 from shardload.formats.contract.array import dtype_text, is_added
+from shardload.formats.likeness import as_json
 from shardload.formats.sink import (
     ArraySpec,
     Bools,
@@ -139,10 +140,11 @@ class ZarrSink(Sink):
                     )
                 checked = replace(checked, chunks=checked.shape)  # one chunk
             self.arrays[name] = ZarrEncoder(path, name, checked, document_of(name, checked, version))
+        sharded = [name for name, array in self.arrays.items() if array.is_placed_by_root]
         # (Several ranks write a shard, so that its file is whole at the end only.)
-        self._about = None if any(array.is_placed_by_root for array in self.arrays.values()) else about
+        self._about = None if sharded else about
         self.folder = self.new_folder()
-        if not self.folder.has_parts and (sharded := [name for name, array in self.arrays.items() if array.is_placed_by_root]):
+        if sharded and is_remote(path):
             raise ConfigError(
                 f"'{sharded[0]}' has shards, of which several ranks write each, and an object of a store is put as a whole. "
                 "Leave out shards=, with chunks of some MiB; or save to a folder, and upload it"
@@ -222,8 +224,6 @@ class ZarrSink(Sink):
 
     def finish(self) -> None:
         """See `Sink`."""
-        if self._is_finished:
-            raise ValueError(f"'{self.path}' is finished")
         with as_write_error(self.path):
             for name in self.arrays:
                 if name in self._shards:
@@ -487,21 +487,11 @@ def files_of(folder: str, document: Json) -> dict[str, Json]:
 
 def plain_attrs(name: str, attrs: Mapping[str, Any]) -> Json:
     """Attributes as JSON can hold them. ConfigError for others."""
-    return {key: _plain(name, key, value) for key, value in attrs.items()}
-
-
-def _plain(name: str, key: str, value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM":  # NaT, a date, would become null
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(name, key, part) for part in value]
-    if isinstance(value, Mapping):
-        return {str(k): _plain(name, key, part) for k, part in value.items()}
-    is_plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
-    if not is_plain:
-        text = repr(value)
-        raise ConfigError(
-            f"the attribute {key!r} of '{name}' is {text if len(text) < 80 else text[:80]}, which Zarr's JSON cannot hold. "
-            "Pass text, finite numbers, or lists of them"
-        )
-    return value
+    plain = {}
+    for key, value in attrs.items():
+        try:
+            plain[key] = as_json(value)
+        except ValueError as error:
+            fix = "Pass text, finite numbers, or lists of them"
+            raise ConfigError(f"the attribute {key!r} of '{name}' is {error}. {fix}") from None
+    return plain

@@ -118,7 +118,7 @@ def test_an_error_that_the_system_tells_at_fsync(tmp_path: Path, name: str, monk
 def test_a_temporary_that_is_there(tmp_path: Path, is_folder: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if what another save makes there were taken for our own, and removed."""
     monkeypatch.setattr(target.secrets, "token_hex", lambda n: "0" * 2 * n)
-    first, second = (Target(str(tmp_path / "x"), "w-", is_folder=is_folder) for _ in range(2))
+    first, second = (Target(str(tmp_path / "x"), "w-", marks=["zarr.json"] * is_folder) for _ in range(2))
     made = first.create()
     with pytest.raises(SourceError, match="File exists"):
         second.create()
@@ -174,8 +174,8 @@ def test_chunks_that_come_twice_or_never(tmp_path: Path, name: str) -> None:
     with sink.create() as catalog:
         if sink.arrays["/rho"].is_placed_by_root:
             catalog.allocate("/rho", [3], [10])
-            for numbers in ([3], [1, 1], [5], [-1]):
-                with pytest.raises(ValueError, match=r"has a place already|has chunks 0 to 4"):
+            for numbers in ([3], [1, 1]):
+                with pytest.raises(ValueError, match="has a place already"):
                     catalog.allocate("/rho", numbers, [10] * len(numbers))
         with pytest.raises(ValueError, match=r"of '/rho' have no place|'/rho' has 0 files in place of"):
             catalog.finish()
@@ -372,7 +372,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
 
 
 def test_a_temporary_that_another_job_has_taken(tmp_path: Path) -> None:
-    target_of_a_copy = Target(str(tmp_path / "x.zarr"), "w", is_folder=True)
+    target_of_a_copy = Target(str(tmp_path / "x.zarr"), "w", marks=["zarr.json"])
     with pytest.raises(ConfigError, match="was there a moment ago"):
         target_of_a_copy.adopt(str(tmp_path / "x.zarr.0123456789abcdef.unfinished"))
 
