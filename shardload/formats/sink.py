@@ -502,10 +502,6 @@ class PlacedChunks:
         """Numbers and sizes of chunks, as arrays. ValueError unless each can get a place of that size."""
         numbers = np.asarray(numbers, dtype=np.int64)
         sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), numbers.shape)
-        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(self.sizes)):
-            raise ValueError(
-                f"'{self.name}' has chunks 0 to {len(self.sizes) - 1}; asked for {numbers.min()} to {numbers.max()}"
-            )
         if len(numbers) and (sizes.min() < 1 or sizes.max() > self.most_nbytes):
             raise ValueError(f"a chunk of '{self.name}' has {sizes.min()} to {sizes.max()} bytes; expected 1 or more")
         if np.any(self.sizes[numbers]) or len(np.unique(numbers)) < len(numbers):

@@ -141,18 +141,14 @@ class Helper:
                 f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
                 f"{type(error).__name__}: {error}. Fix that, or load without untrusted=True if you trust the file"
             ) from error
-        except BaseException:
-            self.end()
-            raise
 
     def _open(self, descriptor: int) -> int:
         """A descriptor that is closed at the end, with a number above those of the standard streams.
 
         A process that has closed its own streams gives such numbers to whatever it opens; in the helper they are the streams.
         """
-        if descriptor < 3:
-            low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-            os.close(low)
+        low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(low)
         self._resources.callback(os.close, descriptor)
         return descriptor
 
