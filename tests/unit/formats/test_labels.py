@@ -226,29 +226,18 @@ def test_coordinates_of_a_group_along_axes_of_the_file(tmp_path: Path, has_varia
             np.testing.assert_array_equal(coordinate.values, expected["v"].coords["x"].values)
 
 
-@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("writer", ["h5netcdf", "Zarr, format 3"])
-def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
-    """Wrong if an untrusted file's names were not asked of a helper, or came back as others."""
+def test_all_of_an_untrusted_file_in_one_helper(tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each array started a process of its own, which takes a tenth of a second, or came back as another."""
     name, how, _ = WRITERS[writer]
     path = write(tmp_path / name, how, climate())
-    with Finder(Access(untrusted=Limits())) as untrusted, Finder(Access()) as trusted:
-        asked, here = Labeller(untrusted), Labeller(trusted)
-        info = find_array(path, "t")
-        found, expected = asked.label(path, info), here.label(path, info)
-    assert repr(found.labels) == repr(expected.labels), "as text, because of NaN"
-    assert found.dims == ("time", "lat", "lon") and len(found.coords) >= 4
-
-
-def test_all_of_an_untrusted_file_in_one_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each array started a process of its own, which takes a tenth of a second, or came back as another."""
-    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
     started, right = [], untrusted_source.Helper
     monkeypatch.setattr(untrusted_source, "Helper", lambda *args: (started.append(args), right(*args))[1])
     here, there = shardload.open(path), shardload.open(path, untrusted=True)
     assert list(there) == list(here) and repr(there) == repr(here)
     for name, info in here.items():
         assert repr(there[name].labels) == repr(info.labels), "as text, because of NaN"
+    assert there["t"].dims == ("time", "lat", "lon") and len(there["t"].coords) >= 4
     assert len(started) == 1, "for the list, and for all labels"
 
 
