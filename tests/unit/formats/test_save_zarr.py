@@ -245,12 +245,7 @@ def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
     """Wrong if a group that has attributes only, as headers of simulations are, were lost."""
     path, version = tmp_path / name.replace("zarr2", "zarr"), "zarr2" if name.endswith("2") else None
     groups = {"/": {"t": 0}, "/g": {"t": 1}, "/Header": {"t": 2}, "/a/b/c": {"t": 3}}
-    asked = {"g/x": spec("i4", None, None, (3,))}
-    sink = make_sink(str(path), asked, format=version, attrs=groups["/"], group_attrs=groups)
-    with sink.create() as catalog:
-        write_all(sink, catalog, {"/g/x": np.arange(3, dtype="i4")})
-        catalog.finish()
-        catalog.commit()
+    save(path, {"g/x": np.arange(3, dtype="i4")}, format=version, attrs=groups["/"], group_attrs=groups)
     opened = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path)
     assert {
         group: int(opened[group.strip("/") or "/"].attrs["t"] if group != "/" else opened.attrs["t"]) for group in groups
@@ -286,12 +281,8 @@ def test_groups_that_a_file_cannot_have(tmp_path: Path, kind: str, name: str, sa
 def test_a_group_with_the_name_of_an_axis(tmp_path: Path) -> None:
     """Wrong if plain HDF5 wanted a scale of that name beside the coordinate of another axis."""
     asked = {"v": spec("i4", None, None, (2, 3), dims=("lat", "lon")), "lat": spec("i4", None, None, (2,), dims=("lat",))}
-    values = {"/v": np.arange(6, dtype="i4").reshape(2, 3), "/lat": np.arange(2, dtype="i4")}
-    sink = make_sink(str(tmp_path / "x.h5"), asked, group_attrs={"/lon": {"t": 1}})
-    with sink.create() as catalog:
-        write_all(sink, catalog, values)
-        catalog.finish()
-        catalog.commit()
+    values = {"v": np.arange(6, dtype="i4").reshape(2, 3), "lat": np.arange(2, dtype="i4")}
+    save(tmp_path / "x.h5", values, asked, group_attrs={"/lon": {"t": 1}})
     with h5py.File(tmp_path / "x.h5") as file:
         assert file["lon"].attrs["t"] == 1 and file["v"].dims[1].label == "lon" and [*file["v"].dims[0]] == ["lat"]
 
