@@ -32,6 +32,7 @@ from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import labels_of
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
+from tests.unit.files import raising
 
 WRITERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "netCDF4": ("a.nc", {"engine": "netcdf4"}, {"engine": "netcdf4"}),
@@ -463,11 +464,7 @@ def test_large_coordinates_are_named_only(tmp_path: Path) -> None:
 
 def test_damaged_names_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("bad heap")
-
-    monkeypatch.setattr("shardload.formats.hdf5.source.labels_of", fail)
+    monkeypatch.setattr("shardload.formats.hdf5.source.labels_of", raising(RuntimeError("bad heap")))
     assert shardload.open(path)["t"].dims == (None, None, None)
 
 
@@ -477,11 +474,7 @@ def test_damaged_names_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_names_that_cannot_be_read_now(tmp_path: Path, call: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if arrays had no names, or coordinates no values, because a file server failed for a moment."""
     path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(f"shardload.formats.hdf5.source.{call}", fail)
+    monkeypatch.setattr(f"shardload.formats.hdf5.source.{call}", raising(error))
     with pytest.raises(
         SourceError, match=r"'/.*' in '.*a.nc' cannot be read: .*(Input|errno = 116).*Its device or file server"
     ):

@@ -30,6 +30,7 @@ from shardload.formats.zarr.growth import GrowthSink, read_store
 from shardload.storage import target
 from shardload.storage.changes import AppendLock
 from shardload.storage.leftovers import find_leftover
+from tests.unit.files import raising, system_error
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -266,11 +267,7 @@ def test_the_lock_of_another_append_stays(tmp_path: Path) -> None:
 
 def test_a_lock_for_which_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it stayed, and kept all appends away."""
-
-    def fails(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", fails)
+    monkeypatch.setattr(os, "pwrite", raising(system_error(errno.ENOSPC)))
     with pytest.raises(SourceError, match="no space is left"):
         AppendLock(str(tmp_path / "out.zarr"))
     assert os.listdir(tmp_path) == []

@@ -23,6 +23,7 @@ from shardload.formats.sink import ArraySpec, Compression, Sink
 from shardload.storage import target
 from shardload.storage.objects import RemoteError
 from shardload.storage.target import Target, temporary_of
+from tests.unit.files import raising, system_error
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -102,12 +103,8 @@ def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: 
 def test_an_error_that_the_system_tells_at_fsync(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """File servers tell only then that there is no room."""
     sink = a_sink(tmp_path, name, "w-")
-
-    def fails(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with sink.create() as catalog:
-        monkeypatch.setattr(target.os, "fsync", fails)
+        monkeypatch.setattr(target.os, "fsync", raising(system_error(errno.ENOSPC)))
         with pytest.raises(SourceError, match="no space is left on its file system"):
             finish(sink, catalog)
         monkeypatch.undo()
@@ -153,11 +150,7 @@ def test_two_saves_to_one_name(tmp_path: Path, name: str, mode: str, has_links: 
     if mode == "w":
         save(tmp_path / name, {"old": OLD})
     if not has_links:
-
-        def refused(*_: Any) -> None:
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-        monkeypatch.setattr(target.os, "link", refused)
+        monkeypatch.setattr(target.os, "link", raising(system_error(errno.EPERM)))
     first, second = (a_sink(tmp_path, name, mode).create() for _ in range(2))
     for catalog in (first, second):
         finish(catalog, catalog)
@@ -186,9 +179,7 @@ def test_chunks_that_come_twice_or_never(tmp_path: Path, name: str) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def failing(*_: Any, **__: Any) -> Any:
-    """A file server that does not answer."""
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+failing = raising(system_error(errno.ESTALE))  # a file server that does not answer
 
 
 def finished(folder: Path, name: str, mode: str) -> Any:
@@ -320,12 +311,8 @@ def test_the_library_cannot_read_what_was_written(
 ) -> None:
     """Wrong if the error named no file."""
     sink = a_sink(tmp_path, name, "w-")
-
-    def refuses(*_: Any) -> Any:
-        raise said
-
     with sink.create() as catalog:
-        monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", refuses)
+        monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", raising(said))
         with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
             finish(sink, catalog)
         monkeypatch.undo()
