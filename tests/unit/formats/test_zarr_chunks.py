@@ -338,6 +338,17 @@ def test_a_chunk_that_claims_most_of_a_large_shard(tmp_path: Path, monkeypatch: 
         reader.fetch(box_of((0, 0)))
 
 
+def test_plain_chunks_of_wrong_sizes_are_not_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if values were moved, because two chunks have as many bytes together as they should."""
+    monkeypatch.setattr("shardload.formats.stored_chunks._LEAST_NBYTES", 1)
+    codecs = [sharding((2,), [serial()], index_codecs=[serial()])]
+    write_tensorstore(tmp_path / "a", flat((4,), "int64", first=1), chunk_grid=regular(4), codecs=codecs)
+    file = tmp_path / "a" / "c" / "0"
+    file.write_bytes(file.read_bytes()[:32] + np.array([0, 8, 16, 24], "<u8").tobytes())
+    with pytest.raises(ValueError, match="other sizes are stored than the 16 bytes of a chunk"):
+        read_all(open_source(tmp_path / "a", "/"))
+
+
 def test_shards_too_short_for_their_index(tmp_path: Path) -> None:
     file, _ = write_shards(tmp_path / "a")
     whole = file.read_bytes()
