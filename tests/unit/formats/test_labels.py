@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pickle
 import warnings
 from pathlib import Path
@@ -23,10 +24,11 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import untrusted as untrusted_source
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.array import Note
+from shardload.formats.contract.array import MIXED, Note
 from shardload.formats.contract.format import HelperError
 from shardload.formats.hdf5 import file, opened
 from shardload.formats.hdf5.file import Hdf5File
+from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import labels_of
@@ -460,6 +462,16 @@ def test_large_coordinates_are_named_only(tmp_path: Path) -> None:
         labeller = Labeller(finder, small_nbytes=1 << 20)
         found = labeller.label(path, find_array(path, "v")).coords["p"].values
     assert found is not None and found.shape == (20000,)
+
+
+def test_names_of_two_versions_belong_to_no_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if names that were read while the file changed were taken for those of the values."""
+    path, labels = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate()), Hdf5Source.labels
+    info = find_array(path, "t")
+    with Finder(Access()) as finder:
+        before = Labeller(finder).label(path, info).labels.read_in
+        monkeypatch.setattr(Hdf5Source, "labels", lambda self: (os.utime(path, ns=(1, 1)), labels(self))[1])
+        assert Labeller(finder).label(path, info).labels.read_in == MIXED != before
 
 
 def test_damaged_names_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def test_an_array_that_was_replaced_is_noticed(tmp_path: Path, store: Store) -> 
 def test_urls_of_other_kinds(tmp_path: Path) -> None:
     for url, how in (
         ("hf://a/b.zarr", "Open it with zarr-python and pass"),
-        ("reference://x", "Pass the file of references itself"),
+        *((f"{scheme}://x", "Pass the file of references itself") for scheme in ("simplecache::reference", "Reference")),
     ):
         for attempt in (list_arrays, find_array):
             with pytest.raises(SourceError, match=f"is a URL of an unknown kind: those of S3, Google, Azure and HTTP.* {how}"):
