@@ -82,14 +82,9 @@ def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: 
                 return pwrite(descriptor, data[: len(data) // 2], offset)
             raise OSError(code, os.strerror(code))
 
-        one = sink.arrays["/rho"]
-        region = one.region((3, 0))
-        stored = one.encode(region, VALUES[region.slices()])
-        asks = one.is_placed_by_root
-        offset = int(catalog.allocate("/rho", [3], [stored.nbytes])[0]) if asks else catalog.ticket.places["/rho"][3]
         monkeypatch.setattr(target.os, "pwrite", torn)
         with pytest.raises(SourceError) as caught:
-            writer.put("/rho", 3, offset, stored)
+            put_whole(sink, writer, catalog, "/rho", VALUES, sink.arrays["/rho"].region((3, 0)))
         monkeypatch.undo()
     words = str(caught.value)
     why = {errno.ENOSPC: "no space is left", errno.EDQUOT: "your quota", errno.EIO: "the device or the file server"}[code]

@@ -28,7 +28,7 @@ from shardload.formats.sink import ArraySpec, Compression
 from shardload.storage import new_folder, target
 from shardload.storage.local import LocalFile
 from tests.tiers import quick_ones, some_of
-from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
@@ -180,24 +180,22 @@ def test_metadata_comes_last(tmp_path: Path) -> None:
 
 def test_a_chunk_is_written_once(tmp_path: Path) -> None:
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
-    one = sink.arrays["/x"]
     with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
-        stored = one.encode(one.region((0, 0, 0)), ramp(CHUNKS, "f4"))
-        writer.put("/x", 0, 0, stored)
+        first = sink, writer, catalog, "/x", ramp(SHAPE, "f4"), sink.arrays["/x"].region((0, 0, 0))
+        put_whole(*first)
         with pytest.raises(SourceError, match=r"chunk \(0, 0, 0\) of '/x' .*EEXIST"):
-            writer.put("/x", 0, 0, stored)
+            put_whole(*first)
     with pytest.raises(ValueError, match="is closed"):
-        writer.put("/x", 1, 0, stored)
+        put_whole(*first)
 
 
 def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a chunk that comes last were left beside the name, or made the folder again."""
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
-    one, right = sink.arrays["/x"], shutil.rmtree
+    one, values, right = sink.arrays["/x"], ramp(SHAPE, "f4"), shutil.rmtree
     catalog = sink.create()
     with sink.writer(catalog.ticket) as writer:
-        stored = one.encode(one.region((0, 0, 0)), ramp(CHUNKS, "f4"))
-        writer.put("/x", 0, 0, stored)
+        put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 0)))
         late = iter([1, 2])
 
         def remove(path: str, **how: Any) -> None:  # a file comes when the folders were listed
@@ -211,7 +209,7 @@ def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: P
         catalog.abandon()
         assert os.listdir(tmp_path) == []
         with pytest.raises(SourceError, match="ENOENT"):
-            writer.put("/x", 1, 0, stored)
+            put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 1)))
         assert os.listdir(tmp_path) == []
 
 
@@ -372,13 +370,10 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
                 synced.clear()
             return os_open(path, flags, *more)
 
-        region = one.region((0,) * len(SHAPE))
-        stored = one.encode(region, values[region.slices()])
-        offset = int(catalog.allocate("/x", [0], [stored.nbytes])[0]) if sharded else 0
         with monkeypatch.context() as patch:
             patch.setattr(new_folder, "sync_folder", synced.add)
             patch.setattr(new_folder.os, "open", opened)
-            writer.put("/x", 0, offset, stored)
+            put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 0)))
             patch.setattr(new_folder.os, "open", os_open)
             writer.sync()
         folder = os.path.join(catalog.ticket.temporary, os.path.dirname(sink.key_of(catalog.ticket, "/x", 0)))
@@ -404,9 +399,7 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(target.WritableFile, "write_at", write_at)
         for index in np.ndindex(*one.spec.grid):
-            stored, number = one.encode(one.region(index), values[one.region(index).slices()]), one.number(one.region(index))
-            offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_placed_by_root else 0
-            writer.put("/x", number, int(offset), stored)
+            put_whole(sink, writer, catalog, "/x", values, one.region(index))
         writer.sync()
         assert not writer._storage._unsynced
         catalog.finish()
