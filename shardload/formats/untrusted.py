@@ -82,7 +82,10 @@ _MOST_TEXT = 4096
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ConfigError, SourceError, OutsideError, NotAFileError, UndecodedError, KeyError, ValueError, RuntimeError)
+    for kind in (
+        *(ConfigError, SourceError, OutsideError, NotAFileError, UndecodedError),
+        *(KeyError, OSError, ValueError, RuntimeError),
+    )
 }
 
 Array = np.ndarray[Any, Any]
@@ -308,16 +311,18 @@ class Helper:
         return f"; it had printed '{printable(last)[:200]}'" if last else ""
 
     def _raise(self, answer: dict[str, Any], request: dict[str, Any]) -> None:
-        kind, text = answer.get("error"), answer.get("text")
-        if not isinstance(kind, str) or not isinstance(text, str):
+        names, text = answer.get("error"), answer.get("text")
+        if not isinstance(names, list) or not names or not isinstance(text, str):
             raise lie("an error without a kind or a text")
-        if kind == "MemoryError":
+        if "MemoryError" in names:
             raise HelperError(
                 f"it takes more memory than a helper process may have ({format_nbytes(self._limits.memory_nbytes)} and what "
                 "its libraries take). Pass a larger staging= if you think that it needs so much"
             )
-        text = str(request.get("dataset")) if kind == "KeyError" else printable(text)[:_MOST_TEXT]
-        raise _KINDS.get(kind, OSError)(text)
+        kind = next((_KINDS[name] for name in map(str, names) if name in _KINDS), None)
+        if kind is None:
+            kind, text = OSError, f"{names[0]}: {text}"
+        raise kind(str(request.get("dataset")) if kind is KeyError else printable(text)[:_MOST_TEXT])
 
 
 def _import_paths() -> list[str]:
