@@ -22,7 +22,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo, Properties, cast_value, names_in, native_dtype
 from shardload.formats.netcdf import refused_attribute
-from shardload.formats.sink import ArraySpec, Compression
+from shardload.formats.sink import ArraySpec, Compression, groups_above
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
 
@@ -320,14 +320,8 @@ def named_beside(dataset: str, attrs: Mapping[str, Any]) -> list[list[str]]:
     >>> named_beside("/a/x", {"coordinates": "lat /b/lon"})
     [['/a/lat', '/lat'], ['/b/lon']]
     """
-    candidates = []
-    for name in named_by(attrs):
-        above, paths = dataset, []
-        while above and not name.startswith("/"):
-            above = above.rpartition("/")[0]
-            paths.append(f"{above}/{name}")
-        candidates.append(paths or [name])
-    return candidates
+    groups = [*groups_above(dataset), ""]
+    return [[name] if name.startswith("/") else [f"{group}/{name}" for group in groups] for name in named_by(attrs)]
 
 
 def as_json(value: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -260,6 +260,16 @@ def unopened_by_xarray(specs: Mapping[str, ArraySpec]) -> list[tuple[str, str]]:
         if dim and f"{group}/{dim}" in specs and not specs[f"{group}/{dim}"].shape
     }
     return [*((text, ONE_LENGTH) for text in clashes.values()), *((text, _ONE_NAME) for text in sorted(numbers))]
+
+
+def groups_above(name: str) -> Iterator[str]:
+    """The groups that an array is in, by full names, the innermost first, without the root.
+
+    >>> list(groups_above("/g/h/y"))
+    ['/g/h', '/g']
+    """
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def _example(shape: tuple[int, ...]) -> tuple[int, ...]:

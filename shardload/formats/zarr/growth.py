@@ -26,10 +26,10 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import native_dtype, refusal
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.sink import ArraySpec, Compression, Growing, meaning_of
+from shardload.formats.sink import ArraySpec, Compression, Growing, groups_above, meaning_of
 from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_of, metadata_key
 from shardload.formats.zarr.nodes import ArrayNode
-from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
+from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink
 from shardload.formats.zarr.store import WatchedStore, open_store
 from shardload.planning.region import unravel
 from shardload.storage.changes import changed_meanwhile
@@ -138,7 +138,8 @@ def _details(path: str, name: str, node: ArrayNode) -> Json:
 
 def _shared_documents(store: WatchedStore, arrays: Iterable[str]) -> Iterator[tuple[str, Json]]:
     """The documents that describe several arrays, the root's last: name in the store, and content."""
-    for group in sorted(groups_above(arrays), key=lambda group: (-len(group.split("/")) if group else 0, group)):
+    groups = {"", *(group.strip("/") for name in arrays for group in groups_above(name))}
+    for group in sorted(groups, key=lambda group: (-len(group.split("/")) if group else 0, group)):
         for file in ("zarr.json", ".zmetadata"):
             key = os.path.join(group, file)
             text = store.read(key)

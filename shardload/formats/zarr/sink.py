@@ -13,7 +13,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -37,6 +37,7 @@ from shardload.formats.sink import (
     Sink,
     Ticket,
     Writer,
+    groups_above,
     with_dims,
 )
 from shardload.formats.zarr.metadata import INDEX_CODECS, Json, ZarrLayout, codec_of, json_number, options_of
@@ -265,7 +266,8 @@ class ZarrSink(Sink):
         """The files of metadata, in the order in which they are written: name in the store, and content. Arrays of text are
         among them, with their chunks, as bytes.
         """
-        groups = groups_above([*self.arrays, *self._texts, *(f"{group}/" for group in self.group_attrs)])
+        names = [*self.arrays, *self._texts, *(f"/{group}/" for group in self.group_attrs)]
+        groups = {"", *(group.strip("/") for name in names for group in groups_above(name))}
         if set(self.arrays) == {"/"}:
             groups = set()
         documents: dict[str, Any] = {}  # those of arrays, then of groups; "", the root, is the last
@@ -302,19 +304,6 @@ def _as_bytes(content: Any) -> bytes:
         return content
     # Token by token: that of the root has the metadata of all arrays.
     return "".join(steps_of(json.JSONEncoder(indent=2, allow_nan=False).iterencode(content))).encode()
-
-
-def groups_above(names: Iterable[str]) -> set[str]:
-    """The groups that arrays are in, without a slash in front; the root is "".
-
-    >>> sorted(groups_above(["/x", "/g/h/y"]))
-    ['', 'g', 'g/h']
-    """
-    groups = {""}
-    for name in names:
-        parts = name.lstrip("/").split("/")
-        groups.update("/".join(parts[:k]) for k in range(1, len(parts)))
-    return groups
 
 
 def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
