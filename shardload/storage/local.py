@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardload.storage.objects import Bytes, Content, Ranges
+from shardload.storage.objects import Bytes, Content, Ranges, read_content
 from shardload.system.steps import step_done
 
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe would wait for its writer
@@ -324,14 +324,7 @@ class LocalFolder:
             finally:
                 os.close(descriptor)
         file = self.open(key)
-        if file is None:
-            return None
-        nbytes = file.nbytes
-        if nbytes > most_nbytes:
-            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most_nbytes} at most")
-        memory = np.empty(nbytes, dtype=np.uint8)
-        file.read_into(memory, 0)
-        return memory
+        return None if file is None else read_content(file, key, most_nbytes)
 
 
 def _may_be_folder(entry: os.DirEntry[str]) -> bool:

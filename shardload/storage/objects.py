@@ -118,6 +118,18 @@ class StoredObject(Protocol):
         """Let go of what it holds. May be called again."""
 
 
+def read_content(stored: StoredObject, key: str, most_nbytes: int, extent: tuple[int, int] | None = None) -> Bytes:
+    """All bytes of an object, or those from a first one to a last one. ValueError, before memory is allocated, if it has more
+    than there may be.
+    """
+    start, stop = extent or (0, stored.nbytes)
+    if stop - start > most_nbytes:
+        raise ValueError(f"'{key}' has {stop - start} bytes, what is stored there {most_nbytes} at most")
+    memory = np.empty(stop - start, dtype=np.uint8)
+    stored.read_into(memory, start)
+    return memory
+
+
 class MemoryObject:
     """Bytes as an object (`StoredObject`)."""
 

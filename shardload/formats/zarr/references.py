@@ -29,7 +29,7 @@ from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.storage.leftovers import METADATA, NODE_FILES, ROOTS
 from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, state_of
-from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject
+from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject, read_content
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 
 _JSON_SUFFIXES, _PARQUET_SUFFIXES = (".json", ".json.zst"), (".parq", ".parquet")  # of files; of folders
@@ -145,11 +145,7 @@ class ReferenceFolder:
         if place is None:
             return None
         stored, offset, nbytes = place
-        if nbytes > most_nbytes:
-            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most_nbytes} at most")
-        memory = np.empty(nbytes, dtype=np.uint8)
-        stored.read_into(memory, offset)
-        return memory
+        return read_content(stored, key, most_nbytes, (offset, offset + nbytes))
 
     def folders(self, key: str) -> list[str]:
         """See `ObjectFolder`."""

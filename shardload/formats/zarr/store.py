@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import zarr
 import zarr.storage
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
@@ -35,7 +34,7 @@ from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, pa
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
 from shardload.storage.leftovers import METADATA, NODE_FILES
 from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, OutsideError, state_of
-from shardload.storage.objects import NoListingError, ObjectFolder
+from shardload.storage.objects import NoListingError, ObjectFolder, read_content
 from shardload.storage.remote import RemoteFolder, is_remote, open_remote, without_secrets
 from shardload.system.steps import step_done
 
@@ -283,18 +282,16 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         _check_key(key)
         if self.folder is None:
             return _of_zip(_unwrapped(self._store), key, byte_range, self._check)
+        most = self._most(key) or _MOST_VALUE_NBYTES
         if byte_range is None and isinstance(self.folder, RemoteFolder):  # (where opening it is a request more)
-            (content,) = self.folder.read_many([key], self._most(key) or _MOST_VALUE_NBYTES)
+            (content,) = self.folder.read_many([key], most)
             return None if content is None else bytes(content)
         file = self.folder.open(key)
         if file is None:
             return None
-        start, stop = _range_of(byte_range, file.nbytes)
-        self._check(key, stop - start)
-        value = np.empty(stop - start, np.uint8)
-        file.read_into(value, start)
-        self._check(key, len(value), value.tobytes)
-        return value.tobytes()
+        value = read_content(file, key, most, _range_of(byte_range, file.nbytes)).tobytes()
+        self._check(key, len(value), lambda: value)
+        return value
 
     def _most(self, key: str) -> int | None:
         """The most bytes that a value can have."""
