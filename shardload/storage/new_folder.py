@@ -87,11 +87,7 @@ class NewFolder(LocalFolder):
     def create(self) -> str:
         """See `WritableFolder`."""
         if self._mark is not None:
-            try:
-                self._target.adopt(self.path)
-            except BaseException:
-                self._unlock()  # what another job has done is not undone
-                raise
+            self._target.adopt(self.path)
             return self.path
         self.path = self._target.create()
         self._folders.add(self.path)

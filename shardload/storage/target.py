@@ -212,12 +212,12 @@ class Target:
     def create(self) -> str:
         """Make the temporary; returns its path. ConfigError if the name is taken or cannot be made."""
         self._refuse()  # early, for the caller's sake: `commit` decides
-        temporary = f"{self._final}.{self.token}.unfinished"
+        # From here on `abandon` removes it, also if Ctrl-C comes before the next line.
+        self.temporary = temporary = f"{self._final}.{self.token}.unfinished"
         try:
             if self._is_folder:
                 os.mkdir(temporary)
             else:
-                self.temporary = temporary  # from here on `abandon` removes it, also if Ctrl-C comes before the next line
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         except OSError as error:
             if isinstance(error, FileExistsError):  # what has this name is not ours
@@ -229,14 +229,11 @@ class Target:
             if isinstance(error, PermissionError):
                 raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
             raise _unwritten(error, self.path) from error
-        self.temporary = temporary
         return temporary
 
     def adopt(self, temporary: str) -> None:
         """Take a temporary that another job has made for this name in place of a new one. ConfigError as `create`."""
         self._refuse()
-        if not os.path.lexists(temporary):
-            raise ConfigError(f"'{temporary}' was there a moment ago: another job has ended. Begin again")
         self.temporary, self.token = temporary, temporary.rsplit(".", 2)[1]
 
     def _refuse(self) -> None:

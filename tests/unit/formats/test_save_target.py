@@ -342,12 +342,6 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         Target(str(tmp_path / f"{'n' * 240}.h5"), "w-").create()
 
 
-def test_a_temporary_that_another_job_has_taken(tmp_path: Path) -> None:
-    target_of_a_copy = Target(str(tmp_path / "x.zarr"), "w", marks=["zarr.json"])
-    with pytest.raises(ConfigError, match="was there a moment ago"):
-        target_of_a_copy.adopt(str(tmp_path / "x.zarr.0123456789abcdef.unfinished"))
-
-
 def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "x.h5").write_text("mine")
     (tmp_path / "x.zarr").mkdir()
