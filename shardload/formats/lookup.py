@@ -48,6 +48,7 @@ from shardload.storage.leftovers import refuse_leftover
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.steps import step_done
+from shardload.system.undo import Undo
 
 State = tuple[int, ...] | None
 
@@ -308,11 +309,8 @@ def naming_what_is_gone(path: str, name: str) -> Iterator[None]:
 
 def _checked(source: Source) -> Source:
     """Return `source`; if its array is refused, close it and raise SourceError."""
-    try:
+    with Undo(source.close):
         check_loadable(source.info)
-    except SourceError:
-        source.close()
-        raise
     return source
 
 

@@ -50,6 +50,7 @@ from shardload.formats.contract.format import Format, HelperError, OpenFile, Sou
 from shardload.planning.region import Region
 from shardload.storage.local import NotAFileError, OutsideError
 from shardload.system.thread_pool import Pool
+from shardload.system.undo import Undo
 from shardload.units import format_nbytes
 from shardload.values.decoding import ATTRIBUTES
 
@@ -217,14 +218,11 @@ class Helper:
         if not self.is_alive:
             raise HelperError("the helper process has ended")
         cpu_seconds = self._limits.cpu_seconds + nbytes / _SLOWEST
-        try:
+        with Undo(self.end):
             if most + nbytes > len(self._memory):
                 os.ftruncate(self._shared, most + nbytes)
                 self._memory = mmap.mmap(self._shared, most + nbytes, prot=mmap.PROT_READ)
             answer = self._exchange({"do": do, **arguments}, self._limits.seconds, cpu_seconds, most)
-        except BaseException:
-            self.end()
-            raise
         if "error" in answer:
             self._raise(answer, arguments)
         return answer
@@ -638,11 +636,8 @@ class UntrustedSource(Source):
                 arguments = {"start": part.start, "stop": part.stop, "method": method, "values_at": VALUES_AT}
                 answer = self._file.ask("read", nbytes, dataset=self._dataset, **arguments)
                 np.copyto(out[into], self._file.values(part.shape, self.dtype))
-                try:
+                with Undo(self._file.give_up):
                     self._missing += missing_of(answer.get("missing"), chunks_met(part, chunks) if chunks else ())
-                except HelperError:
-                    self._file.give_up()
-                    raise
         settle_bools(out)
 
     def _parts(self, region: Region) -> Iterator[Region]:

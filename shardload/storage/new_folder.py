@@ -47,6 +47,7 @@ from shardload.storage.target import (
     temporary_of,
 )
 from shardload.system.steps import steps_of
+from shardload.system.undo import Undo
 
 _PART = ".part"
 _REMOTE_PAUSES = (0.0, 0.5, 2.0)  # seconds before each attempt to remove what other ranks may still put
@@ -91,13 +92,10 @@ class NewFolder(LocalFolder):
             return self.path
         self.path = self._target.create()
         self._folders.add(self.path)
-        try:
+        with Undo(self.discard):
             text = b"" if self._about is None else json.dumps(dict(self._about)).encode()
             self._write_small(FOLDER_MARK, mark(self._target.token, self._name) + text)
             self._mark = None if self._about is None else _locked(os.path.join(self.path, FOLDER_MARK))
-        except BaseException:
-            self.discard()
-            raise
         return self.path
 
     def _write_small(self, name: str, content: bytes) -> None:
@@ -302,12 +300,9 @@ class AddedFolder(NewFolder):
         """See `WritableFolder`."""
         self._append_lock = AppendLock(self.old)
         self._target.token = self._append_lock.token
-        try:
+        with Undo(self.discard):
             super().create()
             self._write_small(GROWTH_MARK, b"")
-        except BaseException:
-            self.discard()
-            raise
         return self.path
 
     def add(self, new: Iterable[tuple[str, str]], changed: Iterable[tuple[str, str]]) -> None:
@@ -425,15 +420,10 @@ class NewRemoteFolder(RemoteFolder):
                 f"it. {fix}"
             ) from None
         self._mark = token  # not before: `discard` removes all that is there
-        try:
-            key = next(iter(self.keys("")), None)
-        except BaseException:
-            self._remove_mark()
-            raise
-        if key is not None:
-            self._remove_mark()
-            reason = ", and mode='w' replaces nothing in a store, whose objects cannot change their names"
-            raise ConfigError(f"'{self.name}' exists: there is '{key}'{reason if self._mode == 'w' else ''}. {fix}")
+        with Undo(self._remove_mark):
+            if (key := next(iter(self.keys("")), None)) is not None:
+                reason = ", and mode='w' replaces nothing in a store, whose objects cannot change their names"
+                raise ConfigError(f"'{self.name}' exists: there is '{key}'{reason if self._mode == 'w' else ''}. {fix}")
         return self.name
 
     def take_up(self) -> set[str] | None:

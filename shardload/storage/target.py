@@ -29,6 +29,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.storage.local import LocalFile, kind_of
 from shardload.storage.objects import RemoteError, UnsyncedError
 from shardload.system.steps import step_done
+from shardload.system.undo import Undo
 
 _log = logging.getLogger("shardload")
 
@@ -420,13 +421,9 @@ class NewFile(WritableFile):
     def __init__(self, path: str, mode: str) -> None:
         self._target = Target(path, mode)
         self.temporary = self._target.create()
-        try:
-            with as_write_error(path):
-                super().__init__(self.temporary)
-                self.write_at(mark(self._target.token, path), 0)
-        except BaseException:
-            self.discard()
-            raise
+        with Undo(self.discard), as_write_error(path):
+            super().__init__(self.temporary)
+            self.write_at(mark(self._target.token, path), 0)
 
     def finish(self, nbytes: int, changes: Iterable[Change]) -> None:
         """Write what makes the file a file, when all else is there; and close it."""

@@ -36,6 +36,7 @@ from shardload.storage.changes import changed_meanwhile
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.new_folder import AddedFolder
 from shardload.storage.target import GROWTH_MARK, as_write_error
+from shardload.system.undo import Undo
 
 # --- what there is
 
@@ -247,15 +248,12 @@ class GrowthSink(ZarrSink):
     def create(self) -> Self:
         """See `Sink`."""
         super().create()
-        try:
+        with Undo(self.abandon):
             self._documents = self._read_documents()
             for name, array in self.arrays.items():
                 document = array.old_document | json.loads(self._documents[metadata_key(name, self.version)][0])
                 if json.dumps(document) != json.dumps(array.old_document):  # as text, because NaN is not equal to itself
                     raise changed_meanwhile(self.path)
-        except BaseException:
-            self.abandon()
-            raise
         return self
 
     def _read_documents(self) -> dict[str, tuple[bytes, Any]]:
