@@ -138,11 +138,9 @@ def _check_is_file(mode: int, path: str) -> None:
 
 def head_of(path: str, nbytes: int = 4096) -> bytes:
     """The first bytes of a file; none if it is gone, or cannot be read."""
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            return file.read(nbytes)
-    except OSError:
-        return b""
+    with suppress(OSError), os.fdopen(open_file(path), "rb") as file:
+        return file.read(nbytes)
+    return b""
 
 
 def state_of(file: int | str) -> tuple[int, ...] | None:
