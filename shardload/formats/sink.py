@@ -611,7 +611,6 @@ class Sink(abc.ABC):
     mode: str
     arrays: Mapping[str, Encoder]
     ticket: Ticket
-    _is_finished = False
 
     @abc.abstractmethod
     def create(self) -> Self:
@@ -632,15 +631,9 @@ class Sink(abc.ABC):
         Call it when all writers have synced. Raises ValueError if chunks have no place.
         """
 
+    @abc.abstractmethod
     def commit(self) -> None:
         """Give the finished file its name. ConfigError if ``mode="w-"`` and the name exists."""
-        if not self._is_finished:
-            raise ValueError(f"finish '{self.path}' first")
-        self._publish()
-
-    @abc.abstractmethod
-    def _publish(self) -> None:
-        """Give the file its name."""
 
     @abc.abstractmethod
     def abandon(self, *, keeps: bool = False) -> None:

@@ -294,8 +294,8 @@ class GrowthSink(ZarrSink):
             self.folder.put(keys[key], json.dumps(document, indent=2).encode())
         return keys
 
-    def _publish(self) -> None:
-        """If rows are replaced, the store first gets the length of the rows that stay."""
+    def commit(self) -> None:
+        """See `Sink`. If rows are replaced, the store first gets the length of the rows that stay."""
         folder = self.folder
         with as_write_error(self.path):
             self._refuse_changed()

@@ -214,7 +214,6 @@ class ZarrSink(Sink):
         """See `Sink`."""
         with as_write_error(self.path):
             address = self.folder.create()
-        self._is_finished = False
         self._shards = {name: _Shards(array) for name, array in self.arrays.items() if array.is_placed_by_root}
         self.ticket = Ticket(address, {name: Places([0], [0], 0) for name in self.arrays if name not in self._shards})
         return self
@@ -236,7 +235,6 @@ class ZarrSink(Sink):
                 if key not in self.taken_up:  # the values of an array of text
                     self.folder.put(key, _as_bytes(content))
             self.folder.finish(last_key, _as_bytes(last_content))
-        self._is_finished = True
 
     def _write_indexes(self, shards: _Shards) -> None:
         shards.check_complete()
@@ -255,7 +253,8 @@ class ZarrSink(Sink):
         if n_here != n:
             raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
 
-    def _publish(self) -> None:
+    def commit(self) -> None:
+        """See `Sink`."""
         self.folder.publish()
 
     def abandon(self, *, keeps: bool = False) -> None:
