@@ -664,7 +664,7 @@ class Sink(abc.ABC):
             If what was left is of another source, if another job is writing it, or if files of this kind always begin anew.
         """
         raise ConfigError(
-            f"a copy to '{self.path}' cannot go on after a kill: only one to a Zarr store without shards can. "
+            f"a copy to '{self.path}' cannot go on after a kill: only one to a Zarr store in a folder, without shards, can. "
             "Remove what is unfinished, and begin again without resume=True"
         )
 

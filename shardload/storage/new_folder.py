@@ -105,7 +105,12 @@ class NewFolder(LocalFolder):
         file.sync()
 
     def take_up(self) -> set[str] | None:
-        """See `WritableFolder`. A folder without a mark is whole, and does not count. Files that are not whole are removed."""
+        """Take up what a job that was killed has left of this folder, for `create`. Returns the keys of all whole objects in it
+        but metadata (`METADATA`); None if nothing was left. Files that are not whole are removed.
+
+        A folder without a mark is whole, and does not count. ConfigError if what was left is of another source, or if another
+        job is writing it.
+        """
         difference = ""
         for path in self._unfinished():
             try:
@@ -425,10 +430,6 @@ class NewRemoteFolder(RemoteFolder):
                 reason = ", and mode='w' replaces nothing in a store, whose objects cannot change their names"
                 raise ConfigError(f"'{self.name}' exists: there is '{key}'{reason if self._mode == 'w' else ''}. {fix}")
         return self.name
-
-    def take_up(self) -> set[str] | None:
-        """See `WritableFolder`."""
-        raise ConfigError(f"what was begun in '{self.name}' cannot go on: leave out resume=True")
 
     def finish(self, key: str, data: bytes) -> None:
         """See `WritableFolder`."""

@@ -233,14 +233,6 @@ class WritableFolder(ObjectFolder, Protocol):
             If the name is taken or cannot be made.
         """
 
-    def take_up(self) -> set[str] | None:
-        """Take up what a job that was killed has left of this folder, for `create`. Returns the keys of all whole objects in it
-        but metadata (`METADATA`).
-
-        None if nothing was left. ConfigError if what was left is of another source, if another job is writing it, or if this
-        kind of folder has to begin anew.
-        """
-
     def join(self, address: str) -> None:
         """Write to the folder that another rank has begun. ConfigError if this rank does not see it."""
 

@@ -156,7 +156,7 @@ class ZarrSink(Sink):
 
     def take_up(self) -> dict[str, Bools] | None:
         """See `Sink`."""
-        if self._about is None:
+        if self._about is None or not isinstance(self.folder, NewFolder):
             return super().take_up()
         keys = self.folder.take_up()
         if keys is None:
