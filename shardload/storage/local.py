@@ -104,8 +104,6 @@ def why_not_a_file(path: str) -> str | None:
         mode = os.stat(path).st_mode
     except OSError as error:
         return f"not there ({error.strerror})"
-    except ValueError:  # a byte that is zero
-        return "not there (no file has such a name)"
     return None if stat.S_ISREG(mode) else f"{kind_of(mode)}, expected a file"
 
 

@@ -20,6 +20,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -240,10 +241,9 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         path: Any = getattr(archive, "path", None)  # of a zip file, unless it is a file object's
         if path is None or not getattr(archive, "_is_open", False):
             return None if path is None else state_of(os.fspath(path))
-        try:
+        with suppress(AttributeError, OSError, ValueError):  # it was closed
             return (state_of(archive._zf.fp.fileno()) or ())[:2] or None  # as by its path, before it is opened
-        except (AttributeError, OSError, ValueError):  # it was closed
-            return None
+        return None
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
         """The state of a metadata file, or of the zip file that it is in, before it was read; None if it is not known."""
