@@ -22,7 +22,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo, Properties, cast_value, names_in, native_dtype
 from shardload.formats.netcdf import refused_attribute
-from shardload.formats.sink import ArraySpec, Compression
+from shardload.formats.sink import ArraySpec, Compression, groups_above
 from shardload.planning.selection import Selection
 from shardload.values.decoding import OF_STORED
 
@@ -213,8 +213,10 @@ def attrs_for(
     author_attrs, converted, notes = dict(attrs), {}, []
     marker = author_attrs.pop("_FillValue", None) if dtype is not None and kind != "hdf5" else None
     for key, value in author_attrs.items():
+        if isinstance(value, np.ndarray) and value.shape == (1,) and kind.startswith("zarr"):  # netCDF stores a number so
+            value = value[0]
         try:
-            converted[key] = _plain(value) if kind.startswith("zarr") else _typed(key, value, is_netcdf=kind == "netcdf4")
+            converted[key] = as_json(value) if kind.startswith("zarr") else _typed(key, value, is_netcdf=kind == "netcdf4")
         except (TypeError, ValueError) as error:
             notes.append(f"attribute {key!r} of {name} ({error})")
     if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
@@ -318,35 +320,29 @@ def named_beside(dataset: str, attrs: Mapping[str, Any]) -> list[list[str]]:
     >>> named_beside("/a/x", {"coordinates": "lat /b/lon"})
     [['/a/lat', '/lat'], ['/b/lon']]
     """
-    candidates = []
-    for name in named_by(attrs):
-        above, paths = dataset, []
-        while above and not name.startswith("/"):
-            above = above.rpartition("/")[0]
-            paths.append(f"{above}/{name}")
-        candidates.append(paths or [name])
-    return candidates
+    groups = [*groups_above(dataset), ""]
+    return [[name] if name.startswith("/") else [f"{group}/{name}" for group in groups] for name in named_by(attrs)]
 
 
-def _plain(value: Any) -> Any:
-    """An attribute as JSON has it: netCDF stores a number as an array of one."""
+def as_json(value: Any) -> Any:
+    """An attribute as Zarr's JSON has it. ValueError, with words that follow "is", if JSON does not have it.
+
+    >>> as_json({"history": b"made", "box": np.eye(2, dtype="i4")})
+    {'history': 'made', 'box': [[1, 0], [0, 1]]}
+    """
     if is_empty_text(value):
         return ""
-    if isinstance(value, np.ndarray) and value.shape == (1,):
-        value = value[0]
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM":  # NaT, a date, would become null
         value = value.tolist()
     if isinstance(value, bytes):
         return value.decode("utf-8")  # UnicodeDecodeError is a ValueError
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [as_json(part) for part in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value}, which JSON does not have")
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(f"{type(value).__name__}, which JSON does not have")
-    return value
+        return {str(key): as_json(part) for key, part in value.items()}
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ValueError(f"{repr(value)[:80]}, which Zarr's JSON cannot hold")
 
 
 def is_empty_text(value: Any) -> bool:

@@ -48,6 +48,7 @@ from shardload.storage.leftovers import refuse_leftover
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.steps import step_done
+from shardload.system.undo import Undo
 
 State = tuple[int, ...] | None
 
@@ -308,11 +309,8 @@ def naming_what_is_gone(path: str, name: str) -> Iterator[None]:
 
 def _checked(source: Source) -> Source:
     """Return `source`; if its array is refused, close it and raise SourceError."""
-    try:
+    with Undo(source.close):
         check_loadable(source.info)
-    except SourceError:
-        source.close()
-        raise
     return source
 
 
@@ -455,12 +453,8 @@ class Finder:
         )
         if (self._tuning is None or is_large) and not (self._tells and is_remote(path)):
             return FoundArray(look(info, None)[0])
-        try:
-            with closing(file.open(info.dataset, info)) as source:
-                return self._found_open(path, source, look)
-        except Exception as error:  # the normal load reports it
-            let_interruption_pass(error)
-        return FoundArray(look(info, None)[0])
+        with closing(file.open(info.dataset, info)) as source:
+            return self._found_open(path, source, look)
 
     def _found_open(self, path: str, source: Source, look: Look) -> FoundArray:
         read_in = self._states[_place_of(path)] if self._keeps_states else source.opened_in()
@@ -469,8 +463,9 @@ class Finder:
             return FoundArray(info)
         values = self._values(source, region)
         if values is None and self._tells:
-            source.expect(region)
-            info = replace(info, parts=source.tell(region))
+            with as_source_error(path, info.dataset):
+                source.expect(region)
+                info = replace(info, parts=source.tell(region))
         return FoundArray(info, values, None if region.shape == info.shape else region, read_in)
 
     def _values(self, source: Source, region: Region) -> np.ndarray[Any, Any] | None:

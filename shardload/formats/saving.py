@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.netcdf import unreadable_name
-from shardload.formats.sink import ArraySpec, Sink
+from shardload.formats.sink import ArraySpec, Sink, groups_above
 from shardload.storage.remote import StorageOptions, is_remote, without_secrets
 
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
@@ -107,7 +107,7 @@ def make_sink(
     if not full_specs:
         raise ConfigError("there are no arrays to save")
     for name in full_specs:
-        for group in _groups_above(name):
+        for group in groups_above(name):
             if group in full_specs:
                 raise ConfigError(f"'{group}' and '{name}' are both arrays, and an array holds no other. Rename one of them")
     for name in group_attrs or {}:  # (an axis that gets its name later is in the way later: see `name_axes`)
@@ -141,7 +141,7 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
     parts = group.split("/")[1:]
     if any(map(_is_no_name, parts)):
         return "which is no name: one between slashes is empty, '.' or '..', or has a zero byte"
-    if not full_names.isdisjoint((group, *_groups_above(group))):
+    if not full_names.isdisjoint((group, *groups_above(group))):
         return "which is an array, or below one"
     if kind == "netcdf4":
         if parts[0] in axes:
@@ -152,12 +152,6 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
 
         return refused_name(group)
     return None
-
-
-def _groups_above(name: str) -> Iterator[str]:
-    """The groups that a full name is in, the innermost first, without the root."""
-    while name := name.rpartition("/")[0]:
-        yield name
 
 
 def _is_no_name(part: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -262,6 +262,16 @@ def unopened_by_xarray(specs: Mapping[str, ArraySpec]) -> list[tuple[str, str]]:
     return [*((text, ONE_LENGTH) for text in clashes.values()), *((text, _ONE_NAME) for text in sorted(numbers))]
 
 
+def groups_above(name: str) -> Iterator[str]:
+    """The groups that an array is in, by full names, the innermost first, without the root.
+
+    >>> list(groups_above("/g/h/y"))
+    ['/g/h', '/g']
+    """
+    while name := name.rpartition("/")[0]:
+        yield name
+
+
 def _example(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(n, 64) or 1 for n in shape)
 
@@ -502,10 +512,6 @@ class PlacedChunks:
         """Numbers and sizes of chunks, as arrays. ValueError unless each can get a place of that size."""
         numbers = np.asarray(numbers, dtype=np.int64)
         sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), numbers.shape)
-        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(self.sizes)):
-            raise ValueError(
-                f"'{self.name}' has chunks 0 to {len(self.sizes) - 1}; asked for {numbers.min()} to {numbers.max()}"
-            )
         if len(numbers) and (sizes.min() < 1 or sizes.max() > self.most_nbytes):
             raise ValueError(f"a chunk of '{self.name}' has {sizes.min()} to {sizes.max()} bytes; expected 1 or more")
         if np.any(self.sizes[numbers]) or len(np.unique(numbers)) < len(numbers):
@@ -605,7 +611,6 @@ class Sink(abc.ABC):
     mode: str
     arrays: Mapping[str, Encoder]
     ticket: Ticket
-    _is_finished = False
 
     @abc.abstractmethod
     def create(self) -> Self:
@@ -626,15 +631,9 @@ class Sink(abc.ABC):
         Call it when all writers have synced. Raises ValueError if chunks have no place.
         """
 
+    @abc.abstractmethod
     def commit(self) -> None:
         """Give the finished file its name. ConfigError if ``mode="w-"`` and the name exists."""
-        if not self._is_finished:
-            raise ValueError(f"finish '{self.path}' first")
-        self._publish()
-
-    @abc.abstractmethod
-    def _publish(self) -> None:
-        """Give the file its name."""
 
     @abc.abstractmethod
     def abandon(self, *, keeps: bool = False) -> None:
@@ -665,7 +664,7 @@ class Sink(abc.ABC):
             If what was left is of another source, if another job is writing it, or if files of this kind always begin anew.
         """
         raise ConfigError(
-            f"a copy to '{self.path}' cannot go on after a kill: only one to a Zarr store without shards can. "
+            f"a copy to '{self.path}' cannot go on after a kill: only one to a Zarr store in a folder, without shards, can. "
             "Remove what is unfinished, and begin again without resume=True"
         )
 

@@ -50,6 +50,7 @@ from shardload.formats.contract.format import Format, HelperError, OpenFile, Sou
 from shardload.planning.region import Region
 from shardload.storage.local import NotAFileError, OutsideError
 from shardload.system.thread_pool import Pool
+from shardload.system.undo import Undo
 from shardload.units import format_nbytes
 from shardload.values.decoding import ATTRIBUTES
 
@@ -82,7 +83,10 @@ _MOST_TEXT = 4096
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ConfigError, SourceError, OutsideError, NotAFileError, UndecodedError, KeyError, ValueError, RuntimeError)
+    for kind in (
+        *(ConfigError, SourceError, OutsideError, NotAFileError, UndecodedError),
+        *(KeyError, OSError, ValueError, RuntimeError),
+    )
 }
 
 Array = np.ndarray[Any, Any]
@@ -141,18 +145,14 @@ class Helper:
                 f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
                 f"{type(error).__name__}: {error}. Fix that, or load without untrusted=True if you trust the file"
             ) from error
-        except BaseException:
-            self.end()
-            raise
 
     def _open(self, descriptor: int) -> int:
         """A descriptor that is closed at the end, with a number above those of the standard streams.
 
         A process that has closed its own streams gives such numbers to whatever it opens; in the helper they are the streams.
         """
-        if descriptor < 3:
-            low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-            os.close(low)
+        low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(low)
         self._resources.callback(os.close, descriptor)
         return descriptor
 
@@ -218,14 +218,11 @@ class Helper:
         if not self.is_alive:
             raise HelperError("the helper process has ended")
         cpu_seconds = self._limits.cpu_seconds + nbytes / _SLOWEST
-        try:
+        with Undo(self.end):
             if most + nbytes > len(self._memory):
                 os.ftruncate(self._shared, most + nbytes)
                 self._memory = mmap.mmap(self._shared, most + nbytes, prot=mmap.PROT_READ)
             answer = self._exchange({"do": do, **arguments}, self._limits.seconds, cpu_seconds, most)
-        except BaseException:
-            self.end()
-            raise
         if "error" in answer:
             self._raise(answer, arguments)
         return answer
@@ -312,16 +309,18 @@ class Helper:
         return f"; it had printed '{printable(last)[:200]}'" if last else ""
 
     def _raise(self, answer: dict[str, Any], request: dict[str, Any]) -> None:
-        kind, text = answer.get("error"), answer.get("text")
-        if not isinstance(kind, str) or not isinstance(text, str):
+        names, text = answer.get("error"), answer.get("text")
+        if not isinstance(names, list) or not names or not isinstance(text, str):
             raise lie("an error without a kind or a text")
-        if kind == "MemoryError":
+        if "MemoryError" in names:
             raise HelperError(
                 f"it takes more memory than a helper process may have ({format_nbytes(self._limits.memory_nbytes)} and what "
                 "its libraries take). Pass a larger staging= if you think that it needs so much"
             )
-        text = str(request.get("dataset")) if kind == "KeyError" else printable(text)[:_MOST_TEXT]
-        raise _KINDS.get(kind, OSError)(text)
+        kind = next((_KINDS[name] for name in map(str, names) if name in _KINDS), None)
+        if kind is None:
+            kind, text = OSError, f"{names[0]}: {text}"
+        raise kind(str(request.get("dataset")) if kind is KeyError else printable(text)[:_MOST_TEXT])
 
 
 def _import_paths() -> list[str]:
@@ -637,11 +636,8 @@ class UntrustedSource(Source):
                 arguments = {"start": part.start, "stop": part.stop, "method": method, "values_at": VALUES_AT}
                 answer = self._file.ask("read", nbytes, dataset=self._dataset, **arguments)
                 np.copyto(out[into], self._file.values(part.shape, self.dtype))
-                try:
+                with Undo(self._file.give_up):
                     self._missing += missing_of(answer.get("missing"), chunks_met(part, chunks) if chunks else ())
-                except HelperError:
-                    self._file.give_up()
-                    raise
         settle_bools(out)
 
     def _parts(self, region: Region) -> Iterator[Region]:

@@ -103,11 +103,10 @@ class _Server:
                     self._prepare(request.pop("path"), request.pop("allow_external"))
                 answer = method(**request)
             except Exception as error:
-                error_name = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "Exception")
-                text = str(error) if error_name != "Exception" else f"{type(error).__name__}: {error}"
+                kinds = [kind.__name__ for kind in type(error).__mro__]  # the parent takes the first one that it knows
                 if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-                    error_name = "MemoryError"
-                answer = {"error": error_name, "text": text[:4096]}
+                    kinds = ["MemoryError"]
+                answer = {"error": kinds, "text": str(error)[:4096]}
             data = json.dumps(answer).encode()
             with contextlib.suppress(ValueError), mmap.mmap(self._shared, len(data)) as memory:
                 memory[:] = data  # the parent refuses one that is too long, which is not written
@@ -206,12 +205,6 @@ class _Server:
             raise ValueError(f"the library gave {values.shape} for the region {region}")
         out[...] = values.reshape(region.shape)
         return {"missing": []}
-
-
-_KINDS = (
-    *("ConfigError", "SourceError", "OutsideError", "NotAFileError", "UndecodedError", "KeyError"),
-    *("MemoryError", "OSError", "ValueError", "RuntimeError"),
-)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.local import LocalFile, head_of, open_file
@@ -44,6 +45,7 @@ from shardload.storage.target import (
     sync_folder,
     temporary_of,
 )
+from shardload.system.undo import Undo
 
 _log = logging.getLogger("shardload")
 
@@ -190,7 +192,7 @@ class GrowingFile(WritableFile):
         self._name, self._old_nbytes, self._is_begun = name, state[0], False
         self._append_lock = AppendLock(path)
         self._target = Target(path, "w", token=self._append_lock.token)
-        try:
+        with Undo(self.discard):
             with as_write_error(name):
                 super().__init__(path)
             if not self._take_hdf5_lock(fcntl.LOCK_EX):
@@ -204,9 +206,6 @@ class GrowingFile(WritableFile):
             self.temporary = self._target.create()
             with as_write_error(name):
                 self._write_changes([])
-        except BaseException:
-            self.discard()
-            raise
 
     def _take_hdf5_lock(self, kind: int) -> bool:
         """Take HDF5's lock of this kind (`fcntl.LOCK_EX`, `LOCK_SH`). False if another program has it."""
@@ -346,12 +345,8 @@ class AppendLock:
             ) from None
         except PermissionError:
             raise ConfigError(f"'{path}' cannot grow: no right to write in its folder '{os.path.dirname(path)}'") from None
-        try:
-            with as_write_error(path), contextlib.closing(file):
-                file.write_at(self._text, 0)
-        except BaseException:
-            os.unlink(self.path)
-            raise
+        with Undo(partial(os.unlink, self.path)), as_write_error(path), contextlib.closing(file):
+            file.write_at(self._text, 0)
 
     def release(self) -> None:
         """Remove the lock. May be called again. If somebody has removed it meanwhile, the lock of another append stays."""

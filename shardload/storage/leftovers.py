@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardload.errors import SourceError
 from shardload.storage.changes import changes_of, how_to_remove, locked_path, temporaries_of
-from shardload.storage.local import open_file
+from shardload.storage.local import head_of
 from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
@@ -119,17 +119,12 @@ def find_leftover(path: str) -> Leftover | None:
     if kind == "changes":
         is_needed = changes_of(os.path.realpath(target)) == os.path.realpath(path)
         return Leftover(path, target, "changes" if is_needed else "appended")
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            head = file.read(len(MARK_BEGINS))
-            file.seek(MARK_NBYTES)
-            if file.read(len(GROWTH_MARK)) == GROWTH_MARK.encode():
-                return Leftover(path, target, "appended")
-    except OSError:
-        return None
+    head = head_of(path)
+    if head[MARK_NBYTES:].startswith(GROWTH_MARK.encode()):
+        return Leftover(path, target, "appended")
     if os.path.exists(target) and os.path.samefile(path, target):
         return Leftover(path, target, "linked")
-    return Leftover(path, target, kind, bool(head) and head != MARK_BEGINS)
+    return Leftover(path, target, kind, bool(head) and not head.startswith(MARK_BEGINS))
 
 
 def leftovers_beside(path: str) -> list[Leftover]:

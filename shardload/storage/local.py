@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardload.storage.objects import Bytes, Content, Ranges
+from shardload.storage.objects import Bytes, Content, Ranges, read_content
 from shardload.system.steps import step_done
 
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe would wait for its writer
@@ -104,8 +104,6 @@ def why_not_a_file(path: str) -> str | None:
         mode = os.stat(path).st_mode
     except OSError as error:
         return f"not there ({error.strerror})"
-    except ValueError:  # a byte that is zero
-        return "not there (no file has such a name)"
     return None if stat.S_ISREG(mode) else f"{kind_of(mode)}, expected a file"
 
 
@@ -138,11 +136,9 @@ def _check_is_file(mode: int, path: str) -> None:
 
 def head_of(path: str, nbytes: int = 4096) -> bytes:
     """The first bytes of a file; none if it is gone, or cannot be read."""
-    try:
-        with os.fdopen(open_file(path), "rb") as file:
-            return file.read(nbytes)
-    except OSError:
-        return b""
+    with suppress(OSError), os.fdopen(open_file(path), "rb") as file:
+        return file.read(nbytes)
+    return b""
 
 
 def state_of(file: int | str) -> tuple[int, ...] | None:
@@ -324,14 +320,7 @@ class LocalFolder:
             finally:
                 os.close(descriptor)
         file = self.open(key)
-        if file is None:
-            return None
-        nbytes = file.nbytes
-        if nbytes > most_nbytes:
-            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most_nbytes} at most")
-        memory = np.empty(nbytes, dtype=np.uint8)
-        file.read_into(memory, 0)
-        return memory
+        return None if file is None else read_content(file, key, most_nbytes)
 
 
 def _may_be_folder(entry: os.DirEntry[str]) -> bool:

@@ -47,6 +47,7 @@ from shardload.storage.target import (
     temporary_of,
 )
 from shardload.system.steps import steps_of
+from shardload.system.undo import Undo
 
 _PART = ".part"
 _REMOTE_PAUSES = (0.0, 0.5, 2.0)  # seconds before each attempt to remove what other ranks may still put
@@ -68,12 +69,10 @@ class NewFolder(LocalFolder):
         What is written, of which source, if another job may go on with it after a kill.
     """
 
-    has_parts = True
-
     def __init__(self, path: str, mode: str, about: Mapping[str, str] | None = None) -> None:
         super().__init__("", Fence())  # `create` and `join` say where it is
         self._name, self._about = path, about
-        self._target = Target(path, mode, is_folder=True, marks=ROOTS)
+        self._target = Target(path, mode, marks=ROOTS)
         self._mark: IO[bytes] | None = None  # locked while another job could go on
         self._lock = threading.Lock()
         # A file is closed with its last reference, so that no thread loses it while it writes. No weak references here: while a
@@ -89,21 +88,14 @@ class NewFolder(LocalFolder):
     def create(self) -> str:
         """See `WritableFolder`."""
         if self._mark is not None:
-            try:
-                self._target.adopt(self.path)
-            except BaseException:
-                self._unlock()  # what another job has done is not undone
-                raise
+            self._target.adopt(self.path)
             return self.path
         self.path = self._target.create()
         self._folders.add(self.path)
-        try:
+        with Undo(self.discard):
             text = b"" if self._about is None else json.dumps(dict(self._about)).encode()
             self._write_small(FOLDER_MARK, mark(self._target.token, self._name) + text)
             self._mark = None if self._about is None else _locked(os.path.join(self.path, FOLDER_MARK))
-        except BaseException:
-            self.discard()
-            raise
         return self.path
 
     def _write_small(self, name: str, content: bytes) -> None:
@@ -113,7 +105,12 @@ class NewFolder(LocalFolder):
         file.sync()
 
     def take_up(self) -> set[str] | None:
-        """See `WritableFolder`. A folder without a mark is whole, and does not count. Files that are not whole are removed."""
+        """Take up what a job that was killed has left of this folder, for `create`. Returns the keys of all whole objects in it
+        but metadata (`METADATA`); None if nothing was left. Files that are not whole are removed.
+
+        A folder without a mark is whole, and does not count. ConfigError if what was left is of another source, or if another
+        job is writing it.
+        """
         difference = ""
         for path in self._unfinished():
             try:
@@ -308,12 +305,9 @@ class AddedFolder(NewFolder):
         """See `WritableFolder`."""
         self._append_lock = AppendLock(self.old)
         self._target.token = self._append_lock.token
-        try:
+        with Undo(self.discard):
             super().create()
             self._write_small(GROWTH_MARK, b"")
-        except BaseException:
-            self.discard()
-            raise
         return self.path
 
     def add(self, new: Iterable[tuple[str, str]], changed: Iterable[tuple[str, str]]) -> None:
@@ -409,8 +403,6 @@ class NewRemoteFolder(RemoteFolder):
         For a plain HTTP server.
     """
 
-    has_parts = False
-
     def __init__(self, url: str, mode: str, options: Mapping[str, Any]) -> None:
         if url.lower().startswith("http"):
             raise ConfigError(
@@ -433,20 +425,11 @@ class NewRemoteFolder(RemoteFolder):
                 f"it. {fix}"
             ) from None
         self._mark = token  # not before: `discard` removes all that is there
-        try:
-            key = next(iter(self.keys("")), None)
-        except BaseException:
-            self._remove_mark()
-            raise
-        if key is not None:
-            self._remove_mark()
-            reason = ", and mode='w' replaces nothing in a store, whose objects cannot change their names"
-            raise ConfigError(f"'{self.name}' exists: there is '{key}'{reason if self._mode == 'w' else ''}. {fix}")
+        with Undo(self._remove_mark):
+            if (key := next(iter(self.keys("")), None)) is not None:
+                reason = ", and mode='w' replaces nothing in a store, whose objects cannot change their names"
+                raise ConfigError(f"'{self.name}' exists: there is '{key}'{reason if self._mode == 'w' else ''}. {fix}")
         return self.name
-
-    def take_up(self) -> set[str] | None:
-        """See `WritableFolder`."""
-        raise ConfigError(f"what was begun in '{self.name}' cannot go on: leave out resume=True")
 
     def finish(self, key: str, data: bytes) -> None:
         """See `WritableFolder`."""
@@ -490,9 +473,7 @@ class NewRemoteFolder(RemoteFolder):
     # --- on all ranks
 
     def join(self, address: str) -> None:
-        """See `WritableFolder`."""
-        if address != self.name:
-            raise ConfigError(f"this rank saves to '{self.name}', another one to '{address}'")
+        """See `WritableFolder`. All ranks have the URL."""
 
     def read_back(self, address: str) -> RemoteFolder:
         """See `WritableFolder`."""

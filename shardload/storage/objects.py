@@ -118,6 +118,18 @@ class StoredObject(Protocol):
         """Let go of what it holds. May be called again."""
 
 
+def read_content(stored: StoredObject, key: str, most_nbytes: int, extent: tuple[int, int] | None = None) -> Bytes:
+    """All bytes of an object, or those from a first one to a last one. ValueError, before memory is allocated, if it has more
+    than there may be.
+    """
+    start, stop = extent or (0, stored.nbytes)
+    if stop - start > most_nbytes:
+        raise ValueError(f"'{key}' has {stop - start} bytes, what is stored there {most_nbytes} at most")
+    memory = np.empty(stop - start, dtype=np.uint8)
+    stored.read_into(memory, start)
+    return memory
+
+
 class MemoryObject:
     """Bytes as an object (`StoredObject`)."""
 
@@ -221,14 +233,6 @@ class WritableFolder(ObjectFolder, Protocol):
             If the name is taken or cannot be made.
         """
 
-    def take_up(self) -> set[str] | None:
-        """Take up what a job that was killed has left of this folder, for `create`. Returns the keys of all whole objects in it
-        but metadata (`METADATA`).
-
-        None if nothing was left. ConfigError if what was left is of another source, if another job is writing it, or if this
-        kind of folder has to begin anew.
-        """
-
     def join(self, address: str) -> None:
         """Write to the folder that another rank has begun. ConfigError if this rank does not see it."""
 
@@ -241,12 +245,8 @@ class WritableFolder(ObjectFolder, Protocol):
     def write_at(self, key: str, data: Any, offset: int) -> None:
         """Write a part of an object that several threads or ranks write together, and make the object if it is not there.
 
-        NotImplementedError where objects are put as a whole: then nobody may ask for such a store (see `has_parts`).
+        NotImplementedError in a store, where objects are put as a whole.
         """
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether there is `write_at`."""
 
     def sync(self) -> None:
         """Return when all ranks see what this rank has put until now, and it would survive a power failure. Other threads may

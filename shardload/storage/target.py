@@ -29,6 +29,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.storage.local import LocalFile, kind_of
 from shardload.storage.objects import RemoteError, UnsyncedError
 from shardload.system.steps import step_done
+from shardload.system.undo import Undo
 
 _log = logging.getLogger("shardload")
 
@@ -192,21 +193,18 @@ class Target:
         The name.
     mode : str
         ``"w-"``: it must not exist. ``"w"``: what has the name is replaced; if that is a link, what it leads to.
-    is_folder : bool
-        Whether a folder is made.
     marks : sequence of str
-        Names of which one must be in a folder that is to be replaced: other folders are not ours to replace.
+        If a folder is made: names of which one must be in a folder that is to be replaced. Other folders are not ours to
+        replace.
     token : str, optional
         16 hexadecimal digits in the name of the temporary; by default new ones.
     """
 
-    def __init__(
-        self, path: str, mode: str, *, is_folder: bool = False, marks: Sequence[str] = (), token: str | None = None
-    ) -> None:
+    def __init__(self, path: str, mode: str, *, marks: Sequence[str] = (), token: str | None = None) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
         path = os.fspath(path).rstrip("/") if len(os.fspath(path)) > 1 else os.fspath(path)
-        self.path, self.mode, self._is_folder, self._marks = path, mode, is_folder, tuple(marks)
+        self.path, self.mode, self._is_folder, self._marks = path, mode, bool(marks), marks
         self._final = os.path.realpath(path) if mode == "w" else path
         self.folder = os.path.dirname(self._final) or "."
         self.token = token or secrets.token_hex(8)
@@ -215,12 +213,12 @@ class Target:
     def create(self) -> str:
         """Make the temporary; returns its path. ConfigError if the name is taken or cannot be made."""
         self._refuse()  # early, for the caller's sake: `commit` decides
-        temporary = f"{self._final}.{self.token}.unfinished"
+        # From here on `abandon` removes it, also if Ctrl-C comes before the next line.
+        self.temporary = temporary = f"{self._final}.{self.token}.unfinished"
         try:
             if self._is_folder:
                 os.mkdir(temporary)
             else:
-                self.temporary = temporary  # from here on `abandon` removes it, also if Ctrl-C comes before the next line
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         except OSError as error:
             if isinstance(error, FileExistsError):  # what has this name is not ours
@@ -232,14 +230,11 @@ class Target:
             if isinstance(error, PermissionError):
                 raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
             raise _unwritten(error, self.path) from error
-        self.temporary = temporary
         return temporary
 
     def adopt(self, temporary: str) -> None:
         """Take a temporary that another job has made for this name in place of a new one. ConfigError as `create`."""
         self._refuse()
-        if not os.path.lexists(temporary):
-            raise ConfigError(f"'{temporary}' was there a moment ago: another job has ended. Begin again")
         self.temporary, self.token = temporary, temporary.rsplit(".", 2)[1]
 
     def _refuse(self) -> None:
@@ -426,13 +421,9 @@ class NewFile(WritableFile):
     def __init__(self, path: str, mode: str) -> None:
         self._target = Target(path, mode)
         self.temporary = self._target.create()
-        try:
-            with as_write_error(path):
-                super().__init__(self.temporary)
-                self.write_at(mark(self._target.token, path), 0)
-        except BaseException:
-            self.discard()
-            raise
+        with Undo(self.discard), as_write_error(path):
+            super().__init__(self.temporary)
+            self.write_at(mark(self._target.token, path), 0)
 
     def finish(self, nbytes: int, changes: Iterable[Change]) -> None:
         """Write what makes the file a file, when all else is there; and close it."""

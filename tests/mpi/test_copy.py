@@ -735,7 +735,7 @@ def test_a_copy_that_begins_anew_says_so(comm: Any, shared_tmp_path: Path, stopp
     options = {"chunks": (6, 8, 9), "shards": (6, 8, 18)} if name == "sharded.zarr" else {"chunks": (6, 8, 9)}
     before = stopped(target, 2, staging=60_000, **options)
     assert os.listdir(shared_tmp_path) == ["in.h5"]
-    text = "cannot go on after a kill: only one to a Zarr store without shards can"
+    text = "cannot go on after a kill: only one to a Zarr store in a folder, without shards, can"
     same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **options), ConfigError, text)
 
 

@@ -6,6 +6,7 @@ has a length of its own: a value that turns up in the wrong place says which pla
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import struct
@@ -171,6 +172,27 @@ def read_small(path: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuni
     with Finder(access, tuning or default_tuning()) as finder:
         values = finder.find(split_path(os.fspath(path))[0], info.dataset).values
         return None if values is None else values.tobytes()
+
+
+def change_json(path: Path, **changes: Any) -> dict[str, Any]:
+    """Change a document, as metadata of Zarr; returns what it was."""
+    document: dict[str, Any] = json.loads(path.read_text())
+    path.write_text(json.dumps(document | changes))
+    return document
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """In the place of a function that fails."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def system_error(code: int) -> OSError:
+    """An error of the system with its own text."""
+    return OSError(code, os.strerror(code))
 
 
 def write_tensorstore(path: str | Path, data: np.ndarray[Any, Any], driver: str = "zarr3", **metadata: Any) -> Any:

@@ -19,6 +19,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo, Labels, Properties
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.planning.region import Region
+from shardload.system.undo import Undo
 
 
 class ChangedError(OSError):
@@ -284,11 +285,8 @@ class OpenFile(abc.ABC):
 
 def open_alone(file: OpenFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
     """Open an array of a file. The file is closed with it, or at once if the array cannot be opened."""
-    try:
+    with Undo(file.close):
         source = file.open(dataset, planned)
-    except BaseException:
-        file.close()
-        raise
 
     def close_both() -> None:
         vars(source).pop("close", None)  # the class has its own; a source that refers to itself waits for the garbage collector

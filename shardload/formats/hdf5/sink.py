@@ -58,7 +58,7 @@ class LedgerSink(Sink):
 
     def begin(self, file: NewFile | GrowingFile, chunks: dict[str, Hdf5PlacedChunks], old_nbytes: int = 0) -> None:
         """Begin to write to a file, which ends at `old_nbytes` for HDF5, if it grows."""
-        self.chunks, self._file, self._is_finished = chunks, file, False
+        self.chunks, self._file = chunks, file
         self.ledger = Ledger(file, old_nbytes)
         self._library: h5py.File | None = None
         self._n_placed = 0
@@ -172,7 +172,6 @@ class LedgerSink(Sink):
         with self.explained(), self.finished(changes) as file:
             for placed in self.chunks.values():
                 placed.compare(file[placed.stored_name].id)
-        self._is_finished = True
 
     @abc.abstractmethod
     def finished(self, changes: list[Change]) -> AbstractContextManager[h5py.File]:
@@ -201,7 +200,8 @@ class LedgerSink(Sink):
             text = f"the new file of '{self.path}' cannot be read by HDF5: {error}. What had this name before is as it was"
             raise SourceError(text, path=self.path) from error
 
-    def _publish(self) -> None:
+    def commit(self) -> None:
+        """See `Sink`."""
         self._file.publish()
         self.abandon()
 

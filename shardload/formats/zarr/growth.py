@@ -26,16 +26,17 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import native_dtype, refusal
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.sink import ArraySpec, Compression, Growing, meaning_of
+from shardload.formats.sink import ArraySpec, Compression, Growing, groups_above, meaning_of
 from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_of, metadata_key
 from shardload.formats.zarr.nodes import ArrayNode
-from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink, groups_above
+from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink
 from shardload.formats.zarr.store import WatchedStore, open_store
 from shardload.planning.region import unravel
 from shardload.storage.changes import changed_meanwhile
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.new_folder import AddedFolder
 from shardload.storage.target import GROWTH_MARK, as_write_error
+from shardload.system.undo import Undo
 
 # --- what there is
 
@@ -138,7 +139,8 @@ def _details(path: str, name: str, node: ArrayNode) -> Json:
 
 def _shared_documents(store: WatchedStore, arrays: Iterable[str]) -> Iterator[tuple[str, Json]]:
     """The documents that describe several arrays, the root's last: name in the store, and content."""
-    for group in sorted(groups_above(arrays), key=lambda group: (-len(group.split("/")) if group else 0, group)):
+    groups = {"", *(group.strip("/") for name in arrays for group in groups_above(name))}
+    for group in sorted(groups, key=lambda group: (-len(group.split("/")) if group else 0, group)):
         for file in ("zarr.json", ".zmetadata"):
             key = os.path.join(group, file)
             text = store.read(key)
@@ -246,15 +248,12 @@ class GrowthSink(ZarrSink):
     def create(self) -> Self:
         """See `Sink`."""
         super().create()
-        try:
+        with Undo(self.abandon):
             self._documents = self._read_documents()
             for name, array in self.arrays.items():
                 document = array.old_document | json.loads(self._documents[metadata_key(name, self.version)][0])
                 if json.dumps(document) != json.dumps(array.old_document):  # as text, because NaN is not equal to itself
                     raise changed_meanwhile(self.path)
-        except BaseException:
-            self.abandon()
-            raise
         return self
 
     def _read_documents(self) -> dict[str, tuple[bytes, Any]]:
@@ -295,8 +294,8 @@ class GrowthSink(ZarrSink):
             self.folder.put(keys[key], json.dumps(document, indent=2).encode())
         return keys
 
-    def _publish(self) -> None:
-        """If rows are replaced, the store first gets the length of the rows that stay."""
+    def commit(self) -> None:
+        """See `Sink`. If rows are replaced, the store first gets the length of the rows that stay."""
         folder = self.folder
         with as_write_error(self.path):
             self._refuse_changed()

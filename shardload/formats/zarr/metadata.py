@@ -15,7 +15,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -322,27 +322,20 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
         raise NotCovered(f"the chunk grid {grid_name!r}")
     if key_name not in ("default", "v2") or not set(key) <= {"separator"} or separator not in (".", "/"):
         raise NotCovered(f"the chunk keys {key_name!r} with {dict(key)}")
-    prefix, outer, chain = "c" + separator if key_name == "default" else "", _ints(grid["chunk_shape"]), chain_of(document)
-    if [name for name, _ in chain] != [_SHARDING]:
-        return ZarrLayout(3, outer, prefix, separator, *_serialized(chain, dtype))
+    prefix, chain = "c" + separator if key_name == "default" else "", chain_of(document)
+    inner, outer = grid_of(document) or ((), None)
+    if outer is None:
+        return ZarrLayout(3, inner, prefix, separator, *_serialized(chain, dtype))
     options = chain[0][1]
     _check_known("shards", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})
-    inner, place = _ints(options["chunk_shape"]), options.get("index_location", "end")
-    index = list(map(_name_and_options, options["index_codecs"]))
+    index, place = list(map(_name_and_options, options["index_codecs"])), options.get("index_location", "end")
     if len(inner) != len(outer) or 0 in (*inner, *outer) or any(n % m for n, m in zip(outer, inner, strict=True)):
         raise NotCovered("shards that are no multiple of their chunks")
     if index not in (_INDEX_CHAIN, _INDEX_CHAIN[:1]) or place not in ("start", "end"):
         raise NotCovered(f"shards whose index has the codecs {index} at {place!r}")
-    return ZarrLayout(
-        3,
-        inner,
-        prefix,
-        separator,
-        *_serialized(list(map(_name_and_options, options["codecs"])), dtype),
-        per_shard=tuple(n // m for n, m in zip(outer, inner, strict=True)),
-        has_index_checksum=index == _INDEX_CHAIN,
-        is_index_first=place == "start",
-    )
+    per_shard = tuple(n // m for n, m in zip(outer, inner, strict=True))
+    layout = ZarrLayout(3, inner, prefix, separator, *_serialized(inner_chain(document), dtype), per_shard)
+    return replace(layout, has_index_checksum=index == _INDEX_CHAIN, is_index_first=place == "start")
 
 
 def _serialized(chain: Chain, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], Chain]:

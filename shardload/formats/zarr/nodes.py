@@ -34,10 +34,8 @@ from shardload.formats.codecs.algorithms import blosc_error, check_blosc
 from shardload.formats.contract.array import is_added, refusal
 from shardload.formats.zarr.metadata import SURVIVED, Json, json_number, names_of
 
-if hasattr(zarr.errors, "DataTypeValidationError"):
-    NotThisTypeError = zarr.errors.DataTypeValidationError
-else:  # zarr 3.1.3
-    NotThisTypeError = zarr.dtype.DataTypeValidationError
+# Where it is depends on the version of zarr-python: 3.1.3 has it in `zarr.dtype`.
+NotThisTypeError: Any = getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
 
 
 class UnknownCodecError(ValueError):
@@ -76,9 +74,7 @@ class ArrayNode:
     def of(cls, array: Any) -> ArrayNode:
         """The node of an open array of zarr-python."""
         files = array.metadata.to_buffer_dict(default_buffer_prototype())
-        node = parse_node(lambda key: files[key].to_bytes() if key in files else None)
-        if not isinstance(node, ArrayNode):
-            raise TypeError(f"{array} is no array")
+        node = cast(ArrayNode, parse_node(lambda key: files[key].to_bytes() if key in files else None))
         vars(node)["metadata"] = array.metadata
         return node
 

@@ -28,8 +28,8 @@ import zstandard
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.storage.leftovers import METADATA, NODE_FILES, ROOTS
-from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, state_of
-from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject
+from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, head_of, state_of
+from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject, read_content
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 
 _JSON_SUFFIXES, _PARQUET_SUFFIXES = (".json", ".json.zst"), (".parq", ".parquet")  # of files; of folders
@@ -49,12 +49,10 @@ def is_references(path: str) -> bool:
     """Whether a file is a set of references in JSON, by its beginning, or a folder one in Parquet."""
     if os.path.isdir(path):
         return _is_parquet(path)
-    if not path.lower().endswith(_JSON_SUFFIXES) or not os.path.isfile(path):
+    if not path.lower().endswith(_JSON_SUFFIXES):
         return False
-    with open(path, "rb") as file:
-        head = file.read(_HEAD_NBYTES)
     try:
-        head = _unpacked(head, _HEAD_NBYTES)
+        head = _unpacked(head_of(path, _HEAD_NBYTES), _HEAD_NBYTES)
     except (ValueError, zstandard.ZstdError):
         return False
     return head.lstrip().startswith(b"{") and any(mark in head for mark in _MARKS)
@@ -65,8 +63,7 @@ def _is_parquet(folder: str) -> bool:
     path = os.path.join(folder, _OF_PARQUET)
     if any(os.path.exists(os.path.join(folder, name)) for name in ROOTS) or not os.path.isfile(path):
         return False
-    with open(path, "rb") as file:
-        return b'"record_size"' in file.read(min(_MOST_NBYTES, os.path.getsize(path)))  # no more memory than it has
+    return b'"record_size"' in head_of(path, min(_MOST_NBYTES, os.path.getsize(path)))  # no more memory than it has
 
 
 class ReferenceFolder:
@@ -145,11 +142,7 @@ class ReferenceFolder:
         if place is None:
             return None
         stored, offset, nbytes = place
-        if nbytes > most_nbytes:
-            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most_nbytes} at most")
-        memory = np.empty(nbytes, dtype=np.uint8)
-        stored.read_into(memory, offset)
-        return memory
+        return read_content(stored, key, most_nbytes, (offset, offset + nbytes))
 
     def folders(self, key: str) -> list[str]:
         """See `ObjectFolder`."""

@@ -13,7 +13,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -25,6 +25,7 @@ from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
 from shardload.formats.contract.array import dtype_text, is_added
+from shardload.formats.likeness import as_json
 from shardload.formats.sink import (
     ArraySpec,
     Bools,
@@ -36,6 +37,7 @@ from shardload.formats.sink import (
     Sink,
     Ticket,
     Writer,
+    groups_above,
     with_dims,
 )
 from shardload.formats.zarr.metadata import INDEX_CODECS, Json, ZarrLayout, codec_of, json_number, options_of
@@ -139,10 +141,11 @@ class ZarrSink(Sink):
                     )
                 checked = replace(checked, chunks=checked.shape)  # one chunk
             self.arrays[name] = ZarrEncoder(path, name, checked, document_of(name, checked, version))
+        sharded = [name for name, array in self.arrays.items() if array.is_placed_by_root]
         # (Several ranks write a shard, so that its file is whole at the end only.)
-        self._about = None if any(array.is_placed_by_root for array in self.arrays.values()) else about
+        self._about = None if sharded else about
         self.folder = self.new_folder()
-        if not self.folder.has_parts and (sharded := [name for name, array in self.arrays.items() if array.is_placed_by_root]):
+        if sharded and is_remote(path):
             raise ConfigError(
                 f"'{sharded[0]}' has shards, of which several ranks write each, and an object of a store is put as a whole. "
                 "Leave out shards=, with chunks of some MiB; or save to a folder, and upload it"
@@ -153,7 +156,7 @@ class ZarrSink(Sink):
 
     def take_up(self) -> dict[str, Bools] | None:
         """See `Sink`."""
-        if self._about is None:
+        if self._about is None or not isinstance(self.folder, NewFolder):
             return super().take_up()
         keys = self.folder.take_up()
         if keys is None:
@@ -211,7 +214,6 @@ class ZarrSink(Sink):
         """See `Sink`."""
         with as_write_error(self.path):
             address = self.folder.create()
-        self._is_finished = False
         self._shards = {name: _Shards(array) for name, array in self.arrays.items() if array.is_placed_by_root}
         self.ticket = Ticket(address, {name: Places([0], [0], 0) for name in self.arrays if name not in self._shards})
         return self
@@ -222,8 +224,6 @@ class ZarrSink(Sink):
 
     def finish(self) -> None:
         """See `Sink`."""
-        if self._is_finished:
-            raise ValueError(f"'{self.path}' is finished")
         with as_write_error(self.path):
             for name in self.arrays:
                 if name in self._shards:
@@ -235,7 +235,6 @@ class ZarrSink(Sink):
                 if key not in self.taken_up:  # the values of an array of text
                     self.folder.put(key, _as_bytes(content))
             self.folder.finish(last_key, _as_bytes(last_content))
-        self._is_finished = True
 
     def _write_indexes(self, shards: _Shards) -> None:
         shards.check_complete()
@@ -254,7 +253,8 @@ class ZarrSink(Sink):
         if n_here != n:
             raise ValueError(f"'{name}' has {n_here} files in place of one for each of its {n} chunks")
 
-    def _publish(self) -> None:
+    def commit(self) -> None:
+        """See `Sink`."""
         self.folder.publish()
 
     def abandon(self, *, keeps: bool = False) -> None:
@@ -265,7 +265,8 @@ class ZarrSink(Sink):
         """The files of metadata, in the order in which they are written: name in the store, and content. Arrays of text are
         among them, with their chunks, as bytes.
         """
-        groups = groups_above([*self.arrays, *self._texts, *(f"{group}/" for group in self.group_attrs)])
+        names = [*self.arrays, *self._texts, *(f"/{group}/" for group in self.group_attrs)]
+        groups = {"", *(group.strip("/") for name in names for group in groups_above(name))}
         if set(self.arrays) == {"/"}:
             groups = set()
         documents: dict[str, Any] = {}  # those of arrays, then of groups; "", the root, is the last
@@ -302,19 +303,6 @@ def _as_bytes(content: Any) -> bytes:
         return content
     # Token by token: that of the root has the metadata of all arrays.
     return "".join(steps_of(json.JSONEncoder(indent=2, allow_nan=False).iterencode(content))).encode()
-
-
-def groups_above(names: Iterable[str]) -> set[str]:
-    """The groups that arrays are in, without a slash in front; the root is "".
-
-    >>> sorted(groups_above(["/x", "/g/h/y"]))
-    ['', 'g', 'g/h']
-    """
-    groups = {""}
-    for name in names:
-        parts = name.lstrip("/").split("/")
-        groups.update("/".join(parts[:k]) for k in range(1, len(parts)))
-    return groups
 
 
 def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
@@ -487,21 +475,11 @@ def files_of(folder: str, document: Json) -> dict[str, Json]:
 
 def plain_attrs(name: str, attrs: Mapping[str, Any]) -> Json:
     """Attributes as JSON can hold them. ConfigError for others."""
-    return {key: _plain(name, key, value) for key, value in attrs.items()}
-
-
-def _plain(name: str, key: str, value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM":  # NaT, a date, would become null
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(name, key, part) for part in value]
-    if isinstance(value, Mapping):
-        return {str(k): _plain(name, key, part) for k, part in value.items()}
-    is_plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
-    if not is_plain:
-        text = repr(value)
-        raise ConfigError(
-            f"the attribute {key!r} of '{name}' is {text if len(text) < 80 else text[:80]}, which Zarr's JSON cannot hold. "
-            "Pass text, finite numbers, or lists of them"
-        )
-    return value
+    plain = {}
+    for key, value in attrs.items():
+        try:
+            plain[key] = as_json(value)
+        except ValueError as error:
+            fix = "Pass text, finite numbers, or lists of them"
+            raise ConfigError(f"the attribute {key!r} of '{name}' is {error}. {fix}") from None
+    return plain

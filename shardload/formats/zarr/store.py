@@ -1,8 +1,9 @@
 """How is a Zarr store read? Through a `WatchedStore`, which checks every value.
 
 1. `WatchedStore` has the values of a folder of objects, here or at a URL, of a zip file, or of a store of another library. It
-   remembers which keys do not exist. It refuses keys and symbolic links that lead out of the store, pipes and other things that
-   are not files, and values that are longer than a stored chunk (or metadata) can be.
+   remembers which keys do not exist. It refuses symbolic links that lead out of the store (names that do are refused by `node`
+   and zarr-python), pipes and other things that are not files, and values that are longer than a stored chunk (or metadata)
+   can be.
 2. `WatchedStore.read` gives one file of metadata, `node` what is in one folder (module `nodes`), and `nodes` all arrays and
    groups. At a URL, where each answer takes long, the metadata of many folders are fetched at once, and kept.
 3. `open_store` makes such a store from a folder, a zip file or a URL. `watch` opens an array of it, `watched` puts it under an
@@ -19,10 +20,10 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import zarr
 import zarr.storage
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
@@ -34,8 +35,8 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, parse_node
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
 from shardload.storage.leftovers import METADATA, NODE_FILES
-from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, OutsideError, state_of
-from shardload.storage.objects import NoListingError, ObjectFolder
+from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, state_of
+from shardload.storage.objects import NoListingError, ObjectFolder, read_content
 from shardload.storage.remote import RemoteFolder, is_remote, open_remote, without_secrets
 from shardload.system.steps import step_done
 
@@ -69,7 +70,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         The store below, if its objects can be read by ranges.
     missing : set of str
         Keys that were requested and do not exist, since the set was last emptied.
-    most_nbytes : int or None
+    most_nbytes : int
         The most bytes that a value may have, except metadata.
     """
 
@@ -84,7 +85,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         is_local = folder is None and type(below) is zarr.storage.LocalStore
         self.folder = LocalFolder(os.fspath(below.root), self.fence) if is_local else folder
         self.missing: set[str] = set()
-        self.most_nbytes: int | None = None
+        self.most_nbytes = _MOST_VALUE_NBYTES
 
     def another_watch(self) -> WatchedStore:
         """A new watch over the same store, so that each array has its own `missing` and `most_nbytes`."""
@@ -240,10 +241,9 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         path: Any = getattr(archive, "path", None)  # of a zip file, unless it is a file object's
         if path is None or not getattr(archive, "_is_open", False):
             return None if path is None else state_of(os.fspath(path))
-        try:
+        with suppress(AttributeError, OSError, ValueError):  # it was closed
             return (state_of(archive._zf.fp.fileno()) or ())[:2] or None  # as by its path, before it is opened
-        except (AttributeError, OSError, ValueError):  # it was closed
-            return None
+        return None
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
         """The state of a metadata file, or of the zip file that it is in, before it was read; None if it is not known."""
@@ -265,7 +265,6 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             value = await asyncio.to_thread(self._value, key, byte_range)
             buffer = None if value is None else prototype.buffer.from_bytes(value)
         else:
-            _check_key(key)
             buffer = await self._store.get(key, prototype, byte_range)
             if buffer is not None:
                 self._check(key, len(buffer), buffer.to_bytes)
@@ -280,30 +279,27 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     def _value(self, key: str, byte_range: Any) -> bytes | None:
         """A value in a folder or a zip file, or a byte range of it; None if it does not exist."""
-        _check_key(key)
         if self.folder is None:
             return _of_zip(_unwrapped(self._store), key, byte_range, self._check)
+        most = self._most(key)
         if byte_range is None and isinstance(self.folder, RemoteFolder):  # (where opening it is a request more)
-            (content,) = self.folder.read_many([key], self._most(key) or _MOST_VALUE_NBYTES)
+            (content,) = self.folder.read_many([key], most)
             return None if content is None else bytes(content)
         file = self.folder.open(key)
         if file is None:
             return None
-        start, stop = _range_of(byte_range, file.nbytes)
-        self._check(key, stop - start)
-        value = np.empty(stop - start, np.uint8)
-        file.read_into(value, start)
-        self._check(key, len(value), value.tobytes)
-        return value.tobytes()
+        value = read_content(file, key, most, _range_of(byte_range, file.nbytes)).tobytes()
+        self._check(key, len(value), lambda: value)
+        return value
 
-    def _most(self, key: str) -> int | None:
+    def _most(self, key: str) -> int:
         """The most bytes that a value can have."""
         return MOST_METADATA_NBYTES if key.rpartition("/")[2] in METADATA else self.most_nbytes
 
     def _check(self, key: str, nbytes: int, content: Callable[[], bytes] | None = None) -> None:
         """ValueError if a value is longer than it can be, or metadata have so many values that Python would take far more."""
         is_metadata, most = key.rpartition("/")[2] in METADATA, self._most(key)
-        if most is not None and nbytes > most:
+        if nbytes > most:
             raise ValueError(f"'{key}' has {nbytes} bytes, what is stored there {most} at most")
         if is_metadata and content is not None and (n := sum(map(content().count, (b",", b"[", b"{")))) > _MOST_VALUES:
             raise ValueError(f"'{key}' has some {n} values; metadata has {_MOST_VALUES} at most. Put long data into an array")
@@ -313,11 +309,6 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
     _get_many = Store._get_many  # calls `get` for each
-
-
-def _check_key(key: str) -> None:
-    if ".." in key.split("/"):
-        raise OutsideError(f"the key '{key}' leads out of the store")
 
 
 def open_store(path: str, access: Access = STRICT) -> WatchedStore:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,30 +42,18 @@ _OF_PROFILE = {
 }
 
 
-class StorageOptions(Mapping[str, Any]):
+class StorageOptions(dict[str, Any]):
     """What the caller passes as ``storage=``. Its text is the names alone: values may be keys.
 
     >>> StorageOptions({"secret_access_key": "abc", "region": "us-west-2"})
     {region, secret_access_key}
     """
 
-    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
-        self._values = dict(values or {})
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __hash__(self) -> int:  # of a frozen `Access`
-        return hash(frozenset(self._values))
+    def __hash__(self) -> int:  # type: ignore[override]  # of a frozen `Access`
+        return hash(frozenset(self))
 
     def __repr__(self) -> str:
-        return f"{{{', '.join(sorted(self._values))}}}"
+        return f"{{{', '.join(sorted(self))}}}"
 
 
 def is_remote(path: Any) -> bool:

@@ -130,10 +130,9 @@ class RemoteObject:
     @property
     def version(self) -> State | None:
         """Numbers of the version that is read. Each answer was compared with it, so nothing is asked."""
-        try:
+        with suppress(FileNotFoundError):
             return _numbers(self.pin)
-        except FileNotFoundError:
-            return None
+        return None
 
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """The bytes at `offset`: fewer than `nbytes` where the object ends. As the first read from its start, one request."""
@@ -299,19 +298,17 @@ class RemoteFolder:
 
     def version(self, key: str) -> State | None:
         """See `ObjectFolder`. One request."""
-        try:
+        with suppress(FileNotFoundError):
             return _numbers(self._client.get(key, (0, 1)).result()[1])
-        except FileNotFoundError:
-            return None
+        return None
 
     def open(self, key: str, ahead: int = 1) -> RemoteObject | None:
         """See `ObjectFolder`. One request."""
         stored = RemoteObject(self._client, key)
-        try:
+        with suppress(FileNotFoundError):
             stored.look(ahead)
-        except FileNotFoundError:
-            return None
-        return stored
+            return stored
+        return None
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
         """See `ObjectFolder`. Small objects take one request each, without a range."""

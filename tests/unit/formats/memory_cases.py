@@ -14,6 +14,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -111,23 +112,17 @@ def understate(path: Path, name: str, data: bytes, nbytes: int, method: int = zi
 
 
 def read(folder: str, name: str, dataset: str) -> None:
-    source = open_source(os.path.join(folder, name), dataset)
-    try:
+    with closing(open_source(os.path.join(folder, name), dataset)) as source:
         values = read_all(source)
         assert values.sum() in (0, 35)
         np.testing.assert_array_equal(source.plain(Region.whole(values.shape)), values)
         source.missing(Region.whole(values.shape))
-    finally:
-        source.close()
 
 
 def read_plain(folder: str, name: str, dataset: str) -> None:
     """What `shardload.verify` of an array asks for, with nothing before it."""
-    source = open_source(os.path.join(folder, name), dataset)
-    try:
+    with closing(open_source(os.path.join(folder, name), dataset)) as source:
         source.plain(Region.whole(source.info.shape))
-    finally:
-        source.close()
 
 
 def first_chunk(source: Any) -> None:

@@ -47,7 +47,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
-from tests.unit.files import flat, load_all, raw_dataset, read_all, read_small, write_hdf5, write_zarr
+from tests.unit.files import change_json, flat, load_all, raw_dataset, read_all, read_small, write_hdf5, write_zarr
 from tests.unit.formats.memory_cases import CASES, FINE, first_chunk, with_filters, write_cases
 
 LIMITED = "in a process of which memory is limited"
@@ -324,10 +324,9 @@ def test_shards_around_compressed_shards_and_long_indices(tmp_path: Path) -> Non
             path = write_zarr(tmp_path / f"{name}.zarr", {"a": flat((4, 6))}, 3, **more)
         (info,) = list_arrays(path)
         assert (info.refused is None) == (name == "fine"), info.refused
-    meta = tmp_path / "fine.zarr/a/zarr.json"
-    found = json.loads(meta.read_text())
-    found["shape"] = found["chunk_grid"]["configuration"]["chunk_shape"] = [1 << 14, 3 << 10]
-    meta.write_text(json.dumps(found))
+    shape = [1 << 14, 3 << 10]
+    grid = {"name": "regular", "configuration": {"chunk_shape": shape}}
+    change_json(tmp_path / "fine.zarr/a/zarr.json", shape=shape, chunk_grid=grid)
     (info,) = list_arrays(str(tmp_path / "fine.zarr"))
     assert info.refused == "8388608 chunks in each shard, more than are read"
 
@@ -337,9 +336,7 @@ def test_shards_around_compressed_shards_and_long_indices(tmp_path: Path) -> Non
 
 def test_metadata_of_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6)), "b": flat((4, 6))}))
-    meta = path / "a/zarr.json"
-    good = json.loads(meta.read_text())
-    meta.write_text(json.dumps(good | {"attributes": {"long": [[]] * 300}}))
+    change_json(path / "a/zarr.json", attributes={"long": [[]] * 300})
     assert find_array(str(path), "a").shape == (4, 6)
     monkeypatch.setattr("shardload.formats.zarr.store._MOST_VALUES", 300)
     for attempt in (find_array, open_source):
@@ -379,8 +376,7 @@ def hdf5_of(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...] | None, 
 
 def zarr_of(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...] | None, dtype: str = "f4") -> str:
     zarr.create_array(path, name="x", shape=(4,), chunks=(4,), dtype=dtype, zarr_format=2)
-    found = json.loads((path / "x/.zarray").read_text())
-    (path / "x/.zarray").write_text(json.dumps(found | {"shape": shape, "chunks": chunks or shape}))
+    change_json(path / "x/.zarray", shape=shape, chunks=chunks or shape)
     return str(path)
 
 

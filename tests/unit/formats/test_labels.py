@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pickle
 import warnings
 from pathlib import Path
@@ -23,15 +24,17 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import untrusted as untrusted_source
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.array import Note
+from shardload.formats.contract.array import MIXED, Note
 from shardload.formats.contract.format import HelperError
 from shardload.formats.hdf5 import file, opened
 from shardload.formats.hdf5.file import Hdf5File
+from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import labels_of
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
+from tests.unit.files import raising
 
 WRITERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "netCDF4": ("a.nc", {"engine": "netcdf4"}, {"engine": "netcdf4"}),
@@ -226,29 +229,18 @@ def test_coordinates_of_a_group_along_axes_of_the_file(tmp_path: Path, has_varia
             np.testing.assert_array_equal(coordinate.values, expected["v"].coords["x"].values)
 
 
-@pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("writer", ["h5netcdf", "Zarr, format 3"])
-def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
-    """Wrong if an untrusted file's names were not asked of a helper, or came back as others."""
+def test_all_of_an_untrusted_file_in_one_helper(tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each array started a process of its own, which takes a tenth of a second, or came back as another."""
     name, how, _ = WRITERS[writer]
     path = write(tmp_path / name, how, climate())
-    with Finder(Access(untrusted=Limits())) as untrusted, Finder(Access()) as trusted:
-        asked, here = Labeller(untrusted), Labeller(trusted)
-        info = find_array(path, "t")
-        found, expected = asked.label(path, info), here.label(path, info)
-    assert repr(found.labels) == repr(expected.labels), "as text, because of NaN"
-    assert found.dims == ("time", "lat", "lon") and len(found.coords) >= 4
-
-
-def test_all_of_an_untrusted_file_in_one_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each array started a process of its own, which takes a tenth of a second, or came back as another."""
-    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
     started, right = [], untrusted_source.Helper
     monkeypatch.setattr(untrusted_source, "Helper", lambda *args: (started.append(args), right(*args))[1])
     here, there = shardload.open(path), shardload.open(path, untrusted=True)
     assert list(there) == list(here) and repr(there) == repr(here)
     for name, info in here.items():
         assert repr(there[name].labels) == repr(info.labels), "as text, because of NaN"
+    assert there["t"].dims == ("time", "lat", "lon") and len(there["t"].coords) >= 4
     assert len(started) == 1, "for the list, and for all labels"
 
 
@@ -472,13 +464,19 @@ def test_large_coordinates_are_named_only(tmp_path: Path) -> None:
     assert found is not None and found.shape == (20000,)
 
 
+def test_names_of_two_versions_belong_to_no_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if names that were read while the file changed were taken for those of the values."""
+    path, labels = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate()), Hdf5Source.labels
+    info = find_array(path, "t")
+    with Finder(Access()) as finder:
+        before = Labeller(finder).label(path, info).labels.read_in
+        monkeypatch.setattr(Hdf5Source, "labels", lambda self: (os.utime(path, ns=(1, 1)), labels(self))[1])
+        assert Labeller(finder).label(path, info).labels.read_in == MIXED != before
+
+
 def test_damaged_names_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("bad heap")
-
-    monkeypatch.setattr("shardload.formats.hdf5.source.labels_of", fail)
+    monkeypatch.setattr("shardload.formats.hdf5.source.labels_of", raising(RuntimeError("bad heap")))
     assert shardload.open(path)["t"].dims == (None, None, None)
 
 
@@ -488,11 +486,7 @@ def test_damaged_names_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_names_that_cannot_be_read_now(tmp_path: Path, call: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if arrays had no names, or coordinates no values, because a file server failed for a moment."""
     path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(f"shardload.formats.hdf5.source.{call}", fail)
+    monkeypatch.setattr(f"shardload.formats.hdf5.source.{call}", raising(error))
     with pytest.raises(
         SourceError, match=r"'/.*' in '.*a.nc' cannot be read: .*(Input|errno = 116).*Its device or file server"
     ):

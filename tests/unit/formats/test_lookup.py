@@ -23,7 +23,7 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.array import ArrayInfo, Note, json_value, refusal
+from shardload.formats.contract.array import Note, json_value, refusal
 from shardload.formats.contract.format import Format, Source
 from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.hdf5 import file as hdf5_module
@@ -31,7 +31,17 @@ from shardload.formats.lookup import Finder, find_array, list_arrays, open_sourc
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.call import describe_path
 from shardload.planning.region import Region
-from tests.unit.files import check_source, flat, load_all, read_all, read_small, write_hdf5, write_zarr
+from tests.unit.files import (
+    check_source,
+    flat,
+    load_all,
+    raising,
+    read_all,
+    read_small,
+    system_error,
+    write_hdf5,
+    write_zarr,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -289,11 +299,7 @@ def test_a_file_that_cannot_be_read_now(
     path = write_hdf5(tmp_path / "x.h5", {"rho": flat((4, 6), "f4")})
     if call == "read":
         Path(path).write_bytes(b"no array at all")
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "preadv" if call == "preadv" else "fdopen", fails)
+    monkeypatch.setattr(os, "preadv" if call == "preadv" else "fdopen", raising(system_error(code)))
     with pytest.raises(SourceError, match=rf"'.*x.h5' cannot be read: OSError: .*{why}"):
         find_array(path)
 
@@ -444,11 +450,7 @@ def test_any_exception_of_a_library_becomes_a_source_error(tmp_path: Path, monke
     path = write_hdf5(tmp_path / "a.h5", {"a": flat((3,))})
     hdf5: Format = hdf5_module.FORMAT
     for error in (KeyError("codec"), ValueError("v"), RuntimeError("r"), TypeError("t"), AttributeError("a")):
-
-        def fail(*_: Any, raised: Exception = error) -> list[ArrayInfo]:
-            raise raised
-
-        monkeypatch.setattr(type(hdf5), "open_file", fail)
+        monkeypatch.setattr(type(hdf5), "open_file", raising(error))
         for attempt in (list_arrays, find_array, lambda p: open_source(p, "a")):
             with pytest.raises(SourceError, match=f"'{path}' cannot be opened: .*{type(error).__name__}: ") as caught:
                 attempt(path)

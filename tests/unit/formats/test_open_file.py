@@ -14,11 +14,9 @@ import pytest
 import zarr
 
 from shardload.errors import SourceError
-from shardload.formats import Access, Region, lookup
+from shardload.formats import Access, Region
 from shardload.formats.access import STRICT, Limits
-from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.hdf5 import file as hdf5_module
-from shardload.formats.hdf5 import source as hdf5
 from shardload.formats.labelling import read_labels
 from shardload.formats.lookup import Finder, find_array, open_file, open_source
 from shardload.formats.zarr import source as zarr_module
@@ -174,51 +172,6 @@ def test_what_is_kept_is_closed_with_the_file(path: str) -> None:
             os.close(other)
     with h5py.File(path, "a"):  # no lock of HDF5 is left
         pass
-
-
-CHUNKED = {
-    "even": ((6, 8), (2, 4), {"shuffle": True}),
-    "ragged": ((40, 33), (16, 10), {"compression": "gzip", "shuffle": True}),
-    "planes": ((12, 3, 5), (1, 3, 5), {"fletcher32": True}),
-    "long": ((37,), (4,), {"compression": "gzip"}),
-    "deep": ((4, 6, 10), (2, 2, 3), {"fletcher32": True}),
-    "large": ((3, 4), (5, 6), {"shuffle": True}),
-    "plain": ((6, 8), (2, 4), {}),
-}
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", CHUNKED)
-@pytest.mark.parametrize("dtype", ["<i4", ">i2"])
-def test_small_arrays_of_many_chunks_are_read_in_batches(
-    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong with the axes of chunks and elements exchanged, or chunks at the edge not cut."""
-    shape, chunks, how = CHUNKED[name]
-    values = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file.create_dataset("x", data=values, chunks=chunks, maxshape=(None,) * len(shape), **how)
-    path, batches = str(tmp_path / "x.h5"), []
-    monkeypatch.setattr(lookup, "read_by_chunks", lambda *a: (batches.append(True), read_by_chunks(*a))[1])
-    monkeypatch.setattr(lookup, "_WORTH_BATCHES", 2)
-    if name not in ("large", "plain"):
-        monkeypatch.setattr(hdf5.Hdf5Source, "_read_into", lambda *_: pytest.fail("read by the library"))
-    with Finder(STRICT, Tuning()) as finder:
-        found = finder.find(path, "x").values
-    assert batches == ([] if name == "large" else [True])
-    assert found is not None and bytes(found) == values.astype(values.dtype.newbyteorder("=")).tobytes()
-
-
-def test_a_missing_or_a_damaged_chunk_is_left_to_the_normal_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if the values of a chunk that is not stored, or cannot be decoded, were sent."""
-    path = str(tmp_path / "x.h5")
-    with h5py.File(path, "w") as file:
-        file.create_dataset("missing", (40,), "i4", chunks=(4,), fillvalue=7)[:36] = 1
-        bad = file.create_dataset("bad", data=np.arange(40), chunks=(4,), compression="gzip")
-        bad.id.write_direct_chunk((4,), b"\xff" * 20)
-    with Finder(STRICT, Tuning()) as finder:
-        assert finder.find(path, "missing")[1] is None
-        assert finder.find(path, "bad")[1] is None
 
 
 def test_what_is_asked_of_a_dataset_does_not_go_through_its_chunks(tmp_path: Path) -> None:

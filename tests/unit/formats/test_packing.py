@@ -19,11 +19,11 @@ from xarray.backends.zarr import FillValueCoder
 from shardload.errors import ConfigError
 from shardload.formats.access import STRICT, Access, Limits
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.lookup import find_array, list_arrays, open_source
-from shardload.planning.region import Region
+from shardload.formats.lookup import find_array, list_arrays
 from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
 from tests.packed import VARIABLES, WRITERS, by_netcdf4, by_xarray, open_by_xarray
 from tests.tiers import quick_ones
+from tests.unit.files import load_all
 
 Array = np.ndarray[Any, Any]
 SHAPE = (4, 6, 10)
@@ -32,12 +32,7 @@ SHAPE = (4, 6, 10)
 def decoded(path: Path, name: str | None, access: Access = STRICT) -> Array:
     """A variable, as its metadata says after it went through JSON to another rank."""
     info = ArrayInfo.from_json(find_array(path, name, access).to_json())
-    source = open_source(path, info.dataset, access)
-    try:
-        raw = np.empty(info.shape, source.dtype)
-        source.read_into(Region.whole(info.shape), raw)
-    finally:
-        source.close()
+    raw = load_all(path, info.dataset, access)
     rule = decoding_of(raw.dtype, info.packing, str(info))
     return raw if rule is None else rule.values(raw)
 

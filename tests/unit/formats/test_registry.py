@@ -34,6 +34,11 @@ class File(OpenFile):
     def open(self, dataset, planned=None):
         raise KeyError(dataset)
 """
+NAMELESS = """
+class Nameless(Format):
+    def claims_path(self, path): return True
+    def open_file(self, path, access=None): raise OSError(path)
+"""
 CLAIMS = "return path.endswith('.xyz')"
 
 Install = Callable[..., None]
@@ -115,11 +120,14 @@ def test_a_url_goes_to_other_packages_first(install: Install) -> None:
         ({"target": "Abc"}, "AttributeError: .*Abc"),
         ({"target": "CLAIMS", "before": "CLAIMS = 3"}, "TypeError: xyz_broken:CLAIMS is a int; expected a .*Format"),
         ({"claims": "return 1 / 0"}, "when it was asked: ZeroDivisionError"),
+        ({"before": "raise SystemExit(3)"}, "SystemExit: 3"),
+        ({"target": "Nameless", "before": NAMELESS}, "TypeError: .* with a name"),
     ],
 )
 def test_a_package_that_is_broken_is_named_and_breaks_no_other(
     install: Install, file: str, tmp_path: Path, broken: dict[str, str], why: str
 ) -> None:
+    """Wrong, too, if the list of formats in the message on a file that nobody reads failed on one without a name."""
     install("xyz_broken", "a_wrong", **broken)
     path = write_hdf5(tmp_path / "a.h5", {"x": flat((3,))})
     assert find_array(path).format == "HDF5", "nobody asks it for such a file"
@@ -162,23 +170,3 @@ def test_a_warning_of_one_package_is_no_failure_of_another(install: Install, fil
     with pytest.raises(RuntimeWarning, match="xyz_broken"):  # warnings are errors in these tests
         find_array(file)
     assert find_array(file).format == "xyz_works"
-
-
-def test_a_package_that_ends_the_process_is_named(install: Install, file: str) -> None:
-    install("xyz_exits", "exits", before="raise SystemExit(3)")
-    with pytest.raises(SourceError, match="SystemExit: 3"):
-        find_array(file)
-
-
-NAMELESS = """
-class Nameless(Format):
-    def claims_path(self, path): return True
-    def open_file(self, path, access=None): raise OSError(path)
-"""
-
-
-def test_a_format_without_a_name_is_not_used(install: Install, file: str) -> None:
-    """Wrong if the list of formats, in the message on a file that nobody reads, failed on it."""
-    install("xyz_nameless", "nameless", target="Nameless", before=NAMELESS)
-    with pytest.raises(SourceError, match=r"expected a .* with a name"):
-        find_array(file)

@@ -30,6 +30,7 @@ from shardload.formats.zarr.growth import GrowthSink, read_store
 from shardload.storage import target
 from shardload.storage.changes import AppendLock
 from shardload.storage.leftovers import find_leftover
+from tests.unit.files import change_json, raising, system_error
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -249,6 +250,17 @@ def test_one_command_removes_what_a_killed_append_left(tmp_path: Path, kind: str
     sink.abandon()
 
 
+def test_a_store_that_was_changed_since_the_append_was_planned(tmp_path: Path) -> None:
+    """Wrong if rows were written as metadata said that are no longer those of the store."""
+    path = str(tmp_path / "x.zarr")
+    save(path, {"rho": VALUES})
+    sink = GrowthSink(path, read_store(path, ["/rho"]), {"/rho": 0}, {"/rho": 2})
+    change_json(tmp_path / "x.zarr/rho/zarr.json", fill_value=7.0)
+    with pytest.raises(ConfigError, match="was changed by somebody else"):
+        sink.create()
+    assert os.listdir(tmp_path) == ["x.zarr"]
+
+
 def test_the_lock_of_another_append_stays(tmp_path: Path) -> None:
     """Wrong if an append whose lock was removed, as that of one that is dead, took away the lock of the next one."""
     path = str(tmp_path / "out \udcff.zarr")  # any name that a file can have
@@ -266,11 +278,7 @@ def test_the_lock_of_another_append_stays(tmp_path: Path) -> None:
 
 def test_a_lock_for_which_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it stayed, and kept all appends away."""
-
-    def fails(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", fails)
+    monkeypatch.setattr(os, "pwrite", raising(system_error(errno.ENOSPC)))
     with pytest.raises(SourceError, match="no space is left"):
         AppendLock(str(tmp_path / "out.zarr"))
     assert os.listdir(tmp_path) == []

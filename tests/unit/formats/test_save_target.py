@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shardload.formats.sink import ArraySpec, Compression, Sink
 from shardload.storage import target
 from shardload.storage.objects import RemoteError
 from shardload.storage.target import Target, temporary_of
+from tests.unit.files import raising, system_error
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -60,9 +62,8 @@ def finish(sink: Sink, catalog: Any) -> None:
 
 
 def write_it(folder: Path, name: str, mode: str = "w") -> None:
-    sink = a_sink(folder, name, mode)
-    with sink.create() as catalog:
-        finish(sink, catalog)
+    with a_sink(folder, name, mode).create() as catalog:
+        finish(catalog, catalog)
         catalog.commit()
 
 
@@ -81,14 +82,9 @@ def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: 
                 return pwrite(descriptor, data[: len(data) // 2], offset)
             raise OSError(code, os.strerror(code))
 
-        one = sink.arrays["/rho"]
-        region = one.region((3, 0))
-        stored = one.encode(region, VALUES[region.slices()])
-        asks = one.is_placed_by_root
-        offset = int(catalog.allocate("/rho", [3], [stored.nbytes])[0]) if asks else catalog.ticket.places["/rho"][3]
         monkeypatch.setattr(target.os, "pwrite", torn)
         with pytest.raises(SourceError) as caught:
-            writer.put("/rho", 3, offset, stored)
+            put_whole(sink, writer, catalog, "/rho", VALUES, sink.arrays["/rho"].region((3, 0)))
         monkeypatch.undo()
     words = str(caught.value)
     why = {errno.ENOSPC: "no space is left", errno.EDQUOT: "your quota", errno.EIO: "the device or the file server"}[code]
@@ -102,12 +98,8 @@ def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: 
 def test_an_error_that_the_system_tells_at_fsync(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """File servers tell only then that there is no room."""
     sink = a_sink(tmp_path, name, "w-")
-
-    def fails(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with sink.create() as catalog:
-        monkeypatch.setattr(target.os, "fsync", fails)
+        monkeypatch.setattr(target.os, "fsync", raising(system_error(errno.ENOSPC)))
         with pytest.raises(SourceError, match="no space is left on its file system"):
             finish(sink, catalog)
         monkeypatch.undo()
@@ -118,7 +110,7 @@ def test_an_error_that_the_system_tells_at_fsync(tmp_path: Path, name: str, monk
 def test_a_temporary_that_is_there(tmp_path: Path, is_folder: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if what another save makes there were taken for our own, and removed."""
     monkeypatch.setattr(target.secrets, "token_hex", lambda n: "0" * 2 * n)
-    first, second = (Target(str(tmp_path / "x"), "w-", is_folder=is_folder) for _ in range(2))
+    first, second = (Target(str(tmp_path / "x"), "w-", marks=["zarr.json"] * is_folder) for _ in range(2))
     made = first.create()
     with pytest.raises(SourceError, match="File exists"):
         second.create()
@@ -146,22 +138,20 @@ def test_a_system_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize(("mode", "has_links"), [("w", True), ("w-", True), ("w-", False)])
 @pytest.mark.parametrize("name", KINDS)
-def test_two_saves_to_one_name(tmp_path: Path, name: str, has_links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both begin while the name is free. One wins, whole; the other is told."""
+def test_two_saves_to_one_name(tmp_path: Path, name: str, mode: str, has_links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both begin while the name is free, or is that of an old file. One wins, whole; the other is told, unless it replaces."""
+    if mode == "w":
+        save(tmp_path / name, {"old": OLD})
     if not has_links:
-
-        def refused(*_: Any) -> None:
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-        monkeypatch.setattr(target.os, "link", refused)
-    sinks = [a_sink(tmp_path, name, "w-") for _ in range(2)]
-    first, second = (sink.create() for sink in sinks)
-    for sink, catalog in zip(sinks, (first, second), strict=True):
-        finish(sink, catalog)
+        monkeypatch.setattr(target.os, "link", raising(system_error(errno.EPERM)))
+    first, second = (a_sink(tmp_path, name, mode).create() for _ in range(2))
+    for catalog in (first, second):
+        finish(catalog, catalog)
     first.commit()
-    with pytest.raises(ConfigError, match=r"exists, and mode is 'w-'. Pass mode='w' to replace it"), second:
+    told = pytest.raises(ConfigError, match=r"exists, and mode is 'w-'. Pass mode='w' to replace it")
+    with told if mode == "w-" else nullcontext(), second:
         second.commit()
     np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
     assert os.listdir(tmp_path) == [name]
@@ -174,32 +164,15 @@ def test_chunks_that_come_twice_or_never(tmp_path: Path, name: str) -> None:
     with sink.create() as catalog:
         if sink.arrays["/rho"].is_placed_by_root:
             catalog.allocate("/rho", [3], [10])
-            for numbers in ([3], [1, 1], [5], [-1]):
-                with pytest.raises(ValueError, match=r"has a place already|has chunks 0 to 4"):
+            for numbers in ([3], [1, 1]):
+                with pytest.raises(ValueError, match="has a place already"):
                     catalog.allocate("/rho", numbers, [10] * len(numbers))
         with pytest.raises(ValueError, match=r"of '/rho' have no place|'/rho' has 0 files in place of"):
             catalog.finish()
-        with pytest.raises(ValueError, match=r"finish .* first"):
-            catalog.commit()
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_two_saves_that_replace(tmp_path: Path, name: str) -> None:
-    save(tmp_path / name, {"old": OLD})
-    sinks = [a_sink(tmp_path, name) for _ in range(2)]
-    catalogs = [sink.create() for sink in sinks]
-    for sink, catalog in zip(sinks, catalogs, strict=True):
-        finish(sink, catalog)
-    for catalog in catalogs:
-        catalog.commit()
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
-    assert os.listdir(tmp_path) == [name]
-
-
-def failing(*_: Any, **__: Any) -> Any:
-    """A file server that does not answer."""
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+failing = raising(system_error(errno.ESTALE))  # a file server that does not answer
 
 
 def finished(folder: Path, name: str, mode: str) -> Any:
@@ -331,12 +304,8 @@ def test_the_library_cannot_read_what_was_written(
 ) -> None:
     """Wrong if the error named no file."""
     sink = a_sink(tmp_path, name, "w-")
-
-    def refuses(*_: Any) -> Any:
-        raise said
-
     with sink.create() as catalog:
-        monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", refuses)
+        monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", raising(said))
         with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
             finish(sink, catalog)
         monkeypatch.undo()
@@ -369,12 +338,6 @@ def test_a_name_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="its name is too long: of the 255 bytes"):
         Target(str(tmp_path / f"{'n' * 240}.h5"), "w-").create()
-
-
-def test_a_temporary_that_another_job_has_taken(tmp_path: Path) -> None:
-    target_of_a_copy = Target(str(tmp_path / "x.zarr"), "w", is_folder=True)
-    with pytest.raises(ConfigError, match="was there a moment ago"):
-        target_of_a_copy.adopt(str(tmp_path / "x.zarr.0123456789abcdef.unfinished"))
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from shardload.formats.sink import ArraySpec, Compression
 from shardload.storage import new_folder, target
 from shardload.storage.local import LocalFile
 from tests.tiers import quick_ones, some_of
-from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
@@ -180,24 +180,22 @@ def test_metadata_comes_last(tmp_path: Path) -> None:
 
 def test_a_chunk_is_written_once(tmp_path: Path) -> None:
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
-    one = sink.arrays["/x"]
     with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
-        stored = one.encode(one.region((0, 0, 0)), ramp(CHUNKS, "f4"))
-        writer.put("/x", 0, 0, stored)
+        first = sink, writer, catalog, "/x", ramp(SHAPE, "f4"), sink.arrays["/x"].region((0, 0, 0))
+        put_whole(*first)
         with pytest.raises(SourceError, match=r"chunk \(0, 0, 0\) of '/x' .*EEXIST"):
-            writer.put("/x", 0, 0, stored)
+            put_whole(*first)
     with pytest.raises(ValueError, match="is closed"):
-        writer.put("/x", 1, 0, stored)
+        put_whole(*first)
 
 
 def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a chunk that comes last were left beside the name, or made the folder again."""
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
-    one, right = sink.arrays["/x"], shutil.rmtree
+    one, values, right = sink.arrays["/x"], ramp(SHAPE, "f4"), shutil.rmtree
     catalog = sink.create()
     with sink.writer(catalog.ticket) as writer:
-        stored = one.encode(one.region((0, 0, 0)), ramp(CHUNKS, "f4"))
-        writer.put("/x", 0, 0, stored)
+        put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 0)))
         late = iter([1, 2])
 
         def remove(path: str, **how: Any) -> None:  # a file comes when the folders were listed
@@ -211,7 +209,7 @@ def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: P
         catalog.abandon()
         assert os.listdir(tmp_path) == []
         with pytest.raises(SourceError, match="ENOENT"):
-            writer.put("/x", 1, 0, stored)
+            put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 1)))
         assert os.listdir(tmp_path) == []
 
 
@@ -245,12 +243,7 @@ def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
     """Wrong if a group that has attributes only, as headers of simulations are, were lost."""
     path, version = tmp_path / name.replace("zarr2", "zarr"), "zarr2" if name.endswith("2") else None
     groups = {"/": {"t": 0}, "/g": {"t": 1}, "/Header": {"t": 2}, "/a/b/c": {"t": 3}}
-    asked = {"g/x": spec("i4", None, None, (3,))}
-    sink = make_sink(str(path), asked, format=version, attrs=groups["/"], group_attrs=groups)
-    with sink.create() as catalog:
-        write_all(sink, catalog, {"/g/x": np.arange(3, dtype="i4")})
-        catalog.finish()
-        catalog.commit()
+    save(path, {"g/x": np.arange(3, dtype="i4")}, format=version, attrs=groups["/"], group_attrs=groups)
     opened = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path)
     assert {
         group: int(opened[group.strip("/") or "/"].attrs["t"] if group != "/" else opened.attrs["t"]) for group in groups
@@ -286,12 +279,8 @@ def test_groups_that_a_file_cannot_have(tmp_path: Path, kind: str, name: str, sa
 def test_a_group_with_the_name_of_an_axis(tmp_path: Path) -> None:
     """Wrong if plain HDF5 wanted a scale of that name beside the coordinate of another axis."""
     asked = {"v": spec("i4", None, None, (2, 3), dims=("lat", "lon")), "lat": spec("i4", None, None, (2,), dims=("lat",))}
-    values = {"/v": np.arange(6, dtype="i4").reshape(2, 3), "/lat": np.arange(2, dtype="i4")}
-    sink = make_sink(str(tmp_path / "x.h5"), asked, group_attrs={"/lon": {"t": 1}})
-    with sink.create() as catalog:
-        write_all(sink, catalog, values)
-        catalog.finish()
-        catalog.commit()
+    values = {"v": np.arange(6, dtype="i4").reshape(2, 3), "lat": np.arange(2, dtype="i4")}
+    save(tmp_path / "x.h5", values, asked, group_attrs={"/lon": {"t": 1}})
     with h5py.File(tmp_path / "x.h5") as file:
         assert file["lon"].attrs["t"] == 1 and file["v"].dims[1].label == "lon" and [*file["v"].dims[0]] == ["lat"]
 
@@ -381,13 +370,10 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
                 synced.clear()
             return os_open(path, flags, *more)
 
-        region = one.region((0,) * len(SHAPE))
-        stored = one.encode(region, values[region.slices()])
-        offset = int(catalog.allocate("/x", [0], [stored.nbytes])[0]) if sharded else 0
         with monkeypatch.context() as patch:
             patch.setattr(new_folder, "sync_folder", synced.add)
             patch.setattr(new_folder.os, "open", opened)
-            writer.put("/x", 0, offset, stored)
+            put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 0)))
             patch.setattr(new_folder.os, "open", os_open)
             writer.sync()
         folder = os.path.join(catalog.ticket.temporary, os.path.dirname(sink.key_of(catalog.ticket, "/x", 0)))
@@ -413,9 +399,7 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(target.WritableFile, "write_at", write_at)
         for index in np.ndindex(*one.spec.grid):
-            stored, number = one.encode(one.region(index), values[one.region(index).slices()]), one.number(one.region(index))
-            offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_placed_by_root else 0
-            writer.put("/x", number, int(offset), stored)
+            put_whole(sink, writer, catalog, "/x", values, one.region(index))
         writer.sync()
         assert not writer._storage._unsynced
         catalog.finish()

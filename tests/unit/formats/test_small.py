@@ -141,17 +141,17 @@ def test_plain_chunks_are_read_at_once(
     path = written(tmp_path / "x.h5", order, **more)
     with h5py.File(path) as file:
         np.testing.assert_array_equal(file["x"][...].astype("f4"), STEPS)
-    with Finder(lookup.STRICT, Tuning()) as finder:
-        values = finder.find(path, "x")[1]
-    assert values is not None and bytes(values) == STEPS.tobytes()
+    assert values_of(path, "x") == STEPS.tobytes()
     assert reads == ["plain"] * is_plain
 
 
-def test_plain_chunks_of_which_some_are_missing_are_left_to_the_load(tmp_path: Path, reads: list[str]) -> None:
-    """Wrong if what was in memory before were taken for the values of a chunk that was never written."""
-    path = written(tmp_path / "x.h5", [k for k in ASCENDING if k != 17])
-    with Finder(lookup.STRICT, Tuning()) as finder:
-        assert finder.find(path, "x")[1] is None
+def test_a_missing_or_a_damaged_chunk_is_left_to_the_load(tmp_path: Path, reads: list[str]) -> None:
+    """Wrong if what was in memory before were taken for the values of a chunk that was never written, or cannot be decoded."""
+    assert values_of(written(tmp_path / "x.h5", [k for k in ASCENDING if k != 17]), "x") is None
+    path = written(tmp_path / "y.h5", ASCENDING, compression="gzip")
+    with h5py.File(path, "a") as file:
+        file["x"].id.write_direct_chunk((4, 0, 0), b"\xff" * 20)
+    assert values_of(path, "x") is None
     assert "plain" not in reads
 
 
@@ -194,8 +194,10 @@ def part_of(path: str, name: str, region: Region, **more: Any) -> lookup.FoundAr
 
 
 @pytest.mark.parametrize("kind", [*LAYOUTS, "zarr", "zarr v2", "zarr shards"])
-def test_values_of_a_part(tmp_path: Path, kind: str) -> None:
-    """Wrong if a part came from elsewhere in the array, or chunks that it meets in part were not cut; h5py and Zarr say it."""
+def test_values_of_a_part(tmp_path: Path, kind: str, reads: list[str]) -> None:
+    """Wrong if a part came from elsewhere in the array, or chunks that it meets in part were not cut; h5py and Zarr say it.
+    All of an array of many chunks is read in batches, too.
+    """
     path = str(tmp_path / "x.h5")
     if kind in LAYOUTS:
         with h5py.File(path, "w") as file:
@@ -215,6 +217,8 @@ def test_values_of_a_part(tmp_path: Path, kind: str) -> None:
         assert found.region == region and found.values is not None and found.info.shape == BLOCK.shape, region
         values = np.frombuffer(found.values, "f4").reshape(region.shape)
         np.testing.assert_array_equal(values, np.asarray(opened[region.slices()]))
+    assert values_of(path, "x") == BLOCK.tobytes()
+    assert "library" not in reads or kind == "contiguous"
 
 
 def test_a_part_of_a_large_array(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from shardload.storage.local import Fence
-from tests.unit.files import flat, load_all, read_all, write_hdf5, write_zarr
+from tests.unit.files import change_json, flat, load_all, read_all, write_hdf5, write_zarr
 
 SHAPE = (6, 5, 4)
 DATA = flat(SHAPE)
@@ -198,10 +198,8 @@ def test_a_gzip_bomb_in_hdf5(tmp_path: Path) -> None:
             made[...] = flat((4, 256), "i4")
             made.id.write_direct_chunk((2, 0), bomb)
     for name in ("/known", "/unknown"):
-        source = open_source(tmp_path / "a.h5", name, Access(allow_filters={"scaleoffset"}))
         with pytest.raises(ValueError, match=r"a stored chunk of|declared to be stored in"):
-            read_all(source)
-        source.close()
+            load_all(tmp_path / "a.h5", name, Access(allow_filters={"scaleoffset"}))
 
 
 @pytest.mark.parametrize("number", [32015, 32001])
@@ -235,10 +233,8 @@ def test_a_chunk_that_is_too_short_in_hdf5(tmp_path: Path) -> None:
             made[...] = flat((4, 256), "i4")
             made.id.write_direct_chunk((2, 0), bytes(1000), filter_mask=len(more))
     for name in ("/plain", "/masked"):
-        source = open_source(tmp_path / "a.h5", name, Access(allow_filters={"scaleoffset"}))
         with pytest.raises(ValueError, match="a stored chunk of 1000 bytes; expected 1024"):
-            read_all(source)
-        source.close()
+            load_all(tmp_path / "a.h5", name, Access(allow_filters={"scaleoffset"}))
 
 
 # --- Zarr
@@ -298,7 +294,7 @@ def test_keys_that_lead_upwards(tmp_path: Path) -> None:
     found["metadata"]["../else.zarr/x/.zarray"] = found["metadata"]["a/.zarray"]
     (path / ".zmetadata").write_text(json.dumps(found))
     for name in ("../else.zarr/x", "/../else.zarr/x"):
-        with pytest.raises((SourceError, ConfigError), match=r"holds no array|leads out"):
+        with pytest.raises((SourceError, ConfigError), match="holds no array"):
             open_source(path, name)
     assert [info.dataset for info in list_arrays(str(path))] == ["/a"]
 
@@ -317,10 +313,9 @@ class Program:
 def test_nothing_is_unpickled(tmp_path: Path, dtype: str, codec: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = Path(write_zarr(tmp_path / "a.zarr", {"a": DATA}, 2, compressors=None))
-    found = json.loads((path / "a/.zarray").read_text())
-    found |= {"dtype": dtype, "fill_value": base64.b64encode(pickle.dumps(Program())).decode() if dtype == "|O" else 0}
-    found |= {where: [{"id": codec}] if where == "filters" else {"id": codec}}
-    (path / "a/.zarray").write_text(json.dumps(found))
+    fill = base64.b64encode(pickle.dumps(Program())).decode() if dtype == "|O" else 0
+    codecs = {where: [{"id": codec}] if where == "filters" else {"id": codec}}
+    change_json(path / "a/.zarray", dtype=dtype, fill_value=fill, **codecs)
     for chunk in (path / "a").glob("[0-9]*"):
         chunk.write_bytes(pickle.dumps(Program()))
     for attempt in (find_array, open_source):

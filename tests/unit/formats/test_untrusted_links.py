@@ -399,9 +399,6 @@ def test_stores_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             zarr_store._fence_of(store(fs), "s", False)
         assert zarr_store._fence_of(store(fs), "s", True) == Fence()
     assert zarr_store._fence_of(store(Layer(fs=Layer())), "s", False) == Fence()  # a network
-    for url in ("reference://x", "simplecache::reference://x", "Reference::file:///x"):
-        with pytest.raises(SourceError, match="Pass the file of references"):
-            find_array(url, "a")
 
 
 class Elsewhere(zarr.storage.WrapperStore[Any]):

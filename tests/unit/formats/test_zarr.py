@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -27,7 +26,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_file, open_so
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
-from tests.unit.files import check_source, flat, read_all, write_tensorstore, write_zarr
+from tests.unit.files import change_json, check_source, flat, read_all, write_tensorstore, write_zarr
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type",
@@ -103,19 +102,6 @@ def test_the_store_is_one_array(tmp_path: Path) -> None:
     for odd in ("..", "a//b", "./a"):
         with pytest.raises(ConfigError, match="holds no array"):
             find_array(path, odd)
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_nested_groups_consolidated_and_stray_files(tmp_path: Path, zarr_format: Any) -> None:
-    path = write_zarr(tmp_path / "a.zarr", {"g/h/x": flat((2, 3)), "g/y": flat((3,)), "z": flat((4,))}, zarr_format)
-    (tmp_path / "a.zarr" / "g" / "notes").mkdir()
-    (tmp_path / "a.zarr" / ".DS_Store").write_text("stray")
-    (tmp_path / "a.zarr" / "g" / "notes" / "read.me").write_text("stray")
-    assert [info.dataset for info in list_arrays(path)] == ["/g/h/x", "/g/y", "/z"]
-    assert [info.dataset for info in list_arrays(path + "/g")] == ["/h/x", "/y"]
-    zarr.consolidate_metadata(path)
-    assert [info.dataset for info in list_arrays(path)] == ["/g/h/x", "/g/y", "/z"]
-    check(path, "/g/h/x", flat((2, 3)))
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -202,8 +188,7 @@ def test_what_zarr_python_refuses_or_does_not_find(tmp_path: Path) -> None:
     """
     data = flat((4, 6))
     path = Path(write_zarr(tmp_path / "a.zarr", {"a": data, "b": data}))
-    document = json.loads((path / "a/zarr.json").read_text())
-    (path / "a/zarr.json").write_text(json.dumps(document | {"storage_transformers": [{"name": "x"}]}))
+    change_json(path / "a/zarr.json", storage_transformers=[{"name": "x"}])
     (path / "b").rename(path / "b\\c")
     with pytest.raises(ValueError, match="storage transformers"):
         zarr.open_array(path, path="a", mode="r")
@@ -232,10 +217,8 @@ def test_broken_metadata_is_a_source_error_and_hides_no_other_array(tmp_path: Pa
     data = {"a": flat((3, 4)), "b": flat((5,)), "c": flat((6,))}
     path = write_zarr(tmp_path / "a.zarr", data)
     (tmp_path / "a.zarr" / "b" / "zarr.json").write_text('{"zarr_format": 3, "node_')
-    file = tmp_path / "a.zarr" / "c" / "zarr.json"
-    metadata = json.loads(file.read_text())
-    metadata["chunk_grid"] = {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": [[1, 5]]}}
-    file.write_text(json.dumps(metadata))
+    grid = {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": [[1, 5]]}}
+    change_json(tmp_path / "a.zarr" / "c" / "zarr.json", chunk_grid=grid)
     infos = {info.dataset: info for info in list_arrays(path)}
     assert [name for name, info in infos.items() if info.refused is None] == ["/a"]
     assert "metadata that cannot be read" in str(infos["/b"].refused)
@@ -330,7 +313,10 @@ def test_arrays_below_folders_without_metadata(tmp_path: Path, zarr_format: int,
     zarr.open_group(f"{path}/fields/run1/grid", mode="r+").attrs["title"] = "a grid"
     for group in ("fields", "fields/run1"):
         (Path(path) / group / ("zarr.json" if zarr_format == 3 else ".zgroup")).unlink()
-    (Path(path) / "fields" / "notes.txt").write_text("of the run")
+    (Path(path) / "fields" / "notes").mkdir()
+    for stray in (".DS_Store", "fields/notes.txt", "fields/notes/read.me"):
+        (Path(path) / stray).write_text("of the run")
+    assert [info.dataset for info in list_arrays(f"{path}/fields/run1/grid")] == ["/x"]
     if is_zip:
         path = shutil.make_archive(path, "zip", path)
     assert [info.dataset for info in list_arrays(path)] == ["/fields/run1/grid/x", "/fields/run1/rho", "/time"]
@@ -386,8 +372,7 @@ def test_bfloat16_in_the_other_byte_order(tmp_path: Path) -> None:
 def test_types_that_are_not_loaded(tmp_path: Path, name: str, said: str) -> None:
     """Wrong if the store were called damaged."""
     path = write_zarr(tmp_path / "a.zarr", {"a": flat((3,)), "b": flat((3,))})
-    document = tmp_path / "a.zarr" / "b" / "zarr.json"
-    document.write_text(json.dumps(json.loads(document.read_text()) | {"data_type": name, "fill_value": 0}))
+    change_json(tmp_path / "a.zarr" / "b" / "zarr.json", data_type=name, fill_value=0)
     a, b = list_arrays(path)
     assert a.refused is None and b.refused == said
     with pytest.raises(SourceError) as caught:

@@ -30,7 +30,17 @@ from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.metadata import NotCovered, layout_of
 from tests.tiers import quick_ones, some_of
 from tests.unit.batches import check_batches
-from tests.unit.files import DTYPES, SIZES, assert_same, every_second, flat, read_all, write_tensorstore, write_zarr
+from tests.unit.files import (
+    DTYPES,
+    SIZES,
+    assert_same,
+    change_json,
+    every_second,
+    flat,
+    read_all,
+    write_tensorstore,
+    write_zarr,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The data type", "ignore:The codec", "ignore:Numcodecs codecs", "ignore:Combining"
@@ -189,13 +199,9 @@ def test_names_of_chunk_files(tmp_path: Path, name: str, separator: str) -> None
 def test_codecs_of_numcodecs_in_format_3(tmp_path: Path) -> None:
     data = flat((5, 7, 3), "int32", first=1)
     path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 3, 2), compressors=None)
-    file = tmp_path / "a.zarr" / "a" / "zarr.json"
-    metadata = json.loads(file.read_text())
-    metadata["codecs"] += [
-        {"name": "numcodecs.shuffle", "configuration": {"elementsize": 4}},
-        {"name": "numcodecs.zlib", "configuration": {"level": 3}},
-    ]
-    file.write_text(json.dumps(metadata))
+    shuffle = {"name": "numcodecs.shuffle", "configuration": {"elementsize": 4}}
+    zlib = {"name": "numcodecs.zlib", "configuration": {"level": 3}}
+    change_json(tmp_path / "a.zarr" / "a" / "zarr.json", codecs=[serial(), shuffle, zlib])
     for chunk in (tmp_path / "a.zarr" / "a" / "c").glob("*/*/*"):
         chunk.write_bytes(numcodecs.Zlib(3).encode(numcodecs.Shuffle(4).encode(chunk.read_bytes())))
     source = open_source(path, "a")
@@ -239,8 +245,7 @@ def test_fill_values_as_bits_and_none(tmp_path: Path) -> None:
     bits = 0x7FC00123
     group = zarr.open_group(tmp_path / "a.zarr", mode="w")
     group.create_array("a", shape=(4, 5), chunks=(2, 3), dtype="float32")
-    file = tmp_path / "a.zarr" / "a" / "zarr.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"fill_value": f"{bits:#x}"}))
+    change_json(tmp_path / "a.zarr" / "a" / "zarr.json", fill_value=f"{bits:#x}")
     source = open_source(tmp_path / "a.zarr", "a")
     np.testing.assert_array_equal(read_chunks(source).view("u4"), bits)
     assert read_chunks(source).tobytes() == read_all(source).tobytes()
@@ -331,6 +336,17 @@ def test_a_chunk_that_claims_most_of_a_large_shard(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "preadv", None)
     with pytest.raises(ValueError, match=f"stored in {2**30} bytes; its codecs can make {2 * 24 + 2**16} at most"):
         reader.fetch(box_of((0, 0)))
+
+
+def test_plain_chunks_of_wrong_sizes_are_not_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if values were moved, because two chunks have as many bytes together as they should."""
+    monkeypatch.setattr("shardload.formats.stored_chunks._LEAST_NBYTES", 1)
+    codecs = [sharding((2,), [serial()], index_codecs=[serial()])]
+    write_tensorstore(tmp_path / "a", flat((4,), "int64", first=1), chunk_grid=regular(4), codecs=codecs)
+    file = tmp_path / "a" / "c" / "0"
+    file.write_bytes(file.read_bytes()[:32] + np.array([0, 8, 16, 24], "<u8").tobytes())
+    with pytest.raises(ValueError, match="other sizes are stored than the 16 bytes of a chunk"):
+        read_all(open_source(tmp_path / "a", "/"))
 
 
 def test_shards_too_short_for_their_index(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
 from shardload.storage.remote import StorageOptions
 from tests.servers import ObjectServer
-from tests.unit.files import check_source, flat, read_all, write_zarr
+from tests.unit.files import change_json, check_source, flat, read_all, write_zarr
 
 pytest.importorskip("obstore")
 pytestmark = [
@@ -196,15 +195,14 @@ def test_an_array_that_was_replaced_is_noticed(tmp_path: Path, store: Store) -> 
     path = Path(write_zarr(tmp_path / "b/a.zarr", {"x": DATA}))
     source = store.open("x")
     assert source.opened_in() == source.state()
-    document = json.loads((path / "x/zarr.json").read_text())
-    (path / "x/zarr.json").write_text(json.dumps(document | {"attributes": {"a": 1}}))
+    change_json(path / "x/zarr.json", attributes={"a": 1})
     assert source.opened_in() != source.state()
 
 
 def test_urls_of_other_kinds(tmp_path: Path) -> None:
     for url, how in (
         ("hf://a/b.zarr", "Open it with zarr-python and pass"),
-        ("reference://x", "Pass the file of references itself"),
+        *((f"{scheme}://x", "Pass the file of references itself") for scheme in ("simplecache::reference", "Reference")),
     ):
         for attempt in (list_arrays, find_array):
             with pytest.raises(SourceError, match=f"is a URL of an unknown kind: those of S3, Google, Azure and HTTP.* {how}"):
