@@ -701,6 +701,11 @@ class CallOptions:
         """True if each part is checksummed from block to piece."""
         return self.verify != INDEX
 
+    def describe(self, *names: str) -> dict[str, str]:
+        """Those options of these names that every rank must pass alike, as text; without names all."""
+        options = [OPTIONS[name] for name in names] or _KEPT
+        return {option.name: option.text(getattr(self, option.name)) for option in options if option.text is not None}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CallOptions):
@@ -745,10 +750,6 @@ class Options(CallOptions):
         if unknown:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
         return cls(**{option.name: option.check(options.get(option.name, option.default)) for option in _KEPT})
-
-    def describe(self) -> dict[str, str]:
-        """The options that every rank must pass alike, as text."""
-        return {option.name: option.text(getattr(self, option.name)) for option in _KEPT if option.text is not None}
 
 
 def fill_value(pad: Any, dtype: np.dtype[Any], fill: Any) -> Any:

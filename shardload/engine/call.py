@@ -118,11 +118,10 @@ def watched(group: Group, title: str, timeout: float | None) -> Iterator[ConfigE
 @contextmanager
 def begin_call(
     invocation: Invocation,
-    error: BaseException | None,
+    error: BaseException | None = None,
     *,
     comm: Any,
     timeout: float | None,
-    watched_as: str = "",
     process: Callable[[], int] | None = None,
 ) -> Iterator[Call]:
     """Hold the group of ranks that make a call until it ends. Collective: yes.
@@ -137,13 +136,11 @@ def begin_call(
         The communicator that the caller passed.
     timeout : float, optional
         Seconds after which the call fails if no rank makes progress.
-    watched_as : str
-        The call in messages of the watchdog; by default the title of `invocation`.
     process : callable, optional
         Returns the number of this process in JAX, for calls about arrays on devices.
     """
     group = group_of(comm, timeout)
-    with outer_exception(), watched(group, watched_as or invocation.title, timeout) as refusal:
+    with outer_exception(), watched(group, invocation.title, timeout) as refusal:
         _ = group.machine  # collective the first time, and here every rank is present
         if process is not None:
             group.processes(process())
@@ -161,9 +158,9 @@ def begin_request(
 ) -> Iterator[tuple[Call, Any]]:
     """Read the arguments of a call, and begin it. Collective: yes.
 
-    `read` returns the checked arguments, an object with a ``timeout``, and with a method ``invocation(kind, title)`` that says
-    what must be the same on every rank. Gives the call and that object, or None for it if the arguments are wrong: then
-    `Call.plan` raises the error on all ranks.
+    `read` returns the checked arguments, an object with the ``options`` of the call, and with a method
+    ``invocation(kind, title)`` that says what must be the same on every rank. Gives the call and that object, or None for it if
+    the arguments are wrong: then `Call.plan` raises the error on all ranks.
     """
     request: Any = None
     error: BaseException | None = None
@@ -172,15 +169,10 @@ def begin_request(
     except ShardloadError as failure:
         error = failure
     except Exception as failure:
-        error = unforeseen(failure)
-    timeout = TIMEOUT if request is None else request.timeout
+        let_interruption_pass(failure)  # the other ranks wait for this one
+        error = ConfigError(f"the arguments could not be read: {type(failure).__name__}: {failure}")
+    timeout = TIMEOUT if request is None else request.options.timeout
     invocation = Invocation(kind, title, {}) if request is None else request.invocation(kind, title)
     with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
         del error  # see `Call.plan`
         yield call, request
-
-
-def unforeseen(error: Exception) -> ConfigError:
-    """A ConfigError for an unexpected exception while the arguments were read: the other ranks wait for this one."""
-    let_interruption_pass(error)
-    return ConfigError(f"the arguments could not be read: {type(error).__name__}: {error}")

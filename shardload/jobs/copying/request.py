@@ -101,20 +101,11 @@ class CopyRequest:
         keywords["mode"] = OPTIONS["mode"].check(keywords.get("mode", "w-"))
         return cls(os.fspath(source), os.path.expanduser(os.fspath(target)), options, **keywords)
 
-    @property
-    def timeout(self) -> float | None:
-        """See `engine.call.begin_request`."""
-        return self.options.timeout
-
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`."""
         values = {name: repr(value) for name, value in vars(self).items() if name != "options"}
         values |= {"source": repr(without_secrets(self.source))}
-        for name in _OF_CALL:
-            text = OPTIONS[name].text
-            if text is not None:
-                values[name] = text(getattr(self.options, name))
-        return Invocation(call, title, values)
+        return Invocation(call, title, values | self.options.describe(*_OF_CALL))
 
 
 @dataclass(frozen=True)

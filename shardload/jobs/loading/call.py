@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import check_sent
-from shardload.engine.call import Call, begin_call, unforeseen
+from shardload.engine.call import Call, begin_request
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand
@@ -44,7 +44,7 @@ from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors
-from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
+from shardload.options import AUTO, OPTIONS, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
 from shardload.planning.selection import Selection, named_coordinates, needs_coordinates
@@ -81,9 +81,7 @@ class LoadCall:
     tree : ArrayTree
         The arrays. If the file had to say which arrays there are, `make` replaces it by a tree of them.
     requests : list of Request
-        The request of each place of the tree; empty if `error` says what is wrong.
-    error : ConfigError or None
-        What is wrong with the arguments on this rank.
+        The request of each place of the tree.
     left_out : list of ArrayInfo
         Arrays that are no part of the tree, although a pattern stands for them: they hold no numbers.
     """
@@ -91,14 +89,11 @@ class LoadCall:
     def __init__(self, kind: str, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
         self.kind = kind
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
-        self.error: ConfigError | None = None
         self.left_out: list[ArrayInfo] = []
         self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
         self._tuning = default_tuning()
         self._call: Call | None = None
         self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
-        self._is_abstract = False
-        self._read()
 
     def _join(self) -> ArrayTree:
         """The arrays that the caller names."""
@@ -106,69 +101,57 @@ class LoadCall:
         self._keywords = {**self._keywords, "storage": storage}
         return ArrayTree.join(self._path, self._keywords.get("dataset"))
 
-    def _read(self) -> None:
-        """Read the arguments. What is wrong with them is kept, because the other ranks wait for this one."""
-        try:
-            tree = self._join()
-            meshes = [mesh_of(mesh) for mesh in jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)]
-            self._is_abstract = any(isinstance(mesh, AbstractMesh) for mesh in meshes)
-            requests = read_requests(tree, self._mesh, self._spec, self._keywords)
-            per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
-            if per_node is not None and not self._is_abstract:
-                raise ConfigError(
-                    f"ranks_per_node is {per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
-                    "it out, or plan over a jax.sharding.AbstractMesh"
-                )
-            self.tree, self.requests = tree, requests
-        except ConfigError as error:
-            self.error = error
-        except Exception as error:
-            self.error = unforeseen(error)
+    def _read(self) -> Self:
+        """Read the arguments. ConfigError says what is wrong with them."""
+        self.tree = self._join()
+        self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
+        per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
+        if per_node is not None and not self._is_abstract:
+            raise ConfigError(
+                f"ranks_per_node is {per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
+                "it out, or plan over a jax.sharding.AbstractMesh"
+            )
+        if self._is_abstract and self.kind != "plan":
+            raise ConfigError(
+                f"{self.kind} needs a mesh of devices, found an AbstractMesh, as jax.eval_shape and jax.typeof give below "
+                "jax.set_mesh: pass a jax.sharding.Mesh, or a sharding over one: NamedSharding(mesh, x.sharding.spec)"
+            )
+        return self
+
+    @property
+    def _is_abstract(self) -> bool:
+        meshes = jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)
+        return any(isinstance(mesh_of(mesh), AbstractMesh) for mesh in meshes)
 
     # --- all ranks together
 
     @property
-    def _options(self) -> CallOptions:
+    def options(self) -> CallOptions:
         """The options of the call, which all arrays have."""
         return self.requests[0].options
 
     @contextmanager
     def begin(self) -> Iterator[Self]:
         """Hold the group of ranks until the call ends. Collective, except for a plan over an abstract mesh."""
-        if self._is_abstract and self.kind == "plan":
-            if self.error is not None:
-                raise self.error
-            yield self
+        if self.kind == "plan" and self._is_abstract:
+            yield self._read()
             return
-        if self._is_abstract and self.error is None:
-            self.error = ConfigError(
-                f"{self.kind} needs a mesh of devices, found an AbstractMesh, as jax.eval_shape and jax.typeof give below "
-                "jax.set_mesh: pass a jax.sharding.Mesh, or a sharding over one: NamedSharding(mesh, x.sharding.spec)"
-            )
-        with begin_call(
-            self._invocation(),
-            self.error,
-            comm=self._keywords.get("comm"),
-            timeout=self._options.timeout if self.requests else TIMEOUT,
-            watched_as=self._source_text(self.tree.places[0])["path"],
-            process=jax.process_index,
-        ) as self._call:
+        comm = self._keywords.get("comm")
+        with begin_request(self.kind, self.kind, self._read, comm=comm, process=jax.process_index) as (self._call, _):
             yield self
 
-    def _invocation(self) -> Invocation:
-        """What the ranks compare. If the arguments are wrong, the error is what they agree on."""
+    def invocation(self, kind: str, title: str) -> Invocation:
+        """See `engine.call.begin_request`."""
         path = self._source_text(self.tree.places[0])["path"]
-        title = path if path.startswith(self.kind) else f"{self.kind} of {path}"
-        if self.error is not None:
-            return Invocation(self.kind, title, {})
+        title = path if path.startswith(kind) else f"{kind} of {path}"
         described = [self._describe(k) for k in range(len(self.requests))]
         if len(described) == 1:
-            return Invocation(self.kind, title, described[0])
+            return Invocation(kind, title, described[0])
         names = [where.removeprefix("array ") for where in self.tree.where]
         title += f" ({len(described)} arrays: {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''})"
         shared = {name: text for name, text in described[0].items() if name not in _PER_ARRAY}
         per_array = [{name: text for name, text in texts.items() if name in _PER_ARRAY} for texts in described]
-        return Invocation(self.kind, title, shared, tuple(names), list(zip(self.tree.where, per_array, strict=True)))
+        return Invocation(kind, title, shared, tuple(names), list(zip(self.tree.where, per_array, strict=True)))
 
     def _describe(self, k: int) -> dict[str, str]:
         """What every rank must pass alike for the k-th array, as text."""
@@ -263,7 +246,7 @@ class LoadCall:
 
         With names of axes and coordinates if a selection may name them.
         """
-        options, tuning = self._options, self._tuning
+        options, tuning = self.options, self._tuning
         if self._call is not None and self._call.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING

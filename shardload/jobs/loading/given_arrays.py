@@ -311,7 +311,7 @@ def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any]) -> d
     )
     path_text = describe_path(path)
     invocation = Invocation("load", f"load of {path_text}", {"path": path_text, "dataset": repr(names)})
-    with begin_call(invocation, None, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
+    with begin_call(invocation, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
         # What is unpickled is of this job's rank 0, never of a file.
         return call.plan(
             lambda: pickle.dumps(_read(path, names, options.access)), lambda message: pickle.loads(bytes(message)), lambda _: ""

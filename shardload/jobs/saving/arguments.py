@@ -177,11 +177,6 @@ class SaveRequest:
         places = {name: k for k, name in enumerate(names)}
         return replace(self, arrays=sorted(self.arrays, key=lambda array: places.get(array.name, len(places))))
 
-    @property
-    def timeout(self) -> float | None:
-        """See `engine.call.begin_request`."""
-        return self.options.timeout
-
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`. The order of a dict, or of a Dataset, means nothing."""
         values = {
@@ -190,7 +185,7 @@ class SaveRequest:
             "mode": self.mode,
             "dim": repr(self.dim),
             "at": repr(self.at),
-            **{option.name: option.text(getattr(self.options, option.name)) for option in PER_SAVE if option.text},
+            **self.options.describe(*(option.name for option in PER_SAVE)),
             "attrs of groups": _text_of(self.group_attrs),
         }
         arrays = sorted(self.arrays, key=lambda array: array.name)

@@ -179,7 +179,8 @@ def save(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> SaveRe
             raise ConfigError(f"'{abstract[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
         if not request.options.background:
             return Saving(group, request, plan, digest).run(started)
-        background_group, timeout = group.duplicate(request.timeout), request.timeout
+        timeout = request.options.timeout
+        background_group = group.duplicate(timeout)
 
         def write(on_copied: Callable[[], None]) -> SaveReport:
             try:

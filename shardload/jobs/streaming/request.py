@@ -214,11 +214,11 @@ class StreamCall(LoadCall):
         plan: StreamPlan = self.call.plan(self.find, self._make_plan, lambda plan: repr(plan.fingerprint))
         warn_of_packed([(str(array.info), array.info, array.options) for array in plan.arrays], self.call.group.rank)
         title, digest = f"batches of {plan.arrays[0].info}", f"{self.call.invocation.digest:016x}"
-        comm, timeout = self._keywords["comm"], self._options.timeout
+        comm, timeout = self._keywords["comm"], self.options.timeout
 
         def make_reader(epoch: int, sample: int, n_batches: int | None = None) -> RoundReader:
             where = {"stream": digest, "epoch": str(epoch), "sample": str(sample), "n_batches": str(n_batches)}
-            with begin_call(Invocation("stream", title, where), None, comm=comm, timeout=timeout) as call:
+            with begin_call(Invocation("stream", title, where), comm=comm, timeout=timeout) as call:
                 call.settle()
                 group = call.group.duplicate(timeout)
             return RoundReader(plan, group, digest, timeout, epoch, sample, n_batches)
