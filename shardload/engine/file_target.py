@@ -21,7 +21,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WriteCounts:
-    """What was written, in the whole job; the seconds are those of this rank, summed over its threads.
+    """What was written, in the whole job.
 
     Attributes
     ----------
@@ -108,8 +108,8 @@ class WriteCounts:
         Chunks (and runs of contiguous arrays), bytes of their values, bytes in the file.
     n_read_back, n_decoded : int
         How many were read back by another rank, and how many of them were decoded.
-    seconds : mapping of str to float
-        ``"encode"``, ``"write"`` (in threads), ``"sync"``, ``"finish"``, ``"read back"``.
+    phases : mapping of str to float
+        Seconds of this rank: ``"encode"``, ``"write"`` (summed over its threads), ``"sync"``, ``"finish"``, ``"read back"``.
     """
 
     n_chunks: int
@@ -117,7 +117,7 @@ class WriteCounts:
     nbytes_stored: int
     n_read_back: int
     n_decoded: int
-    seconds: dict[str, float]
+    phases: Mapping[str, float]
 
 
 class FileTarget:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -60,7 +60,7 @@ _NOTHING_SAVED = (
 
 
 @dataclass(frozen=True, repr=False)
-class SaveReport(PrintedReport):
+class SaveReport(PrintedReport, WriteCounts):
     """What a save did.
 
     Attributes
@@ -88,14 +88,8 @@ class SaveReport(PrintedReport):
     format: str
     seconds: float
     n_arrays: int
-    n_chunks: int
-    nbytes: int
-    nbytes_stored: int
     nbytes_sent: int
-    n_read_back: int
-    n_decoded: int
     n_rounds: int
-    phases: Mapping[str, float]
 
     def __str__(self) -> str:
         """For a person: one line."""
@@ -335,18 +329,13 @@ class Saving:
 
     def _report(self, written: WriteCounts, counters: Counters, started: float) -> SaveReport:
         return SaveReport(
+            **vars(replace(written, phases={"exchange": counters.exchange_seconds, **written.phases})),
             path=self._plan.path,
             format=self._plan.format,
             seconds=time.perf_counter() - started,
             n_arrays=len(self._layouts),
-            n_chunks=written.n_chunks,
-            nbytes=written.nbytes,
-            nbytes_stored=written.nbytes_stored,
             nbytes_sent=counters.nbytes_received,
-            n_read_back=written.n_read_back,
-            n_decoded=written.n_decoded,
             n_rounds=self._plan.n_rounds,
-            phases={"exchange": counters.exchange_seconds, **written.seconds},
         )
 
     def _compare_replicas(self, session: Session) -> None:
