@@ -39,7 +39,7 @@ from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.likeness import KEEP
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
-from shardload.jobs.consistency import State, as_planned, check_same_file, check_unchanged
+from shardload.jobs.consistency import SINCE_FOUND, KeptSources, as_planned
 from shardload.jobs.copying.request import (
     PAGE_NBYTES,
     STAGING_NBYTES,
@@ -375,7 +375,7 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
         target.begin()
         session.run(chain(source.rounds(), repeat(Round((), _NO_STAGING, False), n_most - n_rounds)), source, target)
         with session.errors:
-            source.check_unchanged()
+            source.kept.check_unchanged()
         written = target.end()
     n_decoded, *missing = group.agree(None, [source.n_decoded, *source.n_missing])
     not_stored = [
@@ -412,6 +412,8 @@ class CopySource(FileSource):
         Chunks that this rank has decoded.
     n_missing : list of int
         For each array, those of them that are not stored.
+    kept : KeptSources
+        The open arrays.
     """
 
     def __init__(self, group: Group, request: CopyRequest, plan: CopyPlan, done: Sequence[Bools]) -> None:
@@ -422,7 +424,7 @@ class CopySource(FileSource):
             cell = tuple(max(1, n) for n in array.spec.chunks or slab_layout.array.unit)
             self._grids.append(Grid(array.spec.shape, cell, (0,) * len(cell)))
         self._file: OpenFile | None = None
-        self._opened: dict[int, tuple[Source, State]] = {}
+        self.kept = KeptSources(group.rank, self._open_array, [array.state for array in plan.found], SINCE_FOUND)
         self.n_decoded = 0
         self.n_missing = [0] * len(plan.found)
 
@@ -430,47 +432,26 @@ class CopySource(FileSource):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, StallError):
-            return  # a thread may hang in a read, and the library would wait for it
-        for source, _state in self._opened.values():
-            source.close()
-        self._opened.clear()
-        if self._file is not None:
+        self.kept.close(kind)
+        if self._file is not None and (kind is None or not issubclass(kind, StallError)):
             self._file.close()
 
     def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
-        opened.callback(self._close_some)
+        opened.callback(self.kept.close_first, _MOST_OPEN)
         opened.callback(self._count, moves)
-        return [self._source(move.array) for move in moves]
+        return [self.kept.open(move.array) for move in moves]
 
     def _count(self, moves: Sequence[FileMove]) -> None:
         for move in moves if all(move.producer for move in moves) else ():
             self.n_decoded += move.producer.counters.chunks_decoded if move.layout.has_chunks else 0
             self.n_missing[move.array] += move.producer.counters.chunks_missing
 
-    def _source(self, array: int) -> Source:
-        if array not in self._opened:
-            info, state = self._plan.found[array].info, self._plan.found[array].state
-            if self._file is None:
-                self._file = open_file(self._request.source, self._request.options.access, info)
-            source = as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
-            self._opened[array] = source, source.opened_in()
-            check_same_file(str(info), state, self._opened[array][1], info)
-        return self._opened[array][0]
-
-    def check_unchanged(self) -> None:
-        """Raise SourceError if what is open has changed since it was opened."""
-        for array, (source, before) in self._opened.items():
-            info = self._plan.found[array].info
-            check_unchanged(str(info), before, source.state(), info.path, info.dataset)
-
-    def _close_some(self) -> None:
-        """Close sources that have been read, if there are many."""
-        if len(self._opened) > _MOST_OPEN:
-            self.check_unchanged()
-            while len(self._opened) > _MOST_OPEN:
-                self._opened.pop(next(iter(self._opened)))[0].close()
+    def _open_array(self, array: int) -> Source:
+        info = self._plan.found[array].info
+        if self._file is None:
+            self._file = open_file(self._request.source, self._request.options.access, info)
+        return as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
 
     # --- rounds
 
