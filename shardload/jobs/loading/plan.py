@@ -471,10 +471,8 @@ class TreePlan(PrintedReport):
         columns += [Column("readers"), Column("name"), Column("spec"), Column("shard"), Column("decoded", is_number=True)]
         rows = []
         for where, plan in zip(self.where, self.leaves, strict=True):
-            cost = plan.costs[plan.readers]
             padded = f" padded to {shape_text(plan.shape_global)}" if plan.shape_global != plan.shape else ""
-            is_chunked = plan.info.chunks is not None
-            decoded = counted(cost.chunks_decoded, "chunk") if is_chunked else format_nbytes(cost.decoded_nbytes)
+            decoded = _decoded(plan, plan.costs[plan.readers])
             readers = f"{plan.readers}, {plan.n_readers}"
             row = [where, shape_text(plan.shape) + padded, str(plan.dtype), format_nbytes(plan.nbytes), readers]
             rows.append([*row, plan.info.dataset, spec_text(plan.sharding.spec), shape_text(plan.shard_shape), decoded])
@@ -597,10 +595,7 @@ def _store(plan: Plan) -> str:
 
 def _decoded(plan: Plan, cost: Cost) -> str:
     """What all ranks together decode or, without chunks, read."""
-    if plan.info.chunks is None:
-        return format_nbytes(cost.decoded_nbytes)
-    is_whole = cost.decoded_nbytes >= cost.chunks_decoded * math.prod(plan.info.chunks) * np.dtype(plan.info.dtype).itemsize
-    return ("" if is_whole else "parts of ") + counted(cost.chunks_decoded, "chunk")
+    return format_nbytes(cost.decoded_nbytes) if plan.info.chunks is None else counted(cost.chunks_decoded, "chunk")
 
 
 def _table(plan: Plan, width: int) -> list[str]:
