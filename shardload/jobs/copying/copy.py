@@ -34,7 +34,7 @@ from shardload.engine.call import Call, begin_request
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
-from shardload.errors import ConfigError, StallError
+from shardload.errors import ConfigError, StallError, printable
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.likeness import KEEP
 from shardload.formats.lookup import open_file
@@ -69,12 +69,14 @@ _RUN_NBYTES = 4 << 20  # of a contiguous array
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@dataclass(frozen=True)
-class CopyPlan:
+@dataclass(frozen=True, repr=False)
+class CopyPlan(PrintedReport):
     """What a copy will do, the same on all ranks.
 
     Attributes
     ----------
+    target : str
+        The new file.
     found : tuple of SourceArray
         The arrays, with their specs in the target as it will be.
     arrays : tuple of SlabLayout
@@ -89,6 +91,7 @@ class CopyPlan:
         What is left out.
     """
 
+    target: str
     found: tuple[SourceArray, ...]
     arrays: tuple[SlabLayout, ...]
     memory: RoundMemory
@@ -102,11 +105,11 @@ class CopyPlan:
         """Bytes of all values in memory."""
         return sum(copied.nbytes for copied in self.arrays)
 
-    def describe(self, target: str) -> list[str]:
-        """The plan as lines of text, for people."""
+    def __str__(self) -> str:
+        """Text for people, of several lines."""
         arrays, ranks = counted(len(self.found), "array"), counted(self.n_ranks, "rank")
         rounds = counted(self.n_rounds, "round")
-        lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{target}' on {ranks}, {rounds}"]
+        lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{printable(self.target)}' on {ranks}, {rounds}"]
         for array, slab_layout in zip(self.found, self.arrays, strict=True):
             slabs = slab_layout.slabs
             way = "all ranks read a slab together" if slab_layout.is_together else "each slab is read by one rank"
@@ -115,7 +118,7 @@ class CopyPlan:
             elif slabs.n_cells:
                 way += f", {slabs.n_cells} slabs of {_text(tuple(map(min, slabs.cell, slabs.shape)))}"
             spec, chunks = array.spec, f"chunks {_text(array.info.chunks)} -> {_text(array.spec.chunks)}"
-            lines.append(f"{array.name}: {_text(spec.shape)} {spec.dtype}, {chunks}; {way}")
+            lines.append(f"{printable(array.name)}: {_text(spec.shape)} {spec.dtype}, {chunks}; {way}")
             if slab_layout.array.is_decoded and slab_layout.factor > 1:
                 lines.append(
                     f"  each chunk of the source is decoded {number_text(slab_layout.factor, 2)} times: slabs with whole "
@@ -128,7 +131,7 @@ class CopyPlan:
             f"memory of a rank: at most {format_nbytes(memory.nbytes)} of {format_nbytes(self.staging_nbytes)}, "
             f"{format_nbytes(memory.round_nbytes)} a round"
         )
-        return [*lines, *self.notes]
+        return "\n".join([*lines, *map(printable, self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON's types."""
@@ -186,7 +189,7 @@ def plan_copy(
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
     slabs = tuple(plan_slab_layout(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
-    return CopyPlan(arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
+    return CopyPlan(request.target, arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
 
 
 def _runs(layout: SourceLayout) -> Grid:
@@ -227,7 +230,7 @@ class CopyReport(PrintedReport):
         """Text for a person: one line; several if it was only planned."""
         plan, written, seconds = self.plan, self.written, max(self.seconds, 1e-9)
         if written is None:
-            return "\n".join(plan.describe("the copy"))
+            return str(plan)
         stored, rate = format_nbytes(written.nbytes_stored), format_nbytes(int(written.nbytes / seconds))
         text = f"{counted(len(plan.found), 'array')}, {format_nbytes(plan.nbytes)} ({stored} stored) in "
         text += f"{number_text(seconds, 3)} s, {rate}/s on {counted(plan.n_ranks, 'rank')}"

@@ -89,7 +89,7 @@ def _make(request: SaveRequest, existing: Any, group: Group) -> tuple[SaveReques
     first = {
         name: tuple(array.old * (k == array.axis) for k in range(len(array.spec.shape))) for name, array in growing.items()
     }
-    return request, plan_into(sink, request, shards_of(request, group), group, [False] * len(arrays), first)
+    return request, plan_into(sink, request, shards_of(request, group), group, first)
 
 
 def _sink(request: SaveRequest, existing: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> Sink:

@@ -103,7 +103,7 @@ class SavePlan(PrintedReport):
         for array, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
             sizes = " x ".join(map(str, array.chunks or ()))
             chunks_text = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if array.chunks else "in one piece"
-            chunks_text += " (by chunks='auto')" if chosen else ""
+            chunks_text += " (by chunks='auto')" if chosen and array.chunks else ""
             packed = "" if array.codec in ("none", "") else f", {array.codec}"
             slowly = "" if self.has_mpi else f" (between nodes through JAX's coordinator for want of MPI, at {RATE})"
             way = "each rank writes what it holds: nothing travels"
@@ -178,8 +178,7 @@ def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) ->
         alignment=alignment_of(group),
         storage=request.options.storage,
     )
-    chosen = [array.chunks == AUTO and specs[array.name].chunks is not None for array in request.arrays]
-    return request, plan_into(sink, request, shards_of_arrays, group, chosen)
+    return request, plan_into(sink, request, shards_of_arrays, group)
 
 
 def alignment_of(group: Group) -> int:
@@ -198,7 +197,6 @@ def plan_into(
     request: SaveRequest,
     shards_of_arrays: Sequence[Shards],
     group: Group,
-    chosen: Sequence[bool],
     first: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> SavePlan:
     """Plan how arrays go into a sink. `first` says where appended arrays begin in those of the file, by name."""
@@ -228,7 +226,7 @@ def plan_into(
         staging_nbytes=cap,
         memory_nbytes=min(memory.nbytes, cap),
         verify=request.options.verify,
-        _chosen=tuple(chosen),
+        _chosen=tuple(array.chunks == AUTO and array.name not in first for array in request.arrays),
         _sink=sink,
         _layouts=tuple(layouts),
         _memory=memory,
