@@ -255,13 +255,23 @@ class LoadCall:
         with Finder(options.access, small, most_nbytes, keeps_states=not self.tree.is_single, tells=True) as finder:
             return pickle.dumps(self._find_all(finder), protocol=5)  # with fewer copies of values
 
+    @property
+    def _selections(self) -> list[Any]:
+        """The selections; and, where the file has to say which arrays there are, what the caller passed, a tree of them."""
+        trees = [self._keywords.get("select")] if self.tree.has_patterns else []
+        return [request.options.select for request in self.requests] + trees
+
+    @property
+    def _is_by_name(self) -> bool:
+        """True if a selection, or a spec, names axes."""
+        is_named = (isinstance(select, Mapping) for select in self._selections)
+        return any(is_named) or any(request.by_name is not None for request in self.requests)
+
     def _labeller(self, finder: Finder) -> Labeller | None:
         """The reader of names of axes and coordinates; None if neither a selection nor a spec needs them."""
-        selections = [*(request.options.select for request in self.requests), self._keywords.get("select")]
+        selections = self._selections
         most_nbytes = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        by_name = any(isinstance(select, Mapping) for select in selections)
-        by_name = by_name or any(request.by_name is not None for request in self.requests)
-        return Labeller(finder, most_nbytes, named_coordinates(selections)) if by_name else None
+        return Labeller(finder, most_nbytes, named_coordinates(selections)) if self._is_by_name else None
 
     def _find_all(self, finder: Finder) -> Any:
         """A `FoundArray` for each place; for a pattern those below its group, by name, and the arrays that are left out."""

@@ -118,13 +118,10 @@ class StreamCall(LoadCall):
         """As for a load; and the name of the stream's axis, with its coordinate if windows may reach over a gap in it, or the
         steps of several arrays may be different ones.
         """
-        selections = [request.options.select for request in self.requests]
-        along, names = self._keywords["along"], named_coordinates(selections)
+        along, names = self._keywords["along"], named_coordinates(self._selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
         looks_at_steps = (len(steps) > 1 or len(self.windows) > 1) and self._keywords["gaps"] != IGNORE
-        by_name = any(isinstance(select, Mapping) for select in selections)
-        by_name = by_name or any(request.by_name is not None for request in self.requests)
-        if not (looks_at_steps or isinstance(along, str) or self.stacks or by_name):
+        if not (looks_at_steps or isinstance(along, str) or self.stacks or self._is_by_name):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_at_steps else None)
 
