@@ -211,6 +211,14 @@ class LoadLayout:
         return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo.widths)
 
 
+@dataclass
+class Execution:
+    """What is known of the last execution of a plan; nothing before: its report, and which version of the file it read."""
+
+    report: LoadReport | None = None
+    version: Version | None = None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PrintedReport):
     """What a load will do: inspect it, print it, `execute` it.
@@ -245,23 +253,16 @@ class Plan(PrintedReport):
     n_nodes: int = field(default=1, kw_only=True)
     _layouts: Mapping[str, LoadLayout] = field(kw_only=True)  # for each way of reading
     _executor: Executor | None = field(default=None, kw_only=True)
-    # Of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
-    _reports: list[LoadReport] = field(default_factory=list, init=False)
-    _versions: list[Version | None] = field(default_factory=list, init=False)  # of the file that it read
+    _last: Execution = field(default_factory=Execution, init=False)  # only this changes in a plan; each copy has its own
 
     @property
     def _layout(self) -> LoadLayout:
         return self._layouts[self.readers]
 
     @property
-    def _version(self) -> Version | None:
-        """Which version of the file the last `execute` has read; None before, or if nothing says so."""
-        return self._versions[-1] if self._versions else None
-
-    @property
     def report(self) -> LoadReport | None:
         """The report of the last `execute`; None before."""
-        return self._reports[-1] if self._reports else None
+        return self._last.report
 
     @property
     def schedule(self) -> Schedule:
@@ -365,8 +366,8 @@ class Plan(PrintedReport):
         return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding)}; {readers}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the plan with its present report and version, in lists of its own."""
-        return {**vars(self), "_reports": list(self._reports), "_versions": list(self._versions)}
+        """For copies and pickles: the plan with what is known now of its last execution."""
+        return {**vars(self), "_last": replace(self._last)}
 
     def execute(self) -> jax.Array:
         """Load the array. Collective: yes, over the ranks that planned. May be called again.
@@ -384,8 +385,7 @@ class Plan(PrintedReport):
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
         (array,), report = self._executor()
-        self._reports[:] = [report]
-        self._versions[:] = [version_of(array)]
+        self._last.report, self._last.version = report, version_of(array)
         return array
 
 
@@ -409,7 +409,7 @@ class TreePlan(PrintedReport):
     where: tuple[str, ...]
     left_out: tuple[ArrayInfo, ...] = ()
     _executor: Executor | None = field(default=None, kw_only=True)
-    _reports: list[LoadReport] = field(default_factory=list, init=False)
+    _last: Execution = field(default_factory=Execution, init=False)
 
     @property
     def leaves(self) -> list[Plan]:
@@ -440,7 +440,7 @@ class TreePlan(PrintedReport):
     @property
     def report(self) -> LoadReport | None:
         """The report of the last `execute`; None before."""
-        return self._reports[-1] if self._reports else None
+        return self._last.report
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal: a row per array, then totals."""
@@ -506,10 +506,9 @@ class TreePlan(PrintedReport):
         """
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
-        arrays, report = self._executor()
-        self._reports[:] = [report]
+        arrays, self._last.report = self._executor()
         for plan, array in zip(self.leaves, arrays, strict=True):
-            plan._versions[:] = [version_of(array)]
+            plan._last.version = version_of(array)
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), arrays)
 
 
