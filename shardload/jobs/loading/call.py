@@ -116,6 +116,11 @@ class LoadCall:
                 f"{self.kind} needs a mesh of devices, found an AbstractMesh, as jax.eval_shape and jax.typeof give below "
                 "jax.set_mesh: pass a jax.sharding.Mesh, or a sharding over one: NamedSharding(mesh, x.sharding.spec)"
             )
+        if self._is_abstract and any(request.sharding.mesh.empty for request in self.requests):
+            raise ConfigError(
+                "the mesh is empty, as jax.sharding.get_abstract_mesh gives one outside of jax.set_mesh: pass one with axes, "
+                "such as jax.sharding.AbstractMesh((4,), ('a',))"
+            )
         return self
 
     @property
