@@ -20,8 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, Protocol, Self
 from zlib import crc32
+
+import numpy as np
 
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
@@ -56,6 +59,9 @@ class Round:
     staging: Staging
     is_shared: bool
     values: Callable[[], Iterable[Any]] = tuple
+
+
+_NOTHING = Round((), Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0), is_shared=False)
 
 
 class SourceEndpoint(Protocol):
@@ -169,6 +175,11 @@ class Session:
             self.move(round_, source, target)
             target.take(round_)
         self.release()
+
+    def run_own(self, rounds: Iterable[Round], n_rounds: int, source: SourceEndpoint, target: TargetEndpoint) -> None:
+        """Do rounds of which each rank has its own number, `n_rounds`: all do as many as the rank with most. Collective."""
+        n_most = -int(self._group.least_ints(np.array([-n_rounds]))[0])
+        self.run(chain(rounds, repeat(_NOTHING, n_most - n_rounds)), source, target)
 
     def move(
         self,

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -56,11 +55,10 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.saving import plan_rows
 from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
-from shardload.planning.staging import RoundMemory, Staging, least_memory, least_staging, plan_memory, plan_staging
+from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory, plan_staging
 from shardload.storage.remote import without_secrets
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
-_NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
 _BLOCKS_IN_CAP = 8
 _MOST_OPEN = 64  # sources
 _LEAST_READING_NBYTES = 4 << 20
@@ -360,7 +358,6 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
     shared = memory.moving_nbytes + PAGE_NBYTES if any(array.is_together for array in plan.arrays) else None
     source = CopySource(group, request, plan, done)
     options, (n_rounds, nbytes) = request.options, source.totals()
-    n_most = -int(group.least_ints(np.array([-n_rounds]))[0])  # of the rank that has most rounds
     with (
         progress_of(options.progress, f"copy to {request.target}", nbytes, group.rank) as advance,
         source,
@@ -376,7 +373,7 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
         ) as target,
     ):
         target.begin()
-        session.run(chain(source.rounds(), repeat(Round((), _NO_STAGING, False), n_most - n_rounds)), source, target)
+        session.run_own(source.rounds(), n_rounds, source, target)
         with session.errors:
             source.kept.check_unchanged()
         written = target.end()

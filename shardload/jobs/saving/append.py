@@ -408,12 +408,9 @@ class _Appending(Saving):
             super()._run(session, source, target)
             sizes = [region.size * self._growing[name].spec.dtype.itemsize for name, region in self._rewritten]
             each_alone = ((k, range(1), nbytes) for k, nbytes in enumerate(sizes))
-            rounds = list(plan_rounds(each_alone, self._plan._memory.round_nbytes))
-            n_most = -int(self._group.least_ints(np.array([-len(rounds)]))[0])
-            rounds += [[] for _ in range(n_most - len(rounds))]
-            session.run(
-                (Round((), self._staging, False, partial(self._chunks_again, items)) for items in rounds), source, target
-            )
+            items_by_round = list(plan_rounds(each_alone, self._plan._memory.round_nbytes))
+            rounds = (Round((), self._staging, False, partial(self._chunks_again, items)) for items in items_by_round)
+            session.run_own(rounds, len(items_by_round), source, target)
 
     def _chunks_again(self, items: Sequence[Item]) -> Iterator[Chunk]:
         for item in items:
