@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -55,9 +56,9 @@ class Call:
         Parameters
         ----------
         find : callable
-            Returns what only one rank knows, as text or bytes (`Group.begin`). Not called if the arguments are wrong.
+            Returns what only one rank knows: it is pickled. Not called if the arguments are wrong.
         make : callable
-            Makes the plan of it.
+            Makes the plan of it, on each rank of a copy of its own.
         describe : callable
             The plan as text, which must be the same on all ranks.
         root : int, optional
@@ -70,7 +71,7 @@ class Call:
         def run() -> Any:
             if self._error is not None:
                 raise self._error
-            return find()
+            return pickle.dumps(find(), protocol=5)  # with fewer copies of values
 
         try:
             group.watch.enter("metadata")
@@ -83,7 +84,7 @@ class Call:
             group.watch.enter("plan")
             if metadata is not None and self._error is None:
                 try:
-                    plan = make(metadata)
+                    plan = make(pickle.loads(metadata))  # of a rank of this job, never of a file
                 except Exception as error:
                     let_interruption_pass(error)
                     plan_error = error

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -328,7 +327,7 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
     group, n_nodes = call.group, call.group.machine.n_nodes
     on_root: list[Sink] = []
 
-    def look() -> bytes:
+    def look() -> tuple[list[SourceArray], list[str]]:
         arrays, groups, notes = find(request)
         try:
             sink = new_sink(request, arrays, groups, n_nodes)
@@ -337,10 +336,10 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
             notes += more
             sink = new_sink(request, arrays, groups, n_nodes)
         on_root.append(sink)
-        return pickle.dumps(([array.for_others() for array in arrays if not array.is_text], notes))
+        return [array.for_others() for array in arrays if not array.is_text], notes
 
-    def make(message: bytes) -> tuple[Sink, CopyPlan]:
-        arrays, notes = pickle.loads(message)  # of this job's rank 0, never of a file
+    def make(found: tuple[list[SourceArray], list[str]]) -> tuple[Sink, CopyPlan]:
+        arrays, notes = found
         sink = on_root[0] if on_root else new_sink(request, arrays, None, n_nodes)
         return sink, plan_copy(request, arrays, sink, group.size, group.machine, notes)
 

@@ -8,7 +8,6 @@ together is said by `JoinedParts`. `join` writes it: each part is looked up in i
 from __future__ import annotations
 
 import os
-import pickle
 import zlib
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -206,8 +205,7 @@ def concat(
     keywords = {"allow_external": allow_external, "progress": progress, "timeout": timeout}
     read = partial(PartsRequest.check, parts, along, stack=stack, dataset=dataset, word="along", **keywords)
     with begin_request("concat", f"concat of {parts!r}"[:80], read, comm=comm) as (call, request):
-        # What is unpickled is of this job's rank 0, never of a file.
-        concatenation: Concatenation = call.plan(lambda: pickle.dumps(_find(request)), pickle.loads, str)
+        concatenation: Concatenation = call.plan(lambda: _find(request), lambda found: found, str)
         return concatenation
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -200,9 +199,9 @@ class LoadCall:
                 return self.make(self.find())
             return self._call.plan(self.find, self._make_checked, _describe_loads, root=root)
 
-    def _make_checked(self, metadata: Any) -> list[ArrayLoad]:
+    def _make_checked(self, arrays: Any) -> list[ArrayLoad]:
         """The plans. ConfigError if they send too much through JAX's coordinator, for want of MPI."""
-        loads, ranks = self.make(metadata), self._ranks
+        loads, ranks = self.make(arrays), self._ranks
         if ranks is not None and not ranks.has_mpi and ranks.n_nodes > 1:
             nbytes = sum(load.plan.costs[load.plan.readers].moved_nbytes for load in loads)
             check_sent(self.kind, nbytes, "" if self.kind == "scatter" else ", or pass readers='direct'")
@@ -246,8 +245,8 @@ class LoadCall:
 
     # --- what one rank finds
 
-    def find(self) -> bytes:
-        """The metadata of all arrays, and the values of small ones if `readers` is "auto", as parts of one message.
+    def find(self) -> Any:
+        """The metadata of all arrays, and the values of small ones if `readers` is "auto".
 
         With names of axes and coordinates if a selection may name them.
         """
@@ -258,7 +257,7 @@ class LoadCall:
         caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_chunk_nbytes")}
         small = replace(tuning, **caps) if self.kind == "load" and options.readers == AUTO else None
         with Finder(options.access, small, most_nbytes, keeps_states=not self.tree.is_single, tells=True) as finder:
-            return pickle.dumps(self._find_all(finder), protocol=5)  # with fewer copies of values
+            return self._find_all(finder)
 
     @property
     def _selections(self) -> list[Any]:
@@ -298,9 +297,8 @@ class LoadCall:
 
     # --- what every rank plans
 
-    def make(self, metadata: Any) -> list[ArrayLoad]:
-        """Plan all arrays from their metadata."""
-        arrays = pickle.loads(metadata)  # of this job's rank 0, never of a file
+    def make(self, arrays: Any) -> list[ArrayLoad]:
+        """Plan all arrays from what `find` has found."""
         if self.tree.has_patterns:
             arrays = self._grow(arrays)
         if self.tree.is_single:

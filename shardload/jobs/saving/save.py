@@ -13,7 +13,6 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 (see `_wait_at_exit`)
 import itertools
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,11 +129,11 @@ def planned(
         with begin_request(kind, title, read, comm=comm, process=jax.process_index) as (call, request):
             group = call.group
 
-            def look() -> bytes:
-                return pickle.dumps((request.names, request.padding_warning(), find(request)))
+            def look() -> tuple[list[str], str, Any]:
+                return request.names, request.padding_warning(), find(request)
 
-            def plan(message: bytes) -> tuple[str, SaveRequest, SavePlan]:
-                names, padding_warning, existing = pickle.loads(message)  # of this job's rank 0, never of a file
+            def plan(found: tuple[list[str], str, Any]) -> tuple[str, SaveRequest, SavePlan]:
+                names, padding_warning, existing = found
                 return (padding_warning, *make(request.in_order_of(names), existing, group))
 
             padding_warning, completed, save_plan = call.plan(look, plan, lambda result: result[2].describe())

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -198,10 +197,10 @@ class StreamCall(LoadCall):
             entries.pop()
         return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
-    def _make_plan(self, message: Any) -> StreamPlan:
+    def _make_plan(self, arrays: Any) -> StreamPlan:
         """The plan, from what rank 0 has found."""
         leaves = []
-        for k, (info, contents) in enumerate(pickle.loads(message)):
+        for k, (info, contents) in enumerate(arrays):
             with naming_errors(self.tree.where[k]):
                 leaves.append(self._leaf_request(k, info, contents))
         return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()
