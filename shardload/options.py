@@ -648,7 +648,7 @@ class CallOptions:
         """The cap in bytes; for ``"auto"``, the one that files with small chunks get."""
         return STAGING_NBYTES if isinstance(self.staging, str) else self.staging
 
-    def staging_cap(self, needed: int, purpose: str, *, room: int = 0, ample: int = 0, fix: str = "") -> int:
+    def staging_cap(self, needed: int, purpose: str, *, memory_nbytes: int = 0, ample: int = 0, fix: str = "") -> int:
         """The cap in bytes for what needs so many: what was asked for; if that is ``"auto"`` and too little, what is needed.
 
         Parameters
@@ -657,8 +657,8 @@ class CallOptions:
             Bytes that are needed, and bytes that are better, for ``"auto"``.
         purpose : str
             What needs them, for the message.
-        room : int
-            What ``"auto"`` may be at most.
+        memory_nbytes : int
+            What a process may use: ``"auto"`` is a quarter of it at most.
         fix : str
             What else can be passed, for the message: ``", or smaller chunks"``.
 
@@ -667,7 +667,7 @@ class CallOptions:
         ConfigError
             If there are too few.
         """
-        cap, is_auto = self.staging_nbytes, self.staging == AUTO
+        cap, is_auto, room = self.staging_nbytes, self.staging == AUTO, memory_nbytes // 4
         if needed <= cap:
             return cap
         if is_auto and needed <= room:

@@ -39,7 +39,6 @@ from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
 from shardload.jobs.consistency import SINCE_FOUND, KeptSources, as_planned
 from shardload.jobs.copying.request import (
-    PAGE_NBYTES,
     STAGING_NBYTES,
     CopyRequest,
     SourceArray,
@@ -51,7 +50,7 @@ from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, DEFAULTS, TIMEOUT, Progress
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_copy_rounds, plan_slab_layout
 from shardload.planning.region import Grid, Region
-from shardload.planning.saving import plan_rows
+from shardload.planning.saving import page_nbytes, plan_rows
 from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
 from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory, plan_staging
@@ -59,6 +58,7 @@ from shardload.storage.remote import without_secrets
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _BLOCKS_IN_CAP = 8
+_ROUNDING_NBYTES = 4096  # of buffers in shared memory, each of which begins at a multiple of 64
 _MOST_OPEN = 64  # sources
 _LEAST_READING_NBYTES = 4 << 20
 _RUN_NBYTES = 4 << 20  # of a contiguous array
@@ -160,7 +160,7 @@ def plan_copy(
     request: CopyRequest, sources: Sequence[SourceArray], sink: Sink, n_ranks: int, machine: Topology, notes: Sequence[str] = ()
 ) -> CopyPlan:
     """The plan of a copy. ConfigError if it does not fit into the staging memory."""
-    page = PAGE_NBYTES if machine.n_nodes > 1 else 1
+    page = page_nbytes(machine.n_nodes)
     units, reading = [], _LEAST_READING_NBYTES
     arrays = tuple(replace(array, spec=sink.arrays[array.full_name].spec) for array in sources)
     for array in arrays:
@@ -354,7 +354,7 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
         n_done, n_all = (sum(int(count(flags)) for flags in done) for count in (np.count_nonzero, np.size))
         resumed = f"{n_done:,} of {n_all:,} chunks were there already, and were not read back"
         notes += [resumed if n_done else "no chunk was left of an earlier copy, so this one began anew"]
-    shared = memory.moving_nbytes + PAGE_NBYTES if any(array.is_together for array in plan.arrays) else None
+    shared = memory.moving_nbytes + _ROUNDING_NBYTES if any(array.is_together for array in plan.arrays) else None
     source = CopySource(group, request, plan, done)
     options, (n_rounds, nbytes) = request.options, source.totals()
     with (

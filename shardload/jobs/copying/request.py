@@ -26,14 +26,13 @@ from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options, check_sizes
 from shardload.planning.region import Region
-from shardload.planning.saving import growing_chunks
+from shardload.planning.saving import growing_chunks, page_nbytes
 from shardload.planning.schedule import SourceLayout
 from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
 from shardload.storage.remote import without_secrets
 from shardload.values.dates import has_dates, in_numbers
 
 STAGING_NBYTES = 512 << 20
-PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
 
 _OF_CALL = ("staging", "verify", "timeout", "progress", "allow_external", "allow_filters", "untrusted", "storage")
 
@@ -162,7 +161,7 @@ def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
         {array.full_name: array.spec for array in sources},
         format=request.format,
         mode=request.mode,
-        alignment=PAGE_NBYTES if n_nodes > 1 else 1,
+        alignment=page_nbytes(n_nodes),
         attrs=groups.get("/", {}),
         group_attrs=groups,
         about=about,

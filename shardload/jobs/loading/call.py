@@ -402,7 +402,7 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
     layouts = {id(load.layout): load.layout for load in loads}.values()
     needed = least_together([(layout.schedule, layout.source) for layout in layouts])
     reason = f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}"
-    cap = request.options.staging_cap(needed, reason, room=ranks.staging_room_nbytes, fix=", or load them one by one")
+    cap = request.options.staging_cap(needed, reason, memory_nbytes=ranks.memory_nbytes, fix=", or load them one by one")
     staging, shared = max(staging, cap), list[ArrayLoad]()
     for load in loads:
         if staging != load.options.staging_nbytes:

@@ -34,9 +34,10 @@ from shardload.formats.lookup import open_file
 from shardload.formats.sink import HOW_TO_GROW, Growing, Sink
 from shardload.jobs.described import read_values
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
-from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
+from shardload.jobs.saving.plan import SavePlan, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
+from shardload.planning.saving import page_nbytes
 from shardload.planning.selection import Between, direction_of, first_break
 from shardload.planning.staging import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover, whole_beside
@@ -102,7 +103,7 @@ def _sink(request: SaveRequest, existing: Any, axes: Mapping[str, int], dimensio
         return Zarr(request.path, existing, axes, n_new)
     from shardload.formats.hdf5.growth import Hdf5Growth
 
-    return Hdf5Growth(request.path, existing, axes, n_new, dimensions, alignment_of(group))
+    return Hdf5Growth(request.path, existing, axes, n_new, dimensions, page_nbytes(group.machine.n_nodes))
 
 
 def append(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> AppendReport:
