@@ -31,7 +31,7 @@ from shardload.comm.store import check_sent
 from shardload.engine.call import Call, begin_request
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand
+from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand, some
 from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.lookup import Finder, FoundArray, absolute
@@ -60,7 +60,6 @@ _PER_ARRAY = {  # arguments that may differ from array to array
     "sharding",
     *(option.name for option in OPTIONS.values() if option.is_per_array),
 }
-_MOST_NAMED = 8  # arrays in a title
 
 
 class LoadCall:
@@ -152,7 +151,7 @@ class LoadCall:
         if len(described) == 1:
             return Invocation(kind, title, described[0])
         names = [where.removeprefix("array ") for where in self.tree.where]
-        title += f" ({len(described)} arrays: {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''})"
+        title += f" ({len(described)} arrays: {some(names)})"
         shared = {name: text for name, text in described[0].items() if name not in _PER_ARRAY}
         per_array = [{name: text for name, text in texts.items() if name in _PER_ARRAY} for texts in described]
         return Invocation(kind, title, shared, tuple(names), list(zip(self.tree.where, per_array, strict=True)))

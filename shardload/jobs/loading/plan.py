@@ -20,7 +20,7 @@ from shardload.arrays.padding import Extent, version_of
 from shardload.arrays.sharding import describe_decomposition, spec_text
 from shardload.arrays.verification import VerifyReport
 from shardload.errors import ConfigError, printable
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import Version
 from shardload.planning.cost import Cost, plan_cost
 from shardload.planning.region import NEAR_NBYTES, count_runs, run_stride
@@ -33,7 +33,6 @@ from shardload.units import PrintedReport, counted, format_nbytes, number_text
 from shardload.values.decoding import Decoding
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
-_MOST_LEFT_OUT = 8
 _AT_ONCE, _LATENCY_SECONDS, _CONNECTION_NBYTES = 16, 0.02, 60 * 10**6  # of a store as it is assumed to be: S3 in its region
 _WIDE = 60  # from this width on, names have a column of their own
 
@@ -486,9 +485,8 @@ class TreePlan(PrintedReport):
             f"{format_nbytes(self.staging_nbytes)} of staging memory for all arrays together",
         ]
         if self.left_out:
-            names = [f"'{printable(info.dataset)}' ({info.refused})" for info in self.left_out[:_MOST_LEFT_OUT]]
-            more = len(self.left_out) - len(names)
-            totals.append(f"left out, because they hold no numbers: {', '.join(names)}{f' and {more} more' if more else ''}")
+            names = [f"'{printable(info.dataset)}' ({info.refused})" for info in self.left_out]
+            totals.append(f"left out, because they hold no numbers: {some(names)}")
         return totals
 
     def execute(self) -> Any:
