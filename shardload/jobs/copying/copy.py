@@ -362,9 +362,8 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
         source,
         Session(group, f"{call.invocation.digest:016x}", shared_nbytes=shared, checksums=options.checksums) as session,
         FileTarget(
-            group,
+            session,
             sink,
-            session.errors,
             round_nbytes=memory.round_nbytes,
             verify=options.verify,
             n_threads=memory.n_threads,

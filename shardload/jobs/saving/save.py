@@ -307,9 +307,8 @@ class Saving:
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
             self._compare_replicas(session)
             target = FileTarget(
-                group,
+                session,
                 plan._sink,
-                session.errors,
                 round_nbytes=max(map(self._nbytes_received, plan._rounds), default=0),
                 verify=options.verify,
                 n_threads=plan.n_threads,
