@@ -119,7 +119,7 @@ def _choice(name: str, words: tuple[Any, ...], value: Any, meaning: str = "") ->
     return value
 
 
-def _sizes(name: str, words: tuple[Any, ...], sizes: Any) -> Any:
+def check_sizes(name: str, words: tuple[Any, ...], sizes: Any) -> Any:
     """A size for each axis, or one of some words."""
     if sizes is None or isinstance(sizes, str):
         return _choice(name, words, sizes, "or a size for each axis, such as (64, 64, 64)")
@@ -490,11 +490,11 @@ _DECLARED = (
     ),
     Option(
         "chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES,
-        partial(_sizes, "chunks", (AUTO, None)), **_OF_EACH,
+        partial(check_sizes, "chunks", (AUTO, None)), **_OF_EACH,
     ),
     Option(
         "shards", None, "Zarr: elements of a file along each axis, of several chunks. Or a dict by name.", _SAVES,
-        partial(_sizes, "shards", (None,)), **_OF_EACH,
+        partial(check_sizes, "shards", (None,)), **_OF_EACH,
     ),
     Option(
         "compression", None, "gzip, zstd, blosc, lz4, ... or a dict with level and shuffle. Or a dict by name.", _SAVES,
@@ -648,7 +648,7 @@ class CallOptions:
         """The cap in bytes; for ``"auto"``, the one that files with small chunks get."""
         return STAGING_NBYTES if isinstance(self.staging, str) else self.staging
 
-    def staging_cap(self, needed: int, purpose: str, *, room: int = 0, ample: int = 0, fix: str = "") -> int:
+    def staging_cap(self, needed: int, purpose: str, *, memory_nbytes: int = 0, ample: int = 0, fix: str = "") -> int:
         """The cap in bytes for what needs so many: what was asked for; if that is ``"auto"`` and too little, what is needed.
 
         Parameters
@@ -657,8 +657,8 @@ class CallOptions:
             Bytes that are needed, and bytes that are better, for ``"auto"``.
         purpose : str
             What needs them, for the message.
-        room : int
-            What ``"auto"`` may be at most.
+        memory_nbytes : int
+            What a process may use: ``"auto"`` is a quarter of it at most.
         fix : str
             What else can be passed, for the message: ``", or smaller chunks"``.
 
@@ -667,7 +667,7 @@ class CallOptions:
         ConfigError
             If there are too few.
         """
-        cap, is_auto = self.staging_nbytes, self.staging == AUTO
+        cap, is_auto, room = self.staging_nbytes, self.staging == AUTO, memory_nbytes // 4
         if needed <= cap:
             return cap
         if is_auto and needed <= room:
@@ -700,6 +700,11 @@ class CallOptions:
     def checksums(self) -> bool:
         """True if each part is checksummed from block to piece."""
         return self.verify != INDEX
+
+    def describe(self, *names: str) -> dict[str, str]:
+        """Those options of these names that every rank must pass alike, as text; without names all."""
+        options = [OPTIONS[name] for name in names] or _KEPT
+        return {option.name: option.text(getattr(self, option.name)) for option in options if option.text is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -745,10 +750,6 @@ class Options(CallOptions):
         if unknown:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
         return cls(**{option.name: option.check(options.get(option.name, option.default)) for option in _KEPT})
-
-    def describe(self) -> dict[str, str]:
-        """The options that every rank must pass alike, as text."""
-        return {option.name: option.text(getattr(self, option.name)) for option in _KEPT if option.text is not None}
 
 
 def fill_value(pad: Any, dtype: np.dtype[Any], fill: Any) -> Any:

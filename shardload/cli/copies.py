@@ -52,8 +52,9 @@ def run_copy(
         return
     for note in report.notes:
         print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
-    lines = report.plan.describe(target) if report.written is None else [f"{target}: {report}"]
-    tell("\n".join(part for line in lines for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")), out)
+    text = str(report) if report.written is None else f"{printable(target)}: {report}"
+    lines = [part for line in text.splitlines() for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")]
+    tell("\n".join(lines), out)
 
 
 def source_of(file: str, along: str | int | None, dataset: Any, allow_external: bool) -> tuple[str | Concatenation, Any]:

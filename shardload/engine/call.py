@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -55,9 +56,9 @@ class Call:
         Parameters
         ----------
         find : callable
-            Returns what only one rank knows, as text or bytes (`Group.begin`). Not called if the arguments are wrong.
+            Returns what only one rank knows: it is pickled. Not called if the arguments are wrong.
         make : callable
-            Makes the plan of it.
+            Makes the plan of it, on each rank of a copy of its own.
         describe : callable
             The plan as text, which must be the same on all ranks.
         root : int, optional
@@ -70,7 +71,7 @@ class Call:
         def run() -> Any:
             if self._error is not None:
                 raise self._error
-            return find()
+            return pickle.dumps(find(), protocol=5)  # with fewer copies of values
 
         try:
             group.watch.enter("metadata")
@@ -83,7 +84,7 @@ class Call:
             group.watch.enter("plan")
             if metadata is not None and self._error is None:
                 try:
-                    plan = make(metadata)
+                    plan = make(pickle.loads(metadata))  # of a rank of this job, never of a file
                 except Exception as error:
                     let_interruption_pass(error)
                     plan_error = error
@@ -118,11 +119,10 @@ def watched(group: Group, title: str, timeout: float | None) -> Iterator[ConfigE
 @contextmanager
 def begin_call(
     invocation: Invocation,
-    error: BaseException | None,
+    error: BaseException | None = None,
     *,
     comm: Any,
     timeout: float | None,
-    watched_as: str = "",
     process: Callable[[], int] | None = None,
 ) -> Iterator[Call]:
     """Hold the group of ranks that make a call until it ends. Collective: yes.
@@ -137,13 +137,11 @@ def begin_call(
         The communicator that the caller passed.
     timeout : float, optional
         Seconds after which the call fails if no rank makes progress.
-    watched_as : str
-        The call in messages of the watchdog; by default the title of `invocation`.
     process : callable, optional
         Returns the number of this process in JAX, for calls about arrays on devices.
     """
     group = group_of(comm, timeout)
-    with outer_exception(), watched(group, watched_as or invocation.title, timeout) as refusal:
+    with outer_exception(), watched(group, invocation.title, timeout) as refusal:
         _ = group.machine  # collective the first time, and here every rank is present
         if process is not None:
             group.processes(process())
@@ -161,9 +159,9 @@ def begin_request(
 ) -> Iterator[tuple[Call, Any]]:
     """Read the arguments of a call, and begin it. Collective: yes.
 
-    `read` returns the checked arguments, an object with a ``timeout``, and with a method ``invocation(kind, title)`` that says
-    what must be the same on every rank. Gives the call and that object, or None for it if the arguments are wrong: then
-    `Call.plan` raises the error on all ranks.
+    `read` returns the checked arguments, an object with the ``options`` of the call, and with a method
+    ``invocation(kind, title)`` that says what must be the same on every rank. Gives the call and that object, or None for it if
+    the arguments are wrong: then `Call.plan` raises the error on all ranks.
     """
     request: Any = None
     error: BaseException | None = None
@@ -172,15 +170,10 @@ def begin_request(
     except ShardloadError as failure:
         error = failure
     except Exception as failure:
-        error = unforeseen(failure)
-    timeout = TIMEOUT if request is None else request.timeout
+        let_interruption_pass(failure)  # the other ranks wait for this one
+        error = ConfigError(f"the arguments could not be read: {type(failure).__name__}: {failure}")
+    timeout = TIMEOUT if request is None else request.options.timeout
     invocation = Invocation(kind, title, {}) if request is None else request.invocation(kind, title)
     with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
         del error  # see `Call.plan`
         yield call, request
-
-
-def unforeseen(error: Exception) -> ConfigError:
-    """A ConfigError for an unexpected exception while the arguments were read: the other ranks wait for this one."""
-    let_interruption_pass(error)
-    return ConfigError(f"the arguments could not be read: {type(error).__name__}: {error}")

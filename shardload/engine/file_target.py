@@ -21,7 +21,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,17 +32,15 @@ from typing import Any, Self, TypeVar
 import deflate
 import numpy as np
 
-from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
 from shardload.engine.read_back import N_FIELDS, ReadBack, WrittenChunk, checksum_of_values, plan_partners
-from shardload.engine.session import Round
+from shardload.engine.session import Round, Session
 from shardload.errors import StallError
 from shardload.formats.sink import Sink, Ticket
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.region import Array, IntArray, Region, aligned, run_of
 from shardload.planning.staging import KEPT_ROUNDS
 from shardload.storage.target import as_write_error
-from shardload.system.interruption import FirstError
 from shardload.system.steps import steps_told_to
 from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Piece, aligned_empty
@@ -100,7 +98,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WriteCounts:
-    """What was written, in the whole job; the seconds are those of this rank, summed over its threads.
+    """What was written, in the whole job.
 
     Attributes
     ----------
@@ -108,8 +106,8 @@ class WriteCounts:
         Chunks (and runs of contiguous arrays), bytes of their values, bytes in the file.
     n_read_back, n_decoded : int
         How many were read back by another rank, and how many of them were decoded.
-    seconds : mapping of str to float
-        ``"encode"``, ``"write"`` (in threads), ``"sync"``, ``"finish"``, ``"read back"``.
+    phases : mapping of str to float
+        Seconds of this rank: ``"encode"``, ``"write"`` (summed over its threads), ``"sync"``, ``"finish"``, ``"read back"``.
     """
 
     n_chunks: int
@@ -117,7 +115,7 @@ class WriteCounts:
     nbytes_stored: int
     n_read_back: int
     n_decoded: int
-    seconds: dict[str, float]
+    phases: Mapping[str, float]
 
 
 class FileTarget:
@@ -127,12 +125,10 @@ class FileTarget:
 
     Parameters
     ----------
-    group : Group
-        The ranks. Its watchdog has begun (`Watchdog.begin`).
+    session : Session
+        Its ranks, whose watchdog has begun (`Watchdog.begin`), and its errors, which are kept until the ranks agree.
     sink : Sink
         What is in the new file: made on each rank of the same arguments.
-    errors : FirstError
-        Keeps errors until the ranks agree: those of the session.
     round_nbytes : int
         Bytes of the values that this rank receives in a round, each piece rounded up (`aligned`).
     verify : str
@@ -146,16 +142,15 @@ class FileTarget:
 
     def __init__(
         self,
-        group: Group,
+        session: Session,
         sink: Sink,
-        errors: FirstError,
         *,
         round_nbytes: int,
         verify: str,
         n_threads: int,
         on_progress: Callable[[int], None] | None,
     ) -> None:
-        self._group, self._sink, self._errors, self._verify = group, sink, errors, verify
+        self._group, self._sink, self._errors, self._verify = session.group, sink, session.errors, verify
         self._n_threads, self._on_progress = n_threads, on_progress
         self._pool = Pool(self._n_threads, "shardload-save")
         self._encoders = list(sink.arrays.values())

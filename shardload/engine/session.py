@@ -20,8 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, Protocol, Self
 from zlib import crc32
+
+import numpy as np
 
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
@@ -56,6 +59,9 @@ class Round:
     staging: Staging
     is_shared: bool
     values: Callable[[], Iterable[Any]] = tuple
+
+
+_NOTHING = Round((), Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0), is_shared=False)
 
 
 class SourceEndpoint(Protocol):
@@ -109,6 +115,8 @@ class Session:
 
     Attributes
     ----------
+    group : Group
+        The ranks.
     on_progress : callable or None
         Called with the number of bytes of each part that has arrived.
     errors : FirstError
@@ -125,7 +133,7 @@ class Session:
         shared_nbytes: int | None,
         checksums: bool,
     ) -> None:
-        self._group, self._digest, self._checksums = group, digest, checksums
+        self.group, self._digest, self._checksums = group, digest, checksums
         self.on_progress: Callable[[int], None] | None = None
         self._segments: Mapping[int, Segment] = {}
         self._shared_nbytes = 0
@@ -154,14 +162,14 @@ class Session:
 
     def share_memory(self, nbytes: int) -> None:
         """Make memory for staged blocks that this rank shares with those of its node: so many bytes. Collective."""
-        self._segments, self._shared_nbytes = self._group.node.shared_memory(nbytes), nbytes
+        self._segments, self._shared_nbytes = self.group.node.shared_memory(nbytes), nbytes
 
     def agree(self, counts: Sequence[int] = (0, 0)) -> list[int]:
         """Raise what went wrong on any rank until now; else return the sums of two counts over the ranks. Collective.
 
         All agreements have as many counts, so that a rank that fails early, or leaves, answers whichever the others are at.
         """
-        return self._group.agree(self.errors.take(), [*counts])
+        return self.group.agree(self.errors.take(), [*counts])
 
     def run(self, rounds: Iterable[Round], source: SourceEndpoint, target: TargetEndpoint) -> None:
         """Do all rounds. Collective if any is shared, or the target's `take` is."""
@@ -169,6 +177,11 @@ class Session:
             self.move(round_, source, target)
             target.take(round_)
         self.release()
+
+    def run_own(self, rounds: Iterable[Round], n_rounds: int, source: SourceEndpoint, target: TargetEndpoint) -> None:
+        """Do rounds of which each rank has its own number, `n_rounds`: all do as many as the rank with most. Collective."""
+        n_most = -int(self.group.least_ints(np.array([-n_rounds]))[0])
+        self.run(chain(rounds, repeat(_NOTHING, n_most - n_rounds)), source, target)
 
     def move(
         self,
@@ -183,7 +196,7 @@ class Session:
         is not the next to be moved, `release` comes before.
         """
         self._n_rounds += 1
-        tags = self._group.next_tags() if round_.is_shared else _NO_TAGS
+        tags = self.group.next_tags() if round_.is_shared else _NO_TAGS
         begun, self._next = self._next, None
         if begun is None:
             begun = self._begin(round_, source, target)
@@ -206,13 +219,13 @@ class Session:
 
     def _begin(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> _BegunRound:
         """Make memory for a round, and what stages its blocks. Not collective; what fails is kept."""
-        begun, moves = _BegunRound(round_, Outgoing((), self._group.rank)), round_.moves
+        begun, moves = _BegunRound(round_, Outgoing((), self.group.rank)), round_.moves
         try:
             with begun.errors:
                 target.make_room(moves)
                 if moves:
                     source.stage(moves, self._resources(round_), begun.opened)
-                    begun.outgoing = Outgoing(moves, self._group.rank)
+                    begun.outgoing = Outgoing(moves, self.group.rank)
         except BaseException:
             begun.drop()
             raise
@@ -242,7 +255,7 @@ class Session:
         for move in round_.moves:
             move.seed = seed
         failed, counters = exchange(
-            self._group,
+            self.group,
             round_.moves,
             self._resources(round_),
             begun.outgoing,
@@ -263,7 +276,7 @@ class Session:
             if self._current[0] == staging and self._current[1].segments == segments:
                 return self._current[1]
             self.release()
-        segment, slots_nbytes = segments.get(self._group.rank), staging.n_slots * aligned(staging.slot_nbytes)
+        segment, slots_nbytes = segments.get(self.group.rank), staging.n_slots * aligned(staging.slot_nbytes)
         if segment is not None and 0 < self._shared_nbytes < shared_nbytes(staging):
             raise ValueError(f"{staging} does not fit into {self._shared_nbytes} bytes of shared memory: a defect in shardload")
         shared = segment.data if segment is not None and self._shared_nbytes else None

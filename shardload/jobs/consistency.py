@@ -19,13 +19,14 @@ The comparison: if each of `n` ranks has a number `h`, ``n * sum(h * h) == sum(h
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from shardload.arrays.compare import sample_regions
-from shardload.errors import ShardloadError, SourceError
+from shardload.errors import ShardloadError, SourceError, StallError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.planning.region import Grid, Region
@@ -41,6 +42,8 @@ N_SUMS = 1 + 2 * _N_NUMBERS
 Version = tuple[int, ...]
 _N_BOXES = 8
 _FIX = "Load it again when nothing writes to it any more; write a new version beside the old one and rename it"
+_MIXTURE = f"Nothing was loaded, because it could have been a mixture of old and new. {_FIX}"
+SINCE_FOUND = f"changed while it was read. {_MIXTURE}"
 SINCE_SELECT = (
     "has changed since select was looked up in it: what it names may lie elsewhere now. Nothing was loaded. Make the plan "
     "again (or call load again), when nothing writes to the file any more"
@@ -166,14 +169,8 @@ def check_same(name: str, sums: list[int], path: str, dataset: str, is_open: boo
     raise SourceError(text, path=path, dataset=dataset)
 
 
-def check_same_file(name: str, before: State, now: State, info: ArrayInfo) -> None:
-    """Raise SourceError if another rank read an array in another file than the one that is open here under the same path."""
-    if before is not None and now is not None:
-        check_unchanged(name, before[:_N_COMPARED], now[:_N_COMPARED], info.path, info.dataset)
-
-
-def check_same_version(name: str, before: State, now: State, info: ArrayInfo, what_changed: str) -> None:
-    """Raise SourceError if a file is another one than before. Its text is `name`, then `what_changed`."""
+def check_same_version(name: str, before: State, now: State, info: ArrayInfo, what_changed: str = SINCE_FOUND) -> None:
+    """Raise SourceError if a file is another one than before, perhaps on another rank. Its text: `name`, `what_changed`."""
     if before is not None and now is not None and before[:_N_COMPARED] != now[:_N_COMPARED]:
         raise SourceError(f"{name} {what_changed}", path=info.path, dataset=info.dataset)
 
@@ -220,9 +217,59 @@ def check_unchanged(name: str, before: State, after: State, path: str, dataset: 
     """Raise SourceError if the file changed while it was read."""
     if before is not None and after != before:
         was = "is gone" if after is None else f"had {before[0]} bytes and has {after[0]}" if after[0] != before[0] else ""
-        raise SourceError(
-            f"{name} changed while it was read{f' (it {was})' if was else ''}. Nothing was loaded, because it could have been "
-            f"a mixture of old and new. {_FIX}",
-            path=path,
-            dataset=dataset,
-        )
+        text = f"{name} changed while it was read{f' (it {was})' if was else ''}. {_MIXTURE}"
+        raise SourceError(text, path=path, dataset=dataset)
+
+
+class KeptSources:
+    """The arrays that one rank reads in several rounds: each is opened when it is first read, and stays open.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    open_array : callable
+        Opens the array of a number.
+    states : sequence of State
+        Of each array, that of its file when it was found: it is an error if another one is opened.
+    what_changed : str
+        That error, see `check_same_version`.
+    """
+
+    def __init__(self, rank: int, open_array: Callable[[int], Source], states: Sequence[State], what_changed: str) -> None:
+        self._rank, self._open_array, self._states, self._what_changed = rank, open_array, states, what_changed
+        self._opened: dict[int, tuple[Source, State]] = {}
+
+    def open(self, number: int) -> Source:
+        """The source of an array."""
+        if number not in self._opened:
+            source = self._open_array(number)
+            state, info = source.opened_in(), source.info
+            try:
+                check_same_version(str(info), self._states[number], state, info, self._what_changed)
+            except SourceError:
+                source.close()
+                raise
+            self._opened[number] = source, state
+        return self._opened[number][0]
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if the file of an open array has changed since it was opened."""
+        for source, before in self._opened.values():
+            info = source.info
+            if is_compared(info.path, self._rank):
+                check_unchanged(str(info), before, source.state(), info.path, info.dataset)
+
+    def close_first(self, most: int) -> None:
+        """Close those that were opened first if there are more than `most`."""
+        if len(self._opened) > most:
+            self.check_unchanged()
+        for number in list(self._opened)[: max(0, len(self._opened) - most)]:
+            self._opened.pop(number)[0].close()
+
+    def close(self, kind: type[BaseException] | None = None) -> None:
+        """Close all, but not after a stall (the error `kind`): a thread may hang in a read, and the library would wait."""
+        if kind is None or not issubclass(kind, StallError):
+            for source, _ in self._opened.values():
+                source.close()
+        self._opened.clear()

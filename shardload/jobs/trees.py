@@ -26,13 +26,13 @@ from jax.sharding import PartitionSpec
 
 from shardload.comm.shared_errors import as_shardload
 from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.formats.contract.array import some
 from shardload.options import is_plain_tuple
 from shardload.planning.selection import Between, Near
 from shardload.system.interruption import let_interruption_pass
 
 # The keys that lead from the root of a tree to a leaf.
 Where = tuple[Any, ...]
-_MOST_SHOWN = 8  # keys in a message
 NEEDED: Any = object()  # in place of a default: there is none
 
 
@@ -451,11 +451,8 @@ def _matching(
     if not by_key.keys() <= set(keys_in_order) or (default is NEEDED and len(by_key) < len(keys_in_order)):
         missing = [str(key) for key in keys_in_order if key not in by_key and default is NEEDED]
         extra = [str(key) for key in by_key if key not in set(keys_in_order)]
-        difference = "; ".join(
-            f"{text} {', '.join(keys[:_MOST_SHOWN])}{', ...' if len(keys) > _MOST_SHOWN else ''}"
-            for text, keys in ((f"{name} has no", missing), (f"only {name} has", extra))
-            if keys
-        )
+        parts = ((f"{name} has no", missing), (f"only {name} has", extra))
+        difference = "; ".join(f"{text} {some(keys)}" for text, keys in parts if keys)
         raise ConfigError(
             f"{name}{text_of(where)} does not match {tree_name}{text_of(where)}: {difference}. Pass "
             f"{'a tree' if name == 'x' else 'one value for all, or a tree'} with the same keys"

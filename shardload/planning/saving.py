@@ -25,7 +25,6 @@ from shardload.planning.staging import Item, RoundMemory, least_memory, plan_mem
 
 _LEAST_RUN_NBYTES = 64 << 10  # of a contiguous array: shorter runs are collected by one rank
 _BLOCK_NBYTES, _MOST_FILE_NBYTES = 4 << 20, 64 << 20
-_PAGE_NBYTES = 4096  # clients of Lustre and NFS on different nodes must not write to the same page
 _PACKS = 6
 
 
@@ -143,7 +142,7 @@ def plan_write_layout(
     if 0 in array.shape:
         nothing = Grid(array.shape, tuple(max(1, n) for n in array.shape), phase)
         return WriteLayout(array, nothing, nothing, shards)
-    page = _PAGE_NBYTES if n_nodes > 1 else 1
+    page = page_nbytes(n_nodes)
     if array.chunks is None:
         runs = _runs_in_shards(array, shards, page, block_nbytes)
         if runs is not None:
@@ -297,6 +296,13 @@ def _next_cut(cell: Sequence[int], is_cut: Sequence[bool]) -> tuple[int, int]:
             if cell[axis] % factor == 0:
                 return axis, factor
     return max(range(len(cell)), key=lambda k: cell[k]), 2
+
+
+def page_nbytes(n_nodes: int) -> int:
+    """Where parts of a file begin that ranks write: at pages if they are on several nodes, whose clients (of Lustre, NFS) may
+    lose each other's bytes in a page; else anywhere.
+    """
+    return 4096 if n_nodes > 1 else 1
 
 
 def growing_chunks(shape: Sequence[int], axis: int, itemsize: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
     "thread parallel": (2, True, 2, ("rank 2 is reading chunk", "other rank", ADVICE)),
     "thread direct": (2, True, 2, ("rank 2 is reading chunk", "3 other ranks wait (phase: ", ADVICE)),
     "inline parallel": (2, False, 2, ("rank 2 ", "held up", "other rank", ADVICE)),
-    "metadata": (0, False, 0, ("for 4 s (call: 'x.h5')", "nothing was heard of rank 0", ADVICE)),
+    "metadata": (0, False, 0, ("for 4 s (call: load of 'x.h5')", "nothing was heard of rank 0", ADVICE)),
     "absent": (3, False, 3, ("rank 3 did not come to this call", "other rank", "(phase: ", ADVICE)),
     "absent_at_first": (1, False, None, ("not all ranks of this communicator have made their first call", ADVICE)),
     "scatter": (1, False, 1, ("(call: scatter from rank 1)", "rank 1 did not come to this call, or is held up", ADVICE)),

@@ -254,7 +254,7 @@ def test_ranks_read_together_what_fits_none_alone(comm: Any, planes: tuple[Path,
     assert one.is_together
     assert report.n_decoded == 24
     assert one.factor == 1
-    assert "each chunk of the source is decoded once" in "\n".join(report.plan.describe("out.h5"))
+    assert "each chunk of the source is decoded once" in str(report.plan)
     if comm.rank == 0:
         with h5py.File(after) as file:
             np.testing.assert_array_equal(file["x"][...], values)
@@ -271,7 +271,7 @@ def test_a_plan_says_how_often_chunks_are_decoded(comm: Any, shared_tmp_path: Pa
     comm.barrier()
     assert os.listdir(shared_tmp_path) == ["in.h5"]
     assert planned.plan.arrays[0].factor > 1
-    assert f"is decoded {planned.plan.arrays[0].factor:.2g} times" in "\n".join(planned.plan.describe("out.h5"))
+    assert f"is decoded {planned.plan.arrays[0].factor:.2g} times" in str(planned.plan)
     report = copy(comm, before, after, **options)
     assert report.n_decoded == planned.plan.arrays[0].n_decoded
     compare(comm, after, {"x": values})

@@ -706,7 +706,7 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
         (lambda ds: ds.rename(t="u/v"), {}, "a variable is called 'u/v'; expected text without '/'"),
         (lambda ds: ds.t.rename("u/v"), {}, "the DataArray is called 'u/v'; expected text without '/'"),
         (lambda ds: ds.drop_vars("lat").rename_dims(lon=("x", 1)), {}, "expected text for each"),
-        (lambda ds: ds, {"dataset": "x"}, "the variables of a Dataset have names of their own"),
+        (lambda ds: ds, {"dataset": "x"}, "those of a dict or a Dataset have names of their own"),
         (lambda ds: ds.t.rename("lat"), {}, "the name of a coordinate of its own, 'lat'"),
         (lambda ds: ds, {"shape": {"u": (3, 4)}}, "only shape has ['u']"),
         (lambda ds: ds, {"plan": {"t": 7}}, "plan has a int; expected the Plan"),

@@ -16,13 +16,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -34,14 +32,13 @@ from shardload.engine.call import Call, begin_request
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
-from shardload.errors import ConfigError, StallError
+from shardload.errors import ConfigError, StallError, printable
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.likeness import KEEP
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
-from shardload.jobs.consistency import State, as_planned, check_same_file, check_unchanged
+from shardload.jobs.consistency import SINCE_FOUND, KeptSources, as_planned
 from shardload.jobs.copying.request import (
-    PAGE_NBYTES,
     STAGING_NBYTES,
     CopyRequest,
     SourceArray,
@@ -53,15 +50,15 @@ from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, DEFAULTS, TIMEOUT, Progress
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_copy_rounds, plan_slab_layout
 from shardload.planning.region import Grid, Region
-from shardload.planning.saving import plan_rows
+from shardload.planning.saving import page_nbytes, plan_rows
 from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
-from shardload.planning.staging import RoundMemory, Staging, least_memory, least_staging, plan_memory, plan_staging
+from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory, plan_staging
 from shardload.storage.remote import without_secrets
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
-_NO_STAGING = Staging(n_threads=1, n_slots=0, n_pack=0, slot_nbytes=0)
 _BLOCKS_IN_CAP = 8
+_ROUNDING_NBYTES = 4096  # of buffers in shared memory, each of which begins at a multiple of 64
 _MOST_OPEN = 64  # sources
 _LEAST_READING_NBYTES = 4 << 20
 _RUN_NBYTES = 4 << 20  # of a contiguous array
@@ -69,12 +66,14 @@ _RUN_NBYTES = 4 << 20  # of a contiguous array
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@dataclass(frozen=True)
-class CopyPlan:
+@dataclass(frozen=True, repr=False)
+class CopyPlan(PrintedReport):
     """What a copy will do, the same on all ranks.
 
     Attributes
     ----------
+    target : str
+        The new file.
     found : tuple of SourceArray
         The arrays, with their specs in the target as it will be.
     arrays : tuple of SlabLayout
@@ -89,6 +88,7 @@ class CopyPlan:
         What is left out.
     """
 
+    target: str
     found: tuple[SourceArray, ...]
     arrays: tuple[SlabLayout, ...]
     memory: RoundMemory
@@ -102,11 +102,11 @@ class CopyPlan:
         """Bytes of all values in memory."""
         return sum(copied.nbytes for copied in self.arrays)
 
-    def describe(self, target: str) -> list[str]:
-        """The plan as lines of text, for people."""
+    def __str__(self) -> str:
+        """Text for people, of several lines."""
         arrays, ranks = counted(len(self.found), "array"), counted(self.n_ranks, "rank")
         rounds = counted(self.n_rounds, "round")
-        lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{target}' on {ranks}, {rounds}"]
+        lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{printable(self.target)}' on {ranks}, {rounds}"]
         for array, slab_layout in zip(self.found, self.arrays, strict=True):
             slabs = slab_layout.slabs
             way = "all ranks read a slab together" if slab_layout.is_together else "each slab is read by one rank"
@@ -115,7 +115,7 @@ class CopyPlan:
             elif slabs.n_cells:
                 way += f", {slabs.n_cells} slabs of {_text(tuple(map(min, slabs.cell, slabs.shape)))}"
             spec, chunks = array.spec, f"chunks {_text(array.info.chunks)} -> {_text(array.spec.chunks)}"
-            lines.append(f"{array.name}: {_text(spec.shape)} {spec.dtype}, {chunks}; {way}")
+            lines.append(f"{printable(array.name)}: {_text(spec.shape)} {spec.dtype}, {chunks}; {way}")
             if slab_layout.array.is_decoded and slab_layout.factor > 1:
                 lines.append(
                     f"  each chunk of the source is decoded {number_text(slab_layout.factor, 2)} times: slabs with whole "
@@ -128,7 +128,7 @@ class CopyPlan:
             f"memory of a rank: at most {format_nbytes(memory.nbytes)} of {format_nbytes(self.staging_nbytes)}, "
             f"{format_nbytes(memory.round_nbytes)} a round"
         )
-        return [*lines, *self.notes]
+        return "\n".join([*lines, *map(printable, self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON's types."""
@@ -160,7 +160,7 @@ def plan_copy(
     request: CopyRequest, sources: Sequence[SourceArray], sink: Sink, n_ranks: int, machine: Topology, notes: Sequence[str] = ()
 ) -> CopyPlan:
     """The plan of a copy. ConfigError if it does not fit into the staging memory."""
-    page = PAGE_NBYTES if machine.n_nodes > 1 else 1
+    page = page_nbytes(machine.n_nodes)
     units, reading = [], _LEAST_READING_NBYTES
     arrays = tuple(replace(array, spec=sink.arrays[array.full_name].spec) for array in sources)
     for array in arrays:
@@ -186,7 +186,7 @@ def plan_copy(
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
     slabs = tuple(plan_slab_layout(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
-    return CopyPlan(arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
+    return CopyPlan(request.target, arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
 
 
 def _runs(layout: SourceLayout) -> Grid:
@@ -227,7 +227,7 @@ class CopyReport(PrintedReport):
         """Text for a person: one line; several if it was only planned."""
         plan, written, seconds = self.plan, self.written, max(self.seconds, 1e-9)
         if written is None:
-            return "\n".join(plan.describe("the copy"))
+            return str(plan)
         stored, rate = format_nbytes(written.nbytes_stored), format_nbytes(int(written.nbytes / seconds))
         text = f"{counted(len(plan.found), 'array')}, {format_nbytes(plan.nbytes)} ({stored} stored) in "
         text += f"{number_text(seconds, 3)} s, {rate}/s on {counted(plan.n_ranks, 'rank')}"
@@ -327,7 +327,7 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
     group, n_nodes = call.group, call.group.machine.n_nodes
     on_root: list[Sink] = []
 
-    def look() -> bytes:
+    def look() -> tuple[list[SourceArray], list[str]]:
         arrays, groups, notes = find(request)
         try:
             sink = new_sink(request, arrays, groups, n_nodes)
@@ -336,10 +336,10 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
             notes += more
             sink = new_sink(request, arrays, groups, n_nodes)
         on_root.append(sink)
-        return pickle.dumps(([array.for_others() for array in arrays if not array.is_text], notes))
+        return [array.for_others() for array in arrays if not array.is_text], notes
 
-    def make(message: bytes) -> tuple[Sink, CopyPlan]:
-        arrays, notes = pickle.loads(message)  # of this job's rank 0, never of a file
+    def make(found: tuple[list[SourceArray], list[str]]) -> tuple[Sink, CopyPlan]:
+        arrays, notes = found
         sink = on_root[0] if on_root else new_sink(request, arrays, None, n_nodes)
         return sink, plan_copy(request, arrays, sink, group.size, group.machine, notes)
 
@@ -354,18 +354,16 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
         n_done, n_all = (sum(int(count(flags)) for flags in done) for count in (np.count_nonzero, np.size))
         resumed = f"{n_done:,} of {n_all:,} chunks were there already, and were not read back"
         notes += [resumed if n_done else "no chunk was left of an earlier copy, so this one began anew"]
-    shared = memory.moving_nbytes + PAGE_NBYTES if any(array.is_together for array in plan.arrays) else None
+    shared = memory.moving_nbytes + _ROUNDING_NBYTES if any(array.is_together for array in plan.arrays) else None
     source = CopySource(group, request, plan, done)
     options, (n_rounds, nbytes) = request.options, source.totals()
-    n_most = -int(group.least_ints(np.array([-n_rounds]))[0])  # of the rank that has most rounds
     with (
         progress_of(options.progress, f"copy to {request.target}", nbytes, group.rank) as advance,
         source,
         Session(group, f"{call.invocation.digest:016x}", shared_nbytes=shared, checksums=options.checksums) as session,
         FileTarget(
-            group,
+            session,
             sink,
-            session.errors,
             round_nbytes=memory.round_nbytes,
             verify=options.verify,
             n_threads=memory.n_threads,
@@ -373,9 +371,9 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
         ) as target,
     ):
         target.begin()
-        session.run(chain(source.rounds(), repeat(Round((), _NO_STAGING, False), n_most - n_rounds)), source, target)
+        session.run_own(source.rounds(), n_rounds, source, target)
         with session.errors:
-            source.check_unchanged()
+            source.kept.check_unchanged()
         written = target.end()
     n_decoded, *missing = group.agree(None, [source.n_decoded, *source.n_missing])
     not_stored = [
@@ -412,6 +410,8 @@ class CopySource(FileSource):
         Chunks that this rank has decoded.
     n_missing : list of int
         For each array, those of them that are not stored.
+    kept : KeptSources
+        The open arrays.
     """
 
     def __init__(self, group: Group, request: CopyRequest, plan: CopyPlan, done: Sequence[Bools]) -> None:
@@ -422,7 +422,7 @@ class CopySource(FileSource):
             cell = tuple(max(1, n) for n in array.spec.chunks or slab_layout.array.unit)
             self._grids.append(Grid(array.spec.shape, cell, (0,) * len(cell)))
         self._file: OpenFile | None = None
-        self._opened: dict[int, tuple[Source, State]] = {}
+        self.kept = KeptSources(group.rank, self._open_array, [array.state for array in plan.found], SINCE_FOUND)
         self.n_decoded = 0
         self.n_missing = [0] * len(plan.found)
 
@@ -430,47 +430,26 @@ class CopySource(FileSource):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, StallError):
-            return  # a thread may hang in a read, and the library would wait for it
-        for source, _state in self._opened.values():
-            source.close()
-        self._opened.clear()
-        if self._file is not None:
+        self.kept.close(kind)
+        if self._file is not None and (kind is None or not issubclass(kind, StallError)):
             self._file.close()
 
     def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
-        opened.callback(self._close_some)
+        opened.callback(self.kept.close_first, _MOST_OPEN)
         opened.callback(self._count, moves)
-        return [self._source(move.array) for move in moves]
+        return [self.kept.open(move.array) for move in moves]
 
     def _count(self, moves: Sequence[FileMove]) -> None:
         for move in moves if all(move.producer for move in moves) else ():
             self.n_decoded += move.producer.counters.chunks_decoded if move.layout.has_chunks else 0
             self.n_missing[move.array] += move.producer.counters.chunks_missing
 
-    def _source(self, array: int) -> Source:
-        if array not in self._opened:
-            info, state = self._plan.found[array].info, self._plan.found[array].state
-            if self._file is None:
-                self._file = open_file(self._request.source, self._request.options.access, info)
-            source = as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
-            self._opened[array] = source, source.opened_in()
-            check_same_file(str(info), state, self._opened[array][1], info)
-        return self._opened[array][0]
-
-    def check_unchanged(self) -> None:
-        """Raise SourceError if what is open has changed since it was opened."""
-        for array, (source, before) in self._opened.items():
-            info = self._plan.found[array].info
-            check_unchanged(str(info), before, source.state(), info.path, info.dataset)
-
-    def _close_some(self) -> None:
-        """Close sources that have been read, if there are many."""
-        if len(self._opened) > _MOST_OPEN:
-            self.check_unchanged()
-            while len(self._opened) > _MOST_OPEN:
-                self._opened.pop(next(iter(self._opened)))[0].close()
+    def _open_array(self, array: int) -> Source:
+        info = self._plan.found[array].info
+        if self._file is None:
+            self._file = open_file(self._request.source, self._request.options.access, info)
+        return as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
 
     # --- rounds
 

@@ -24,16 +24,15 @@ from shardload.formats.saving import SUFFIXES, check_target, format_for, make_si
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
-from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options
+from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options, check_sizes
 from shardload.planning.region import Region
-from shardload.planning.saving import growing_chunks
+from shardload.planning.saving import growing_chunks, page_nbytes
 from shardload.planning.schedule import SourceLayout
 from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
 from shardload.storage.remote import without_secrets
 from shardload.values.dates import has_dates, in_numbers
 
 STAGING_NBYTES = 512 << 20
-PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
 
 _OF_CALL = ("staging", "verify", "timeout", "progress", "allow_external", "allow_filters", "untrusted", "storage")
 
@@ -52,7 +51,7 @@ class CopyRequest:
         Names of arrays, and patterns; none for all arrays of the file.
     select : tuple, mapping or None
         As for a load; by names it applies to every array that has the axis.
-    dtype : str or None
+    dtype : dtype or None
         Type of the new arrays; those of coordinates stay.
     chunks, shards : tuple of int, None or ``"keep"``
         Layout of the new arrays that have as many axes.
@@ -75,7 +74,7 @@ class CopyRequest:
     options: CallOptions
     dataset: tuple[str, ...] = ()
     select: Any = None
-    dtype: str | None = None
+    dtype: np.dtype[Any] | None = None
     chunks: tuple[int, ...] | str | None = KEEP
     shards: tuple[int, ...] | str | None = KEEP
     compression: Any = KEEP
@@ -90,31 +89,22 @@ class CopyRequest:
         options = Options.check(**{"verify": CHECKSUM} | {name: keywords.pop(name) for name in _OF_CALL if name in keywords})
         if options.verify == FILE:
             raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
-        dataset, unlimited = (() if keywords.get(name) is None else keywords[name] for name in ("dataset", "unlimited"))
-        keywords["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset)
-        keywords["unlimited"] = (unlimited,) if isinstance(unlimited, str | int) else tuple(unlimited)
+        dataset = keywords.get("dataset")
+        keywords["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset or ())
         for name in keywords["dataset"]:
-            if not name.strip("/ "):
+            if not isinstance(name, str) or not name.strip("/ "):
                 raise ConfigError(f"dataset is {name!r}; expected the name of an array, such as '/rho', or '*'")
-        dtype = OPTIONS["dtype"].check(keywords.get("dtype"))
-        keywords["dtype"] = None if dtype is None else dtype.name
-        keywords["mode"] = OPTIONS["mode"].check(keywords.get("mode", "w-"))
+        for name in ("dtype", "unlimited", "mode"):
+            keywords[name] = OPTIONS[name].check(keywords.get(name, OPTIONS[name].default))
+        for name in ("chunks", "shards"):
+            keywords[name] = check_sizes(name, (KEEP, None), keywords.get(name, KEEP))
         return cls(os.fspath(source), os.path.expanduser(os.fspath(target)), options, **keywords)
-
-    @property
-    def timeout(self) -> float | None:
-        """See `engine.call.begin_request`."""
-        return self.options.timeout
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`."""
         values = {name: repr(value) for name, value in vars(self).items() if name != "options"}
         values |= {"source": repr(without_secrets(self.source))}
-        for name in _OF_CALL:
-            text = OPTIONS[name].text
-            if text is not None:
-                values[name] = text(getattr(self.options, name))
-        return Invocation(call, title, values)
+        return Invocation(call, title, values | self.options.describe(*_OF_CALL))
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,7 @@ def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
         {array.full_name: array.spec for array in sources},
         format=request.format,
         mode=request.mode,
-        alignment=PAGE_NBYTES if n_nodes > 1 else 1,
+        alignment=page_nbytes(n_nodes),
         attrs=groups.get("/", {}),
         group_attrs=groups,
         about=about,
@@ -256,7 +246,7 @@ def _plan_arrays(
     valueless = {name for name, array in described.items() if array.properties.is_dimension}
     described = {name: array for name, array in described.items() if name not in valueless}
     for info in (described[name].info for name in main):
-        if request.dtype is not None and np.dtype(info.dtype).kind == "c" and np.dtype(request.dtype).kind != "c":
+        if request.dtype is not None and np.dtype(info.dtype).kind == "c" and request.dtype.kind != "c":
             raise ConfigError(f"{info} is {info.dtype}; as {request.dtype} its imaginary part would be lost. Leave dtype= out")
     by_name = _selection_by_name(_in_positions(request.select, file, described), {name: described[name] for name in main})
     selections = {}
@@ -444,7 +434,7 @@ def _overrides_of(
         shards = KEEP
     chunks = for_growth if isinstance(chunks, str) else chunks
     has_chunks = (info.chunks is not None if isinstance(chunks, str) else chunks is not None) and ndim > 0
-    dtype = None if request.dtype is None or not is_main else np.dtype(request.dtype)
+    dtype = request.dtype if is_main else None
     return Overrides(dtype, chunks, shards, request.compression if has_chunks else KEEP, grows)
 
 

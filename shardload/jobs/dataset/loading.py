@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -119,8 +118,8 @@ def load_dataset(
     invocation = Invocation("load_dataset", f"load_dataset of {text}"[:80], {"path": text, "dataset": repr(names)})
     opens = {name: keywords[name] for name in _OPENS}
     axes_by_full_name: Axes
-    with begin_call(invocation, None, comm=keywords["comm"], timeout=OPTIONS["timeout"].check(keywords["timeout"])) as call:
-        axes_by_full_name, mappings = call.plan(lambda: json.dumps(_variables(files, names, opens)), json.loads, str)
+    with begin_call(invocation, comm=keywords["comm"], timeout=OPTIONS["timeout"].check(keywords["timeout"])) as call:
+        axes_by_full_name, mappings = call.plan(lambda: _variables(files, names, opens), lambda found: found, str)
     full_names = {name.rpartition("/")[2]: name for name in axes_by_full_name}
     if len(full_names) < len(axes_by_full_name):
         raise ConfigError(

@@ -8,9 +8,9 @@ together is said by `JoinedParts`. `join` writes it: each part is looked up in i
 from __future__ import annotations
 
 import os
-import pickle
 import zlib
 from collections.abc import Collection, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardload.formats.lookup import absolute, list_arrays
 from shardload.formats.saving import SUFFIXES, format_for
 from shardload.jobs.joining.parts import JoinedParts
 from shardload.jobs.joining.request import JoinReport, PartsRequest
-from shardload.options import OPTIONS, TIMEOUT, Progress
+from shardload.options import TIMEOUT, Progress
 from shardload.storage.local import Fence
 from shardload.system.caller import warn_once
 from shardload.units import counted
@@ -95,20 +95,20 @@ def join(
     SourceError
         If a part cannot be opened, or the file cannot be written.
     """
-    request = PartsRequest.check(parts, axis, stack=stack, dataset=dataset, allow_external=allow_external)
+    request = PartsRequest.check(parts, axis, stack=stack, dataset=dataset, allow_external=allow_external, progress=progress)
     whole = os.path.expanduser(os.fspath(path))
     if not whole.lower().endswith(_SUFFIXES):
         raise ConfigError(
             f"'{whole}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "
             f"{', '.join(_SUFFIXES)}"
         )
-    joined, advance = JoinedParts(request), OPTIONS["progress"].check(progress)
+    joined = JoinedParts(request)
     if os.path.realpath(whole) in map(os.path.realpath, joined.paths):
         raise ConfigError(f"'{whole}' is the new file, and one of the parts. Choose another name")
-    joined.look(advance, whole)
+    joined.look(whole)
     joined.check()
     joined.describe(format_for(whole))
-    _protect_values(whole, joined.places, Access(allow_external))
+    _protect_values(whole, joined.places, request.options.access)
     folder = os.path.dirname(os.path.realpath(whole))  # mode "w" replaces what a link leads to
     names, outside = {}, set()
     for part in joined.paths:
@@ -202,26 +202,21 @@ def concat(
     >>> shardload.load(run, Mesh(np.array(jax.devices()), "a"), P()).shape
     (12,)
     """
-
-    def read() -> PartsRequest:
-        OPTIONS["progress"].check(progress)
-        options = {"allow_external": allow_external, "timeout": OPTIONS["timeout"].check(timeout)}
-        return PartsRequest.check(parts, along, stack=stack, dataset=dataset, word="along", **options)
-
+    keywords = {"allow_external": allow_external, "progress": progress, "timeout": timeout}
+    read = partial(PartsRequest.check, parts, along, stack=stack, dataset=dataset, word="along", **keywords)
     with begin_request("concat", f"concat of {parts!r}"[:80], read, comm=comm) as (call, request):
-        # What is unpickled is of this job's rank 0, never of a file.
-        concatenation: Concatenation = call.plan(lambda: pickle.dumps(_find(request, progress)), pickle.loads, str)
+        concatenation: Concatenation = call.plan(lambda: _find(request), lambda found: found, str)
         return concatenation
 
 
-def _find(request: PartsRequest, progress: Progress) -> Concatenation:
+def _find(request: PartsRequest) -> Concatenation:
     """What the files are together. Runs on rank 0."""
     joined = JoinedParts(request)
-    joined.look(progress, request.title)
+    joined.look(request.title)
     joined.check()
     joined.describe()
     names = {path: absolute(path) for path in joined.paths}
-    folders = {folder for path in names.values() for folder in Fence.around_file(path, request.allow_external).folders}
+    folders = {folder for path in names.values() for folder in Fence.around_file(path, request.options.allow_external).folders}
     fence = Fence(tuple(sorted(folders)))
     image = joined.file(SCHEME, names).image(joined.values, fence)
     joined.check_unchanged(request.title)

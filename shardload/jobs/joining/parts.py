@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
-from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
@@ -37,7 +36,6 @@ from shardload.formats.sink import ArraySpec
 from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.jobs.joining.request import PartsRequest, Row
 from shardload.jobs.progress import progress_of
-from shardload.options import Progress
 from shardload.planning.region import Region
 from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
@@ -145,7 +143,7 @@ class JoinedParts:
         self._request = request
         self._paths = request.find()  # by the number of the part
         self._order = list(range(len(self._paths)))
-        self._access = Access(request.allow_external)
+        self._access = request.options.access
         self._kind = "hdf5"
         self._members: dict[str, _Member] = {}
         self._groups: dict[str, dict[int, Mapping[str, Any]]] = {}  # attributes of each group, by the number of the part
@@ -194,10 +192,11 @@ class JoinedParts:
 
     # --- 1: what is in the parts
 
-    def look(self, progress: Progress, whole: str) -> None:
+    def look(self, whole: str) -> None:
         """Take in all parts. `whole` is what they will be, for the progress bar."""
         self._check_apart()
         empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
+        progress = self._request.options.progress
         with progress_of(progress, f"parts of {whole}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
                 self.versions[path] = state_of(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardload.comm.group import Invocation
 from shardload.errors import ConfigError
-from shardload.options import TIMEOUT
+from shardload.options import CallOptions, Options
 from shardload.units import PrintedReport, counted, format_nbytes
 
 _NUMBER = re.compile(r"\d+")
@@ -31,27 +31,25 @@ class PartsRequest:
         Names of arrays, and patterns; none for all arrays.
     stack : str or None
         The name of a new axis, along which the arrays of the parts are put one behind the other.
-    allow_external : bool
-        Whether parts may refer to files outside their folders.
     word : str
         The caller's argument that names the axis.
-    timeout : float or None
-        Seconds after which `concat` fails if no rank makes progress.
+    options : CallOptions
+        ``allow_external``, ``progress``, ``timeout``.
     """
 
     parts: str | tuple[str, ...]
-    axis: str | int | None = None
-    dataset: tuple[str, ...] = ()
-    stack: str | None = None
-    allow_external: bool = False
-    word: str = "axis"
-    timeout: float | None = TIMEOUT
+    axis: str | int | None
+    dataset: tuple[str, ...]
+    stack: str | None
+    word: str
+    options: CallOptions
 
     @classmethod
     def check(
-        cls, parts: Any, axis: Any = None, *, dataset: Any = None, stack: Any = None, word: str = "axis", **options: Any
+        cls, parts: Any, axis: Any = None, *, dataset: Any = None, stack: Any = None, word: str = "axis", **keywords: Any
     ) -> PartsRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
+        options = Options.check(**keywords)
         names = (dataset,) if isinstance(dataset, str) else tuple(dataset or ())
         if not isinstance(axis, str | None) and (not isinstance(axis, int) or isinstance(axis, bool) or axis < 0):
             raise ConfigError(f"{word} is {axis!r}; expected the name of an axis, or its number from 0 on")
@@ -62,14 +60,14 @@ class PartsRequest:
                 f"{word} is {axis!r} and stack {stack!r}. Pass one: {word}= if the arrays have it, stack= if it is new"
             )
         if isinstance(parts, (str, os.PathLike)):
-            return cls(os.path.expanduser(os.fspath(parts)), axis, names, stack, word=word, **options)
+            return cls(os.path.expanduser(os.fspath(parts)), axis, names, stack, word, options)
         if not isinstance(parts, Iterable):
             raise ConfigError(f"parts is {parts!r}; expected the paths of the files, or a pattern such as 'era5_*.nc'")
         paths = tuple(os.path.expanduser(os.fspath(part)) for part in parts)
         if not paths:
             raise ConfigError("parts is empty: there is nothing to join. Pass the paths of the files, or a pattern")
         _check_order(paths)
-        return cls(paths, axis, names, stack, word=word, **options)
+        return cls(paths, axis, names, stack, word, options)
 
     @property
     def title(self) -> str:
@@ -78,7 +76,8 @@ class PartsRequest:
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`."""
-        return Invocation(call, title, {name: repr(value) for name, value in vars(self).items()})
+        values = {name: repr(value) for name, value in vars(self).items() if name != "options"}
+        return Invocation(call, title, values | self.options.describe("allow_external", "timeout"))
 
     def find(self) -> tuple[str, ...]:
         """The files: those of a pattern in the order of the numbers in their names. ConfigError if it matches none."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +28,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import check_sent
-from shardload.engine.call import Call, begin_call, unforeseen
+from shardload.engine.call import Call, begin_request
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand
+from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand, some
 from shardload.formats.contract.format import Source
 from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.lookup import Finder, FoundArray, absolute
@@ -44,7 +43,7 @@ from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors
-from shardload.options import AUTO, OPTIONS, TIMEOUT, CallOptions, Options
+from shardload.options import AUTO, OPTIONS, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
 from shardload.planning.selection import Selection, named_coordinates, needs_coordinates
@@ -61,7 +60,6 @@ _PER_ARRAY = {  # arguments that may differ from array to array
     "sharding",
     *(option.name for option in OPTIONS.values() if option.is_per_array),
 }
-_MOST_NAMED = 8  # arrays in a title
 
 
 class LoadCall:
@@ -81,9 +79,7 @@ class LoadCall:
     tree : ArrayTree
         The arrays. If the file had to say which arrays there are, `make` replaces it by a tree of them.
     requests : list of Request
-        The request of each place of the tree; empty if `error` says what is wrong.
-    error : ConfigError or None
-        What is wrong with the arguments on this rank.
+        The request of each place of the tree.
     left_out : list of ArrayInfo
         Arrays that are no part of the tree, although a pattern stands for them: they hold no numbers.
     """
@@ -91,14 +87,11 @@ class LoadCall:
     def __init__(self, kind: str, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
         self.kind = kind
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
-        self.error: ConfigError | None = None
         self.left_out: list[ArrayInfo] = []
         self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
         self._tuning = default_tuning()
         self._call: Call | None = None
         self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
-        self._is_abstract = False
-        self._read()
 
     def _join(self) -> ArrayTree:
         """The arrays that the caller names."""
@@ -106,69 +99,62 @@ class LoadCall:
         self._keywords = {**self._keywords, "storage": storage}
         return ArrayTree.join(self._path, self._keywords.get("dataset"))
 
-    def _read(self) -> None:
-        """Read the arguments. What is wrong with them is kept, because the other ranks wait for this one."""
-        try:
-            tree = self._join()
-            meshes = [mesh_of(mesh) for mesh in jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)]
-            self._is_abstract = any(isinstance(mesh, AbstractMesh) for mesh in meshes)
-            requests = read_requests(tree, self._mesh, self._spec, self._keywords)
-            per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
-            if per_node is not None and not self._is_abstract:
-                raise ConfigError(
-                    f"ranks_per_node is {per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
-                    "it out, or plan over a jax.sharding.AbstractMesh"
-                )
-            self.tree, self.requests = tree, requests
-        except ConfigError as error:
-            self.error = error
-        except Exception as error:
-            self.error = unforeseen(error)
+    def _read(self) -> Self:
+        """Read the arguments. ConfigError says what is wrong with them."""
+        self.tree = self._join()
+        self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
+        per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
+        if per_node is not None and not self._is_abstract:
+            raise ConfigError(
+                f"ranks_per_node is {per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
+                "it out, or plan over a jax.sharding.AbstractMesh"
+            )
+        if self._is_abstract and self.kind != "plan":
+            raise ConfigError(
+                f"{self.kind} needs a mesh of devices, found an AbstractMesh, as jax.eval_shape and jax.typeof give below "
+                "jax.set_mesh: pass a jax.sharding.Mesh, or a sharding over one: NamedSharding(mesh, x.sharding.spec)"
+            )
+        if self._is_abstract and any(request.sharding.mesh.empty for request in self.requests):
+            raise ConfigError(
+                "the mesh is empty, as jax.sharding.get_abstract_mesh gives one outside of jax.set_mesh: pass one with axes, "
+                "such as jax.sharding.AbstractMesh((4,), ('a',))"
+            )
+        return self
+
+    @property
+    def _is_abstract(self) -> bool:
+        meshes = jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)
+        return any(isinstance(mesh_of(mesh), AbstractMesh) for mesh in meshes)
 
     # --- all ranks together
 
     @property
-    def _options(self) -> CallOptions:
+    def options(self) -> CallOptions:
         """The options of the call, which all arrays have."""
         return self.requests[0].options
 
     @contextmanager
     def begin(self) -> Iterator[Self]:
         """Hold the group of ranks until the call ends. Collective, except for a plan over an abstract mesh."""
-        if self._is_abstract and self.kind == "plan":
-            if self.error is not None:
-                raise self.error
-            yield self
+        if self.kind == "plan" and self._is_abstract:
+            yield self._read()
             return
-        if self._is_abstract and self.error is None:
-            self.error = ConfigError(
-                f"{self.kind} needs a mesh of devices, found an AbstractMesh, as jax.eval_shape and jax.typeof give below "
-                "jax.set_mesh: pass a jax.sharding.Mesh, or a sharding over one: NamedSharding(mesh, x.sharding.spec)"
-            )
-        with begin_call(
-            self._invocation(),
-            self.error,
-            comm=self._keywords.get("comm"),
-            timeout=self._options.timeout if self.requests else TIMEOUT,
-            watched_as=self._source_text(self.tree.places[0])["path"],
-            process=jax.process_index,
-        ) as self._call:
+        comm = self._keywords.get("comm")
+        with begin_request(self.kind, self.kind, self._read, comm=comm, process=jax.process_index) as (self._call, _):
             yield self
 
-    def _invocation(self) -> Invocation:
-        """What the ranks compare. If the arguments are wrong, the error is what they agree on."""
+    def invocation(self, kind: str, title: str) -> Invocation:
+        """See `engine.call.begin_request`."""
         path = self._source_text(self.tree.places[0])["path"]
-        title = path if path.startswith(self.kind) else f"{self.kind} of {path}"
-        if self.error is not None:
-            return Invocation(self.kind, title, {})
+        title = path if path.startswith(kind) else f"{kind} of {path}"
         described = [self._describe(k) for k in range(len(self.requests))]
         if len(described) == 1:
-            return Invocation(self.kind, title, described[0])
+            return Invocation(kind, title, described[0])
         names = [where.removeprefix("array ") for where in self.tree.where]
-        title += f" ({len(described)} arrays: {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''})"
+        title += f" ({len(described)} arrays: {some(names)})"
         shared = {name: text for name, text in described[0].items() if name not in _PER_ARRAY}
         per_array = [{name: text for name, text in texts.items() if name in _PER_ARRAY} for texts in described]
-        return Invocation(self.kind, title, shared, tuple(names), list(zip(self.tree.where, per_array, strict=True)))
+        return Invocation(kind, title, shared, tuple(names), list(zip(self.tree.where, per_array, strict=True)))
 
     def _describe(self, k: int) -> dict[str, str]:
         """What every rank must pass alike for the k-th array, as text."""
@@ -212,9 +198,9 @@ class LoadCall:
                 return self.make(self.find())
             return self._call.plan(self.find, self._make_checked, _describe_loads, root=root)
 
-    def _make_checked(self, metadata: Any) -> list[ArrayLoad]:
+    def _make_checked(self, arrays: Any) -> list[ArrayLoad]:
         """The plans. ConfigError if they send too much through JAX's coordinator, for want of MPI."""
-        loads, ranks = self.make(metadata), self._ranks
+        loads, ranks = self.make(arrays), self._ranks
         if ranks is not None and not ranks.has_mpi and ranks.n_nodes > 1:
             nbytes = sum(load.plan.costs[load.plan.readers].moved_nbytes for load in loads)
             check_sent(self.kind, nbytes, "" if self.kind == "scatter" else ", or pass readers='direct'")
@@ -258,27 +244,37 @@ class LoadCall:
 
     # --- what one rank finds
 
-    def find(self) -> bytes:
-        """The metadata of all arrays, and the values of small ones if `readers` is "auto", as parts of one message.
+    def find(self) -> Any:
+        """The metadata of all arrays, and the values of small ones if `readers` is "auto".
 
         With names of axes and coordinates if a selection may name them.
         """
-        options, tuning = self._options, self._tuning
+        options, tuning = self.options, self._tuning
         if self._call is not None and self._call.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
         caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_chunk_nbytes")}
         small = replace(tuning, **caps) if self.kind == "load" and options.readers == AUTO else None
         with Finder(options.access, small, most_nbytes, keeps_states=not self.tree.is_single, tells=True) as finder:
-            return pickle.dumps(self._find_all(finder), protocol=5)  # with fewer copies of values
+            return self._find_all(finder)
+
+    @property
+    def _selections(self) -> list[Any]:
+        """The selections; and, where the file has to say which arrays there are, what the caller passed, a tree of them."""
+        trees = [self._keywords.get("select")] if self.tree.has_patterns else []
+        return [request.options.select for request in self.requests] + trees
+
+    @property
+    def _is_by_name(self) -> bool:
+        """True if a selection, or a spec, names axes."""
+        is_named = (isinstance(select, Mapping) for select in self._selections)
+        return any(is_named) or any(request.by_name is not None for request in self.requests)
 
     def _labeller(self, finder: Finder) -> Labeller | None:
         """The reader of names of axes and coordinates; None if neither a selection nor a spec needs them."""
-        selections = [*(request.options.select for request in self.requests), self._keywords.get("select")]
+        selections = self._selections
         most_nbytes = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
-        by_name = any(isinstance(select, Mapping) for select in selections)
-        by_name = by_name or any(request.by_name is not None for request in self.requests)
-        return Labeller(finder, most_nbytes, named_coordinates(selections)) if by_name else None
+        return Labeller(finder, most_nbytes, named_coordinates(selections)) if self._is_by_name else None
 
     def _find_all(self, finder: Finder) -> Any:
         """A `FoundArray` for each place; for a pattern those below its group, by name, and the arrays that are left out."""
@@ -300,9 +296,8 @@ class LoadCall:
 
     # --- what every rank plans
 
-    def make(self, metadata: Any) -> list[ArrayLoad]:
-        """Plan all arrays from their metadata."""
-        arrays = pickle.loads(metadata)  # of this job's rank 0, never of a file
+    def make(self, arrays: Any) -> list[ArrayLoad]:
+        """Plan all arrays from what `find` has found."""
         if self.tree.has_patterns:
             arrays = self._grow(arrays)
         if self.tree.is_single:
@@ -406,7 +401,7 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
     layouts = {id(load.layout): load.layout for load in loads}.values()
     needed = least_together([(layout.schedule, layout.source) for layout in layouts])
     reason = f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}"
-    cap = request.options.staging_cap(needed, reason, room=ranks.staging_room_nbytes, fix=", or load them one by one")
+    cap = request.options.staging_cap(needed, reason, memory_nbytes=ranks.memory_nbytes, fix=", or load them one by one")
     staging, shared = max(staging, cap), list[ArrayLoad]()
     for load in loads:
         if staging != load.options.staging_nbytes:

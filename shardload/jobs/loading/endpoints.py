@@ -32,7 +32,6 @@ from shardload.jobs.consistency import (
     SINCE_SELECT,
     State,
     as_planned,
-    check_same_file,
     check_same_version,
     check_unchanged,
     contents_of,
@@ -251,7 +250,7 @@ class LoadSource(FileSource):
         for load in loads:  # one rank may have read a small array in another file than the one that is open here
             if load.values is not None and load.info.path in self.files:
                 with load.naming_errors():
-                    check_same_file(load.name, load.read_in, self.files[load.info.path], load.info)
+                    check_same_version(load.name, load.read_in, self.files[load.info.path], load.info)
         opened.push(partial(_check_unchanged, compared))
         return opened_sources
 

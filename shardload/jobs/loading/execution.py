@@ -62,10 +62,9 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
     tuning : Tuning
         The tuning constants when the plans were made.
     """
-    started, timeout = time.perf_counter(), loads[0].options.timeout
-    name = _name_of(loads)
-    invocation = replace(agreed, kind="execute", title=f"execute() of the plan for {name}")
-    with begin_call(invocation, None, comm=comm, timeout=timeout, watched_as=name) as call:
+    started = time.perf_counter()
+    invocation = replace(agreed, kind="execute", title=f"execute() of the plan for {_name_of(loads)}")
+    with begin_call(invocation, comm=comm, timeout=loads[0].options.timeout) as call:
         call.settle()
         return Loader(call.group, loads, call.invocation, tuning).run(started)
 

@@ -8,7 +8,6 @@ on one device) is read by rank 0, which tells the others.
 from __future__ import annotations
 
 import os
-import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,7 +75,7 @@ class ScatterCall(LoadCall):
             raise ConfigError(f"root is {root!r}; expected a rank from 0 to {size - 1}")
         return self.load(int(root))
 
-    def find(self) -> bytes:
+    def find(self) -> Any:
         """Make the arrays, and describe them for the other ranks. Runs on the root."""
         array = self._array() if callable(self._array) else self._array
         leaves, structure = _flatten(array, self._has_tree)
@@ -89,7 +88,7 @@ class ScatterCall(LoadCall):
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
             described.append([source.info, view is not None and sendable(view), str(source.dtype)])
-        return pickle.dumps((structure, described))
+        return structure, described
 
     def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
         """What the root has, as an array of NumPy."""
@@ -114,9 +113,9 @@ class ScatterCall(LoadCall):
                 "array by itself; to scatter several, pass a dict of arrays, or a list of specs"
             ) from None
 
-    def make(self, message: Any) -> list[ArrayLoad]:
+    def make(self, arrays: Any) -> list[ArrayLoad]:
         """Plan the scatter of all arrays. Runs on every rank."""
-        structure, described = pickle.loads(bytes(message))  # of this job's root, never of a file
+        structure, described = arrays
         self.tree = ArrayTree(jax.tree_util.tree_unflatten(structure, [Place("", None) for _ in described]))
         if not self.tree.is_single:
             self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
@@ -213,9 +212,9 @@ class VerifyCall(LoadCall):
         return arrays
 
     @plain_jax()  # which are there, even if JAX makes no more of 64 bits by now
-    def make(self, metadata: Any) -> list[ArrayLoad]:
+    def make(self, arrays: Any) -> list[ArrayLoad]:
         """Plan the loads that would give these arrays."""
-        loads = super().make(metadata)
+        loads = super().make(arrays)
         for x, load in zip(self._arrays(), loads, strict=True):
             if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
                 error = ConfigError(
@@ -311,11 +310,8 @@ def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any]) -> d
     )
     path_text = describe_path(path)
     invocation = Invocation("load", f"load of {path_text}", {"path": path_text, "dataset": repr(names)})
-    with begin_call(invocation, None, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
-        # What is unpickled is of this job's rank 0, never of a file.
-        return call.plan(
-            lambda: pickle.dumps(_read(path, names, options.access)), lambda message: pickle.loads(bytes(message)), lambda _: ""
-        )
+    with begin_call(invocation, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
+        return call.plan(lambda: _read(path, names, options.access), lambda values: values, lambda _: "")
 
 
 def _read(path: Any, names: Sequence[str], access: Access) -> dict[str, Array]:

@@ -20,7 +20,7 @@ from shardload.arrays.padding import Extent, version_of
 from shardload.arrays.sharding import describe_decomposition, spec_text
 from shardload.arrays.verification import VerifyReport
 from shardload.errors import ConfigError, printable
-from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import Version
 from shardload.planning.cost import Cost, plan_cost
 from shardload.planning.region import NEAR_NBYTES, count_runs, run_stride
@@ -33,7 +33,6 @@ from shardload.units import PrintedReport, counted, format_nbytes, number_text
 from shardload.values.decoding import Decoding
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
-_MOST_LEFT_OUT = 8
 _AT_ONCE, _LATENCY_SECONDS, _CONNECTION_NBYTES = 16, 0.02, 60 * 10**6  # of a store as it is assumed to be: S3 in its region
 _WIDE = 60  # from this width on, names have a column of their own
 
@@ -211,6 +210,14 @@ class LoadLayout:
         return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo.widths)
 
 
+@dataclass
+class Execution:
+    """What is known of the last execution of a plan; nothing before: its report, and which version of the file it read."""
+
+    report: LoadReport | None = None
+    version: Version | None = None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PrintedReport):
     """What a load will do: inspect it, print it, `execute` it.
@@ -245,23 +252,16 @@ class Plan(PrintedReport):
     n_nodes: int = field(default=1, kw_only=True)
     _layouts: Mapping[str, LoadLayout] = field(kw_only=True)  # for each way of reading
     _executor: Executor | None = field(default=None, kw_only=True)
-    # Of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
-    _reports: list[LoadReport] = field(default_factory=list, init=False)
-    _versions: list[Version | None] = field(default_factory=list, init=False)  # of the file that it read
+    _last: Execution = field(default_factory=Execution, init=False)  # only this changes in a plan; each copy has its own
 
     @property
     def _layout(self) -> LoadLayout:
         return self._layouts[self.readers]
 
     @property
-    def _version(self) -> Version | None:
-        """Which version of the file the last `execute` has read; None before, or if nothing says so."""
-        return self._versions[-1] if self._versions else None
-
-    @property
     def report(self) -> LoadReport | None:
         """The report of the last `execute`; None before."""
-        return self._reports[-1] if self._reports else None
+        return self._last.report
 
     @property
     def schedule(self) -> Schedule:
@@ -365,8 +365,8 @@ class Plan(PrintedReport):
         return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding)}; {readers}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the plan with its present report and version, in lists of its own."""
-        return {**vars(self), "_reports": list(self._reports), "_versions": list(self._versions)}
+        """For copies and pickles: the plan with what is known now of its last execution."""
+        return {**vars(self), "_last": replace(self._last)}
 
     def execute(self) -> jax.Array:
         """Load the array. Collective: yes, over the ranks that planned. May be called again.
@@ -384,8 +384,7 @@ class Plan(PrintedReport):
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
         (array,), report = self._executor()
-        self._reports[:] = [report]
-        self._versions[:] = [version_of(array)]
+        self._last.report, self._last.version = report, version_of(array)
         return array
 
 
@@ -409,7 +408,7 @@ class TreePlan(PrintedReport):
     where: tuple[str, ...]
     left_out: tuple[ArrayInfo, ...] = ()
     _executor: Executor | None = field(default=None, kw_only=True)
-    _reports: list[LoadReport] = field(default_factory=list, init=False)
+    _last: Execution = field(default_factory=Execution, init=False)
 
     @property
     def leaves(self) -> list[Plan]:
@@ -440,7 +439,7 @@ class TreePlan(PrintedReport):
     @property
     def report(self) -> LoadReport | None:
         """The report of the last `execute`; None before."""
-        return self._reports[-1] if self._reports else None
+        return self._last.report
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal: a row per array, then totals."""
@@ -471,10 +470,8 @@ class TreePlan(PrintedReport):
         columns += [Column("readers"), Column("name"), Column("spec"), Column("shard"), Column("decoded", is_number=True)]
         rows = []
         for where, plan in zip(self.where, self.leaves, strict=True):
-            cost = plan.costs[plan.readers]
             padded = f" padded to {shape_text(plan.shape_global)}" if plan.shape_global != plan.shape else ""
-            is_chunked = plan.info.chunks is not None
-            decoded = counted(cost.chunks_decoded, "chunk") if is_chunked else format_nbytes(cost.decoded_nbytes)
+            decoded = _decoded(plan, plan.costs[plan.readers])
             readers = f"{plan.readers}, {plan.n_readers}"
             row = [where, shape_text(plan.shape) + padded, str(plan.dtype), format_nbytes(plan.nbytes), readers]
             rows.append([*row, plan.info.dataset, spec_text(plan.sharding.spec), shape_text(plan.shard_shape), decoded])
@@ -488,9 +485,8 @@ class TreePlan(PrintedReport):
             f"{format_nbytes(self.staging_nbytes)} of staging memory for all arrays together",
         ]
         if self.left_out:
-            names = [f"'{printable(info.dataset)}' ({info.refused})" for info in self.left_out[:_MOST_LEFT_OUT]]
-            more = len(self.left_out) - len(names)
-            totals.append(f"left out, because they hold no numbers: {', '.join(names)}{f' and {more} more' if more else ''}")
+            names = [f"'{printable(info.dataset)}' ({info.refused})" for info in self.left_out]
+            totals.append(f"left out, because they hold no numbers: {some(names)}")
         return totals
 
     def execute(self) -> Any:
@@ -508,10 +504,9 @@ class TreePlan(PrintedReport):
         """
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
-        arrays, report = self._executor()
-        self._reports[:] = [report]
+        arrays, self._last.report = self._executor()
         for plan, array in zip(self.leaves, arrays, strict=True):
-            plan._versions[:] = [version_of(array)]
+            plan._last.version = version_of(array)
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), arrays)
 
 
@@ -597,10 +592,7 @@ def _store(plan: Plan) -> str:
 
 def _decoded(plan: Plan, cost: Cost) -> str:
     """What all ranks together decode or, without chunks, read."""
-    if plan.info.chunks is None:
-        return format_nbytes(cost.decoded_nbytes)
-    is_whole = cost.decoded_nbytes >= cost.chunks_decoded * math.prod(plan.info.chunks) * np.dtype(plan.info.dtype).itemsize
-    return ("" if is_whole else "parts of ") + counted(cost.chunks_decoded, "chunk")
+    return format_nbytes(cost.decoded_nbytes) if plan.info.chunks is None else counted(cost.chunks_decoded, "chunk")
 
 
 def _table(plan: Plan, width: int) -> list[str]:

@@ -43,7 +43,6 @@ from shardload.values.decoding import VALID, Decoding, decoding_of
 # threads that decode.
 _BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first; processors can address the second
-_SHARE = 4  # staging="auto" is at most this part of the memory that a process may use
 _MOST_FETCHED_TWICE = 1.05
 _UNEVEN = 1.1  # of many arrays, the reader with the most bytes may have so many times the mean
 _IN_TURN_NBYTES = 64 << 20  # larger arrays have enough blocks for all readers
@@ -83,11 +82,6 @@ class PlannedRanks:
     has_mpi: bool = True
     devices_per_rank: int = 1
     tuning: Tuning = field(default_factory=default_tuning)
-
-    @property
-    def staging_room_nbytes(self) -> int:
-        """What staging="auto" may be at most."""
-        return self.memory_nbytes // _SHARE
 
 
 def max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) -> int:
@@ -329,7 +323,7 @@ def staging_for(request: Request, ranks: PlannedRanks, info: ArrayInfo, source: 
         "as stored, as decompressed, as decoded, as read and as sent)"
     )
     ample = ample_staging(source, ranks.n_threads)
-    return request.options.staging_cap(needed, reason, room=ranks.staging_room_nbytes, ample=ample)
+    return request.options.staging_cap(needed, reason, memory_nbytes=ranks.memory_nbytes, ample=ample)
 
 
 def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: PlannedRanks, info: ArrayInfo) -> tuple[str, str]:

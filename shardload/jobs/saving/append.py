@@ -34,9 +34,10 @@ from shardload.formats.lookup import open_file
 from shardload.formats.sink import HOW_TO_GROW, Growing, Sink
 from shardload.jobs.described import read_values
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
-from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
+from shardload.jobs.saving.plan import SavePlan, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, planned
 from shardload.planning.region import Region
+from shardload.planning.saving import page_nbytes
 from shardload.planning.selection import Between, direction_of, first_break
 from shardload.planning.staging import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover, whole_beside
@@ -89,7 +90,7 @@ def _make(request: SaveRequest, existing: Any, group: Group) -> tuple[SaveReques
     first = {
         name: tuple(array.old * (k == array.axis) for k in range(len(array.spec.shape))) for name, array in growing.items()
     }
-    return request, plan_into(sink, request, shards_of(request, group), group, [False] * len(arrays), first)
+    return request, plan_into(sink, request, shards_of(request, group), group, first)
 
 
 def _sink(request: SaveRequest, existing: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> Sink:
@@ -102,7 +103,7 @@ def _sink(request: SaveRequest, existing: Any, axes: Mapping[str, int], dimensio
         return Zarr(request.path, existing, axes, n_new)
     from shardload.formats.hdf5.growth import Hdf5Growth
 
-    return Hdf5Growth(request.path, existing, axes, n_new, dimensions, alignment_of(group))
+    return Hdf5Growth(request.path, existing, axes, n_new, dimensions, page_nbytes(group.machine.n_nodes))
 
 
 def append(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> AppendReport:
@@ -408,12 +409,9 @@ class _Appending(Saving):
             super()._run(session, source, target)
             sizes = [region.size * self._growing[name].spec.dtype.itemsize for name, region in self._rewritten]
             each_alone = ((k, range(1), nbytes) for k, nbytes in enumerate(sizes))
-            rounds = list(plan_rounds(each_alone, self._plan._memory.round_nbytes))
-            n_most = -int(self._group.least_ints(np.array([-len(rounds)]))[0])
-            rounds += [[] for _ in range(n_most - len(rounds))]
-            session.run(
-                (Round((), self._staging, False, partial(self._chunks_again, items)) for items in rounds), source, target
-            )
+            items_by_round = list(plan_rounds(each_alone, self._plan._memory.round_nbytes))
+            rounds = (Round((), self._staging, False, partial(self._chunks_again, items)) for items in items_by_round)
+            session.run_own(rounds, len(items_by_round), source, target)
 
     def _chunks_again(self, items: Sequence[Item]) -> Iterator[Chunk]:
         for item in items:

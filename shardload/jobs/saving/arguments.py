@@ -149,6 +149,8 @@ class SaveRequest:
         target = _target(path)
         target = (target.rstrip("/") or "/") if is_append else target
         kind = "zarr" if is_append else format_for(target, keywords["format"])
+        if isinstance(keywords["plan"], TreePlan):
+            keywords["plan"] = keywords["plan"].plans
         if keywords["shape"] is not None and keywords["plan"] is not None:
             raise ConfigError("both shape and plan are given; pass one of them")
         if not isinstance(tree, Mapping) and not is_labelled(tree) and node_of(tree) is not None:  # a NamedTuple, a list, ...
@@ -177,11 +179,6 @@ class SaveRequest:
         places = {name: k for k, name in enumerate(names)}
         return replace(self, arrays=sorted(self.arrays, key=lambda array: places.get(array.name, len(places))))
 
-    @property
-    def timeout(self) -> float | None:
-        """See `engine.call.begin_request`."""
-        return self.options.timeout
-
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`. The order of a dict, or of a Dataset, means nothing."""
         values = {
@@ -190,7 +187,7 @@ class SaveRequest:
             "mode": self.mode,
             "dim": repr(self.dim),
             "at": repr(self.at),
-            **{option.name: option.text(getattr(self.options, option.name)) for option in PER_SAVE if option.text},
+            **self.options.describe(*(option.name for option in PER_SAVE)),
             "attrs of groups": _text_of(self.group_attrs),
         }
         arrays = sorted(self.arrays, key=lambda array: array.name)
@@ -251,8 +248,7 @@ def _read_arrays(
                 raise ConfigError(f"attrs names the group '{group}' twice. Give it once")
             groups[group] = _read_option(OPTIONS["attrs"], group, attrs[key])
         attrs = {key: value for key, value in attrs.items() if not str(key).endswith("/")}
-    plan = keywords["plan"].plans if isinstance(keywords["plan"], TreePlan) else keywords["plan"]
-    values = dict(keywords) | {"attrs": attrs, "plan": plan}
+    values = dict(keywords) | {"attrs": attrs}
     options_by_array: dict[str, dict[str, Any]] = {name: {} for name in leaves}
     for option in PER_SAVED_ARRAY:
         is_for_all = option.name == "attrs" and not isinstance(tree, Mapping)
@@ -306,8 +302,8 @@ def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
         return {"/" + dataset.strip("/"): tree}
     if dataset != OPTIONS["dataset"].default_in("save"):
         raise ConfigError(
-            f"dataset is {dataset!r}, the name of an array that is passed by itself, but these have names of their own. "
-            "Leave it out; a dict in the dict is a group: {'group': {'rho': rho}}"
+            f"dataset is {dataset!r}, the name of an array that is passed by itself, but those of a dict or a "
+            "Dataset have names of their own. Leave it out; a dict in the dict is a group: {'group': {'rho': rho}}"
         )
     arrays: dict[str, Any] = {}
     for name, array in _named_in(tree, ""):
@@ -315,7 +311,9 @@ def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
             raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
         arrays[name] = array
     if not arrays:
-        raise ConfigError("there are no arrays to save: the dict is empty, or has None in the place of arrays")
+        raise ConfigError(
+            "there are no arrays to save: the dict is empty, or has None in the place of arrays, or the Dataset is empty"
+        )
     return arrays
 
 

@@ -22,7 +22,7 @@ from shardload.arrays.padding import Extent, extent_of, loaded_as
 from shardload.errors import ConfigError
 from shardload.formats.sink import UNITS, units_of
 from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
-from shardload.jobs.loading.plan import Plan, TreePlan
+from shardload.jobs.loading.plan import Plan
 from shardload.jobs.trees import ArrayTree
 from shardload.options import AUTO, OPTIONS
 from shardload.values.decoding import PACKING, VALID_RANGE
@@ -98,9 +98,10 @@ def of_xarray(
         for key, default in _OF_DATA.items()
         if not isinstance(keywords[key], Mapping) and keywords[key] != default
     }
-    if content.is_single and keywords["attrs"] is not None:
-        overrides["attrs"] = {data[0]: keywords["attrs"]}
-    overrides |= {"dataset": OPTIONS["dataset"].default_in("save"), "shape": None}
+    if content.is_single:
+        overrides["dataset"] = OPTIONS["dataset"].default_in("save")  # its name is among the arrays
+        overrides["attrs"] = None if keywords["attrs"] is None else {data[0]: keywords["attrs"]}
+    overrides["shape"] = None
     overrides["plan"] = {
         full_names[name]: _loaded_by(_plan_of(full_names[name], plans), x, shapes[name])
         for name, (x, _) in encoded.items()
@@ -138,11 +139,6 @@ class _Content:
 def _content_of(tree: Any, keywords: Mapping[str, Any]) -> _Content:
     xarray, dataset = sys.modules["xarray"], keywords["dataset"]
     if isinstance(tree, xarray.Dataset):
-        if dataset != OPTIONS["dataset"].default_in("save"):
-            raise ConfigError(
-                f"dataset is {dataset!r}, the name of an array that is passed by itself, but the variables of a Dataset have "
-                "names of their own. Leave it out"
-            )
         content = _Content(dict(tree.variables), set(tree.coords), tree.attrs)
     elif isinstance(tree, xarray.DataArray):
         content = _of_array(tree, dataset)
@@ -161,8 +157,6 @@ def _content_of(tree: Any, keywords: Mapping[str, Any]) -> _Content:
                 f"'{name}' is part of an index of several levels, which no file has. Save the object with "
                 f".reset_index('{index.dim}')"
             )
-    if not content.variables:
-        raise ConfigError("there are no arrays to save: the Dataset is empty")
     return content
 
 
@@ -185,7 +179,7 @@ def _of_array(tree: Any, dataset: Any) -> _Content:
 
 def _plans(plan: Any) -> dict[str, Plan]:
     """Plans by the names of their arrays in the new file; that of one array as ""."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(plan.plans if isinstance(plan, TreePlan) else plan)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(plan)
     plans = {"/".join(str(getattr(key, "key", key)).strip("/") for key in path): leaf for path, leaf in leaves}
     for leaf in plans.values():
         if not isinstance(leaf, Plan):

@@ -26,6 +26,7 @@ from shardload.planning.saving import (
     StoredArray,
     WriteLayout,
     least_save_memory,
+    page_nbytes,
     plan_chunks,
     plan_save_memory,
     plan_save_rounds,
@@ -36,9 +37,7 @@ from shardload.planning.staging import Item, RoundMemory
 from shardload.system.terminal import width_of_prints, wrap
 from shardload.units import PrintedReport, counted, format_nbytes
 
-_PAGE_NBYTES = 4096
 _CHUNK_OF_COORDINATE = 512  # elements, of an array with one axis, which can grow
-_SHARE = 4  # staging="auto" is at most this part of the memory that a process may use
 _MODES = {"w-": "must not exist", "w": "is replaced if it exists", "a": "exists, and what has it grows"}
 
 
@@ -103,7 +102,7 @@ class SavePlan(PrintedReport):
         for array, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
             sizes = " x ".join(map(str, array.chunks or ()))
             chunks_text = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if array.chunks else "in one piece"
-            chunks_text += " (by chunks='auto')" if chosen else ""
+            chunks_text += " (by chunks='auto')" if chosen and array.chunks else ""
             packed = "" if array.codec in ("none", "") else f", {array.codec}"
             slowly = "" if self.has_mpi else f" (between nodes through JAX's coordinator for want of MPI, at {RATE})"
             way = "each rank writes what it holds: nothing travels"
@@ -175,16 +174,10 @@ def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) ->
         group_attrs=request.group_attrs,
         format=request.format,
         mode=request.mode,
-        alignment=alignment_of(group),
+        alignment=page_nbytes(group.machine.n_nodes),
         storage=request.options.storage,
     )
-    chosen = [array.chunks == AUTO and specs[array.name].chunks is not None for array in request.arrays]
-    return request, plan_into(sink, request, shards_of_arrays, group, chosen)
-
-
-def alignment_of(group: Group) -> int:
-    """Where chunks of one file begin: at pages, if several nodes write it."""
-    return _PAGE_NBYTES if group.machine.n_nodes > 1 else 1
+    return request, plan_into(sink, request, shards_of_arrays, group)
 
 
 def shards_of(request: SaveRequest, group: Group) -> list[Shards]:
@@ -198,7 +191,6 @@ def plan_into(
     request: SaveRequest,
     shards_of_arrays: Sequence[Shards],
     group: Group,
-    chosen: Sequence[bool],
     first: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> SavePlan:
     """Plan how arrays go into a sink. `first` says where appended arrays begin in those of the file, by name."""
@@ -213,7 +205,7 @@ def plan_into(
     if not group.has_mpi and machine.n_nodes > 1:
         sent = [layout.array for layout in layouts if layout.schedule is not None]
         check_sent("save", sum(math.prod(array.shape) * array.itemsize for array in sent))
-    cap = _staging(request, layouts, machine.memory_nbytes // _SHARE)
+    cap = _staging(request, layouts, machine.memory_nbytes)
     memory = plan_save_memory(layouts, cap, machine.n_threads)
     return SavePlan(
         path=request.path,
@@ -228,7 +220,7 @@ def plan_into(
         staging_nbytes=cap,
         memory_nbytes=min(memory.nbytes, cap),
         verify=request.options.verify,
-        _chosen=tuple(chosen),
+        _chosen=tuple(array.chunks == AUTO and array.name not in first for array in request.arrays),
         _sink=sink,
         _layouts=tuple(layouts),
         _memory=memory,
@@ -284,11 +276,11 @@ def _spec(array: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimit
     )
 
 
-def _staging(request: SaveRequest, layouts: Sequence[WriteLayout], room: int) -> int:
+def _staging(request: SaveRequest, layouts: Sequence[WriteLayout], memory_nbytes: int) -> int:
     """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto"."""
     needed, k = least_save_memory(layouts), max(range(len(layouts)), key=lambda k: layouts[k].unit_nbytes)
     reason = (
         f"what a rank writes at once of '{request.arrays[k].name}' is {format_nbytes(layouts[k].unit_nbytes)} (a chunk, or a "
         f"file of chunks), and saving it takes {format_nbytes(needed)}"
     )
-    return request.options.staging_cap(needed, reason, room=room, fix=", or smaller chunks")
+    return request.options.staging_cap(needed, reason, memory_nbytes=memory_nbytes, fix=", or smaller chunks")

@@ -13,12 +13,11 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 (see `_wait_at_exit`)
 import itertools
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -60,7 +59,7 @@ _NOTHING_SAVED = (
 
 
 @dataclass(frozen=True, repr=False)
-class SaveReport(PrintedReport):
+class SaveReport(PrintedReport, WriteCounts):
     """What a save did.
 
     Attributes
@@ -88,14 +87,8 @@ class SaveReport(PrintedReport):
     format: str
     seconds: float
     n_arrays: int
-    n_chunks: int
-    nbytes: int
-    nbytes_stored: int
     nbytes_sent: int
-    n_read_back: int
-    n_decoded: int
     n_rounds: int
-    phases: Mapping[str, float]
 
     def __str__(self) -> str:
         """For a person: one line."""
@@ -136,11 +129,11 @@ def planned(
         with begin_request(kind, title, read, comm=comm, process=jax.process_index) as (call, request):
             group = call.group
 
-            def look() -> bytes:
-                return pickle.dumps((request.names, request.padding_warning(), find(request)))
+            def look() -> tuple[list[str], str, Any]:
+                return request.names, request.padding_warning(), find(request)
 
-            def plan(message: bytes) -> tuple[str, SaveRequest, SavePlan]:
-                names, padding_warning, existing = pickle.loads(message)  # of this job's rank 0, never of a file
+            def plan(found: tuple[list[str], str, Any]) -> tuple[str, SaveRequest, SavePlan]:
+                names, padding_warning, existing = found
                 return (padding_warning, *make(request.in_order_of(names), existing, group))
 
             padding_warning, completed, save_plan = call.plan(look, plan, lambda result: result[2].describe())
@@ -179,7 +172,8 @@ def save(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> SaveRe
             raise ConfigError(f"'{abstract[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
         if not request.options.background:
             return Saving(group, request, plan, digest).run(started)
-        background_group, timeout = group.duplicate(request.timeout), request.timeout
+        timeout = request.options.timeout
+        background_group = group.duplicate(timeout)
 
         def write(on_copied: Callable[[], None]) -> SaveReport:
             try:
@@ -313,9 +307,8 @@ class Saving:
                 advance = opened.enter_context(progress_of(options.progress, f"'{plan.path}'", nbytes, group.rank))
             self._compare_replicas(session)
             target = FileTarget(
-                group,
+                session,
                 plan._sink,
-                session.errors,
                 round_nbytes=max(map(self._nbytes_received, plan._rounds), default=0),
                 verify=options.verify,
                 n_threads=plan.n_threads,
@@ -334,18 +327,13 @@ class Saving:
 
     def _report(self, written: WriteCounts, counters: Counters, started: float) -> SaveReport:
         return SaveReport(
+            **vars(replace(written, phases={"exchange": counters.exchange_seconds, **written.phases})),
             path=self._plan.path,
             format=self._plan.format,
             seconds=time.perf_counter() - started,
             n_arrays=len(self._layouts),
-            n_chunks=written.n_chunks,
-            nbytes=written.nbytes,
-            nbytes_stored=written.nbytes_stored,
             nbytes_sent=counters.nbytes_received,
-            n_read_back=written.n_read_back,
-            n_decoded=written.n_decoded,
             n_rounds=self._plan.n_rounds,
-            phases={"exchange": counters.exchange_seconds, **written.seconds},
         )
 
     def _compare_replicas(self, session: Session) -> None:

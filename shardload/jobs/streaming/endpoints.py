@@ -21,10 +21,9 @@ from jax.sharding import NamedSharding
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round
-from shardload.errors import SourceError, StallError
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
-from shardload.jobs.consistency import SINCE_STREAM, State, as_planned, check_same_version, check_unchanged, is_compared
+from shardload.jobs.consistency import SINCE_STREAM, KeptSources, as_planned
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow, CutFlow
@@ -68,6 +67,8 @@ class StreamSource(FileSource):
     ----------
     n_decoded, nbytes_read : int
         Chunks that this rank has decoded, and bytes of values that it has read, since they were set to zero.
+    kept : KeptSources
+        The open arrays.
     """
 
     def __init__(self, plan: StreamPlan, rank: int) -> None:
@@ -75,8 +76,8 @@ class StreamSource(FileSource):
         if plan.staging.n_threads == 1:  # a thread more would only take the core away from this one
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, _INLINE_NBYTES))
         super().__init__(rank, plan.arrays[0].options.checksums, tuning)
-        self._sources: dict[int, tuple[Source, State]] = {}
         self._plan = plan
+        self.kept = KeptSources(rank, self._open_array, [array.state for array in plan.arrays], SINCE_STREAM)
         self.n_decoded = self.nbytes_read = 0
         self._incomplete: set[int] = set()  # arrays of which a warning has said that chunks are missing
 
@@ -84,7 +85,7 @@ class StreamSource(FileSource):
         """See `FileSource`."""
         opened.push(lambda kind, *_: self._count(moves) if kind is None else None)
         reads = (any(each_move.flow.blocks_of(self._rank) for each_move in (move, *move.later)) for move in moves)
-        return [self._source(move.array) if is_read else None for move, is_read in zip(moves, reads, strict=True)]
+        return [self.kept.open(move.array) if is_read else None for move, is_read in zip(moves, reads, strict=True)]
 
     def coming(self, move: StreamMove) -> Iterable[Block]:
         """See `FileSource`: of later rounds, too, which are fetched while this one is decoded."""
@@ -100,20 +101,10 @@ class StreamSource(FileSource):
                 self.n_decoded += counters.chunks_decoded
                 self.nbytes_read += counters.nbytes_read
 
-    def _source(self, number: int) -> Source:
-        if number not in self._sources:
-            array = self._plan.arrays[number]
-            info = array.info
-            opened = open_source(array.handle, info.dataset, array.options.access, info)
-            source = as_planned(opened, info, "the stream was planned for", is_decoded=array.decoding is not None)
-            state = source.opened_in()
-            try:
-                check_same_version(str(info), array.state, state, info, SINCE_STREAM)
-            except SourceError:
-                source.close()
-                raise
-            self._sources[number] = source, state
-        return self._sources[number][0]
+    def _open_array(self, number: int) -> Source:
+        array = self._plan.arrays[number]
+        opened = open_source(array.handle, array.info.dataset, array.options.access, array.info)
+        return as_planned(opened, array.info, "the stream was planned for", is_decoded=array.decoding is not None)
 
     def check(self, moves: Sequence[Any]) -> None:
         """Raise SourceError if a file has changed since it was opened, or if chunks that a round has read are missing, and
@@ -126,17 +117,7 @@ class StreamSource(FileSource):
                 missing = counters.chunks_missing, counters.missing
                 text = describe_missing(*missing, array.info, array.source.selection, array.source.chunks)
                 settle_missing(text, array.options.missing, 0, array.info)
-        for number, (source, before) in self._sources.items():
-            info = self._plan.arrays[number].info
-            if is_compared(info.path, self._rank):
-                check_unchanged(str(info), before, source.state(), info.path, info.dataset)
-
-    def close(self, kind: type[BaseException] | None = None) -> None:
-        """Close what is open, but not after a stall: a thread may hang in a read."""
-        if kind is None or not issubclass(kind, StallError):
-            for source, _ in self._sources.values():
-                source.close()
-        self._sources.clear()
+        self.kept.check_unchanged()
 
 
 class Steps:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -118,13 +117,10 @@ class StreamCall(LoadCall):
         """As for a load; and the name of the stream's axis, with its coordinate if windows may reach over a gap in it, or the
         steps of several arrays may be different ones.
         """
-        selections = [request.options.select for request in self.requests]
-        along, names = self._keywords["along"], named_coordinates(selections)
+        along, names = self._keywords["along"], named_coordinates(self._selections)
         steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
         looks_at_steps = (len(steps) > 1 or len(self.windows) > 1) and self._keywords["gaps"] != IGNORE
-        by_name = any(isinstance(select, Mapping) for select in selections)
-        by_name = by_name or any(request.by_name is not None for request in self.requests)
-        if not (looks_at_steps or isinstance(along, str) or self.stacks or by_name):
+        if not (looks_at_steps or isinstance(along, str) or self.stacks or self._is_by_name):
             return None
         return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_at_steps else None)
 
@@ -201,10 +197,10 @@ class StreamCall(LoadCall):
             entries.pop()
         return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
 
-    def _make_plan(self, message: Any) -> StreamPlan:
+    def _make_plan(self, arrays: Any) -> StreamPlan:
         """The plan, from what rank 0 has found."""
         leaves = []
-        for k, (info, contents) in enumerate(pickle.loads(message)):
+        for k, (info, contents) in enumerate(arrays):
             with naming_errors(self.tree.where[k]):
                 leaves.append(self._leaf_request(k, info, contents))
         return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()
@@ -214,11 +210,11 @@ class StreamCall(LoadCall):
         plan: StreamPlan = self.call.plan(self.find, self._make_plan, lambda plan: repr(plan.fingerprint))
         warn_of_packed([(str(array.info), array.info, array.options) for array in plan.arrays], self.call.group.rank)
         title, digest = f"batches of {plan.arrays[0].info}", f"{self.call.invocation.digest:016x}"
-        comm, timeout = self._keywords["comm"], self._options.timeout
+        comm, timeout = self._keywords["comm"], self.options.timeout
 
         def make_reader(epoch: int, sample: int, n_batches: int | None = None) -> RoundReader:
             where = {"stream": digest, "epoch": str(epoch), "sample": str(sample), "n_batches": str(n_batches)}
-            with begin_call(Invocation("stream", title, where), None, comm=comm, timeout=timeout) as call:
+            with begin_call(Invocation("stream", title, where), comm=comm, timeout=timeout) as call:
                 call.settle()
                 group = call.group.duplicate(timeout)
             return RoundReader(plan, group, digest, timeout, epoch, sample, n_batches)

@@ -82,6 +82,23 @@ def test_what_is_between_two_dates(tmp_path: Path) -> None:
     assert "no coordinate is in that range" in said and not (tmp_path / "d.h5").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"chunks": "auto"}, "chunks is 'auto'; expected 'keep' or None"),
+        ({"chunks": (2.5, 3, 4)}, r"chunks is \(2\.5, 3, 4\); expected a size for each axis"),
+        ({"chunks": 5}, r"chunks are \(5,\), but no array has 1 axes"),
+        ({"shards": "all"}, "shards is 'all'; expected"),
+        ({"unlimited": True}, "unlimited is True; expected an axis that can grow"),
+        ({"dataset": [5]}, "dataset is 5; expected the name of an array"),
+    ],
+)
+def test_options_of_a_script_that_are_wrong(file: str, tmp_path: Path, options: dict[str, Any], told: str) -> None:
+    """Wrong if one were left out without a word, rounded, or taken for another: the command line has words alone."""
+    with pytest.raises(shardload.ConfigError, match=told):
+        shardload.copy(file, tmp_path / "out.h5", **options)
+
+
 def test_links_into_other_files_are_named(file: str, tmp_path: Path) -> None:
     """Wrong if a copy, or the list of arrays, were silent about what is behind them."""
     master, out = str(tmp_path / "master.h5"), str(tmp_path / "out.h5")

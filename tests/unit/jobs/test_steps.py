@@ -121,8 +121,8 @@ def test_files_that_are_joined(tmp_path: Path) -> None:
         return str(folder / "*.h5")
 
     few, many = write_parts(tmp_path / "few", 2), write_parts(tmp_path / "many", N)
-    _find(PartsRequest.check(few, word="along", allow_external=False), False)
-    check(lambda: _find(PartsRequest.check(many, word="along", allow_external=False), False))
+    _find(PartsRequest.check(few, word="along", progress=False))
+    check(lambda: _find(PartsRequest.check(many, word="along", progress=False)))
 
 
 @pytest.mark.usefixtures("quick_fsync")

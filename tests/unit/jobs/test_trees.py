@@ -125,6 +125,13 @@ def test_names_with_slashes_and_defaults() -> None:
     for same in ({"g/vel": 1, "rho": 2}, {"g": {"vel": 1}, "/rho": 2}, MappingProxyType({"g": {"vel": 1}, "rho": 2})):
         assert tree.spread("chunks", same, lambda value: not isinstance(value, Mapping), default=0) == [0, 1, 2]
     assert tree.spread("chunks", {"g": 1, "rho": None}, default=0) == [1, 1, None]
+    assert tree.spread("select", {"g/vel": 1, "g/h/id": 2, "rho": 3}, is_tree=is_tree_of_selections) == [2, 1, 3]
+    assert ArrayTree.join("a.h5", {"g/vel": "g/vel"}).spread("dtype", {"g/vel": "f4"}) == ["f4"], "a key that has the slash"
+    for wrong in ({"g/vel": 1, "g/vel/": 2, "rho": 3}, {"g": 1, "g/vel": 2}, {"g/vel": 2, "g": 1}):
+        with pytest.raises(ConfigError, match=r"dtype names '.*' twice, or an array and the group"):
+            tree.spread("dtype", wrong)
+    with pytest.raises(ConfigError, match=r"dtype\['g'\] does not match the arrays\['g'\]: dtype has no \['h'\]"):
+        tree.spread("dtype", {"g/vel": 1, "rho": 3})
     with pytest.raises(ConfigError, match=r"only chunks has \['x'\]"):
         tree.spread("chunks", {"x": 1}, default=0)
     with pytest.raises(ConfigError, match="'rho/x' is an array, or is in one"):
@@ -191,18 +198,3 @@ def test_a_path_can_be_an_open_array(tmp_path: Path) -> None:
         made, plain = file.create_dataset("x", data=np.arange(4)), np.zeros((2, 2))
         (first, second) = ArrayTree.join([made, plain], None).places
         assert first.path is made and second.path is plain
-
-
-def test_names_with_slashes_are_nested_dicts() -> None:
-    """Wrong if what `save` takes as a name were no name for `load`, or one of two values for an array were lost."""
-    tree = ArrayTree.join("a.h5", {"gas": {"rho": "gas/rho", "vel": "gas/vel"}, "time": "time"})
-    assert tree.spread("dtype", {"gas/rho": "f4", "/gas/vel": "f8", "time": None}) == ["f4", "f8", None]
-    assert tree.spread("dtype", {"gas": "f4", "time": "f8"}) == ["f4", "f4", "f8"]
-    assert tree.spread("select", {"gas/rho": 1, "gas/vel": 2, "time": 3}, is_tree=is_tree_of_selections) == [1, 2, 3]
-    for wrong in ({"gas/rho": 1, "gas/rho/": 2, "time": 3}, {"gas": 1, "gas/vel": 2}, {"gas/vel": 2, "gas": 1}):
-        with pytest.raises(ConfigError, match=r"dtype names '.*' twice, or an array and the group"):
-            tree.spread("dtype", wrong)
-    with pytest.raises(ConfigError, match=r"dtype\['gas'\] does not match the arrays\['gas'\]: dtype has no \['vel'\]"):
-        tree.spread("dtype", {"gas/rho": 1, "time": 3})
-    flat = ArrayTree.join("a.h5", {"gas/rho": "gas/rho"})
-    assert flat.spread("dtype", {"gas/rho": "f4"}) == ["f4"]
