@@ -271,11 +271,6 @@ class Schedule:
         """Upper bound on the elements of a `Block`: a cell of the grid, cut to `extent`."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.extent))
 
-    @property
-    def ndim(self) -> int:
-        """See `Flow`."""
-        return len(self.blocks.shape)
-
     def targets(self, rank: int) -> Iterable[int]:
         """See `Flow`: the sections of the shards that a rank holds."""
         return self.shards.sections_of(rank)

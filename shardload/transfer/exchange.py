@@ -118,10 +118,6 @@ class Outgoing:
         self.following = next(self._blocks, None)
         return True
 
-    def stop(self) -> None:
-        """Start no more."""
-        self.following = None
-
 
 class _Exchange:
     """The main loop of one rank: stage, send and receive until everything has arrived."""
@@ -205,7 +201,7 @@ class _Exchange:
     def _fail(self, error: Exception) -> None:
         """Stop staging and sending. Each rank that still expects parts will get a receipt that reports the failure."""
         self.failure.keep(error)
-        self.outgoing.stop()
+        self.outgoing.following = None
         self.channels.give_up(block for _, block in _outgoing(self.moves, self.rank))
 
 

@@ -19,9 +19,8 @@ from shardload.transfer.buffers import Piece, Resources, Slots
 from shardload.transfer.exchange import Outgoing, exchange
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import open_reader
 from tests.mpi.support import grid_shape
-from tests.unit.fakes import FakeSource
+from tests.unit.fakes import FakeSource, reader_as_planned
 
 Array = np.ndarray[Any, Any]
 
@@ -62,7 +61,7 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         pieces = {shard: Piece(region, np.full(region.shape, 99, values.dtype)) for shard, region in regions.items()}
         source = FakeSource(values, block)
         layout = SourceLayout(select_axes(None, values.shape), schedule.blocks, None, values.dtype, values.dtype)
-        reader = open_reader(source, layout, LocalPieces(group.rank, pieces), resources)  # type: ignore[arg-type]
+        reader = reader_as_planned(source, layout, LocalPieces(group.rank, pieces), resources)
         readers.append(reader)
         move = ArrayMove(len(arrays), schedule, values.dtype, seed=11)
         move.producer, move.targets, move.on_complete = reader, pieces, complete.append

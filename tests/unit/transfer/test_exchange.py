@@ -28,8 +28,8 @@ from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, Resources, StagedBlock
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader, open_reader
-from tests.unit.fakes import FakeSource, pieces_of
+from shardload.transfer.reader import SourceReader
+from tests.unit.fakes import FakeSource, pieces_of, reader_as_planned
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, leave_no_memory, ranks_of
 
 Array = np.ndarray[Any, Any]
@@ -87,7 +87,7 @@ class Loads:
         source, shape = FakeSource(given.values, given.block), given.values.shape
         layout = SourceLayout(select_axes(None, shape), given.schedule.blocks, None, source.dtype, given.values.dtype)
         local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
-        reader = open_reader(source, layout, local, resources)  # type: ignore[arg-type]
+        reader = reader_as_planned(source, layout, local, resources)
         note = lambda piece: self.complete[rank.number].append((k, piece))  # noqa: E731
         move = ArrayMove(k, given.schedule, given.values.dtype, f"array {k}")
         move.producer, move.targets, move.on_complete, move.seed = reader, pieces, note, self.seeds[k]

@@ -19,7 +19,6 @@ from shardload.planning.selection import Selection, select_axes
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import open_reader
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import (
@@ -31,6 +30,7 @@ from tests.unit.fakes import (
     fetch,
     piece_of,
     pieces_of,
+    reader_as_planned,
     reader_of,
     rows,
     tune,
@@ -369,7 +369,7 @@ def test_all_ranks_readers_together_read_a_selection(
         resources = Resources(slots, n_threads=max(1, n_threads), batch_nbytes=batch_nbytes)
         tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=inline_nbytes)
         local = LocalPieces(rank, pieces[rank], checksums)
-        with resources, open_reader(source, layout, local, resources, tuning=tuning) as reader:
+        with resources, reader_as_planned(source, layout, local, resources, tuning=tuning) as reader:
             for read in plan.outgoing(rank):
                 assert reader.has_room(read)
                 block = fetch(reader, read)
