@@ -291,7 +291,7 @@ class Schedule:
     def first_reader(self) -> int:
         """The rank that reads the first block; one of them, if every rank may."""
         owner = int(self.owner(0))
-        return self.shards.holder(0, 0) if owner < 0 else owner
+        return self.shards.holders(0)[0] if owner < 0 else owner
 
     def blocks_of(self, rank: int) -> range:
         """The blocks that a rank owns: the inverse of `owner`; none if every rank may read them."""

@@ -26,7 +26,7 @@ from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, as_chunks, copy_chunks, region_of
 from shardload.formats.contract.format import Source
-from shardload.planning.region import Array, Region, cut_box, numbers_in
+from shardload.planning.region import Array, Region, cut_box, numbers_of
 from shardload.planning.schedule import Block, Part, SourceLayout
 from shardload.planning.tuning import Tuning
 from shardload.storage.remote import RemoteError
@@ -453,7 +453,7 @@ class BoxReader(SourceReader):
         counters.nbytes_stored += sum(len(data) for data in encoded.data if data is not None)
         if encoded.has_missing:
             is_missing = [data is None for data in encoded.data]
-            numbers = numbers_in(box, self._layout.chunks.counts)[is_missing]
+            numbers = np.fromiter(numbers_of(box, self._layout.chunks.counts), np.int64)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
 
     def _in_file(self, box: Box) -> list[range]:

@@ -17,9 +17,6 @@ def test_the_table_against_each_rank(case: Case) -> None:
     held = [shards.shards_of(rank) for rank in range(case.n_ranks)]
     holders = [shards.holders(shard) for shard in range(shards.n_shards)]
     assert [tuple(s for s, ranks in enumerate(holders) if rank in ranks) for rank in range(case.n_ranks)] == held
-    assert [shards.holder(s, k) for s, of in enumerate(holders) for k in range(len(of))] == [
-        rank for ranks in holders for rank in ranks
-    ]
     assert (shards.n_holding, shards.most_held) == (sum(map(bool, held)), max(map(len, held)))
     assert shards.most_holders == max(map(len, holders))
     assert shards.n_holders == (len(holders[0]) if len(set(map(len, holders))) == 1 else None)
