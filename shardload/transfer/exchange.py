@@ -166,14 +166,11 @@ class _Exchange:
         except Exception as error:
             self._fail(error)
             has_moved = True
-        if not self.has_sent_receipts and self._has_staged_all and self.channels.is_empty:
+        has_staged_all = self.outgoing.following is None and not self.outgoing.under_way
+        if has_staged_all and self.channels.is_empty and not self.has_sent_receipts:
             self.channels.send_receipts(not self.failure)
             self.has_sent_receipts = has_moved = True
         return has_moved
-
-    @property
-    def _has_staged_all(self) -> bool:
-        return self.outgoing.following is None and not self.outgoing.under_way
 
     def _stage(self) -> bool:
         """Deliver the blocks that are staged, in order, and start the next ones. Return True if any were."""
