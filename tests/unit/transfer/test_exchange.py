@@ -134,19 +134,6 @@ def test_every_part_of_every_array_arrives(way: str, n: int, checksums: bool) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_progress_is_told_in_bytes_of_each_array(way: str) -> None:
-    loads = Loads(way)
-    told: list[int] = []
-    right = exchange.exchange
-    try:
-        exchange.exchange = lambda *given, **how: right(*given, **how, on_progress=told.append)
-        assert [error for error, _ in loads.run()] == [None] * 4
-    finally:
-        exchange.exchange = right
-    assert sum(told) == sum(p.data.nbytes for arrays in loads.arrays for m in arrays for p in m.targets.values())
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_reading_goes_on_with_the_next_array_while_parts_still_travel(way: str) -> None:
     """Wrong if ranks waited for each other between two arrays: nothing arrives before the last array is being read."""
     loads = Loads(way, [GIVEN[0], GIVEN[3]], n_slots=8)

@@ -69,19 +69,6 @@ def test_small_chunks_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -
     assert source.reads == [rows(0, 8)] and len(chunks_of(source).fetched) == 4
 
 
-def test_chunks_that_are_all_of_ones_own_are_decoded_straight_into_the_piece() -> None:
-    source = chunked(TABLE, (2, 4))
-    piece = piece_of(rows(2, 8))
-    slots = Slots(1, 1 << 10)
-    with reader_of(source, {3: piece}, slots=slots) as reader:
-        block = fetch(reader, whole(rows(2, 6), shard=3))
-    assert block.tiles == [] and block.slot is None and slots.peak_nbytes == 0
-    assert chunks_of(source).fetched == [(1, 0), (2, 0)]
-    assert [np.shares_memory(out, piece.data) for out in chunks_of(source).outs] == [True, True]
-    np.testing.assert_array_equal(piece.data, [*TABLE[2:6], [-1] * 4, [-1] * 4])
-    assert reader.counters.nbytes_copied == 0
-
-
 @pytest.mark.parametrize(
     ("read", "held"),
     [
@@ -221,7 +208,10 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("batches")
-@pytest.mark.parametrize(("batch_nbytes", "sizes"), [(6 * 4 * 4, [4] * 4), (1 << 20, [16]), (2 * 6 * 4, [2] * 8)])
+@pytest.mark.parametrize(
+    ("batch_nbytes", "sizes"),
+    [(6 * 4 * 4, [4] * 4), (1 << 20, [16]), (2 * 6 * 4, [2] * 8), (2 * 6 * 4 - 1, [1] * 16), (0, [1] * 16)],
+)
 def test_a_batch_is_no_larger_than_it_may_be(batch_nbytes: int, sizes: list[int]) -> None:
     source = chunked(WIDE, (2, 3))  # 4 x 4 chunks of 24 bytes
     stored = chunks_of(source)
@@ -233,17 +223,6 @@ def test_a_batch_is_no_larger_than_it_may_be(batch_nbytes: int, sizes: list[int]
     assert sorted(stored.fetched) == [(i, j) for i in range(4) for j in range(4)], "each chunk once"
     np.testing.assert_array_equal(piece.data, WIDE)
     assert reader.counters.chunks_decoded == 16 and reader.counters.nbytes_read == WIDE.nbytes
-
-
-@pytest.mark.usefixtures("batches")
-@pytest.mark.parametrize("batch_nbytes", [0, 2 * 6 * 4 - 1])
-def test_chunks_of_which_two_are_too_large_are_read_one_by_one(batch_nbytes: int) -> None:
-    source = chunked(WIDE, (2, 3))
-    stored = chunks_of(source)
-    resources = Resources(Slots(1, 1 << 10), batch_nbytes=batch_nbytes)
-    with reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, resources=resources) as reader:
-        fetch(reader, whole(Region((0, 0), (2, 12))))
-    assert [len(box) for box in stored.boxes] == [1] * 4
 
 
 @pytest.mark.usefixtures("batches")
