@@ -128,19 +128,6 @@ def test_pinned_orders(number: int) -> None:
     assert order.epoch(epoch).tolist() == expected
 
 
-@pytest.mark.parametrize("spread", [1, 3, 9])
-def test_few_blocks_are_open_at_a_time(spread: int) -> None:
-    """Wrong if a sample moved on by more blocks than the pool has room for, or back."""
-    order = SampleOrder(n_steps=600, first=0, last=0, block=20, phase=7, seed=5, spread=spread)
-    for epoch in range(5):
-        blocks = order.block_of(order.epoch(epoch))
-        opened = {block: int(np.flatnonzero(blocks == block)[0]) for block in range(order.n_blocks)}
-        closed = {block: int(np.flatnonzero(blocks == block)[-1]) for block in range(order.n_blocks)}
-        most = max(sum(opened[b] <= k < closed[b] for b in opened) for k in range(600))
-        assert most <= spread + 1
-        assert most >= min(spread, 2), "blocks are given one after the other"
-
-
 def test_length_of_a_block() -> None:
     """Wrong if a window made no block longer: with chunks of 40 and (-1, 0, 1) each would be read twice."""
     for chunk, first, last in itertools.product((1, 3, 40), range(-45, 3, 4), range(-2, 50, 5)):
