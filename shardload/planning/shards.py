@@ -58,11 +58,6 @@ class Halo:
         return cls((0,) * ndim, (WRAP,) * ndim)
 
     @property
-    def is_none(self) -> bool:
-        """True if no axis has a halo."""
-        return not any(self.widths)
-
-    @property
     def values(self) -> list[Any]:
         """The values that lie beyond the ends of the array."""
         return [edge for h, edge in zip(self.widths, self.edges, strict=True) if h and not isinstance(edge, str)]
@@ -297,7 +292,7 @@ class Shards:
 
     def with_halo(self, halo: Halo) -> Shards:
         """The same shards with a halo. ValueError if it is wider than a shard."""
-        if halo.is_none:
+        if not any(halo.widths):
             return self
         axes = zip(self.shape_global, self.cuts, halo.widths, strict=True)
         return replace(self, shape_global=tuple(n + 2 * c * h for n, c, h in axes), halo=halo)
@@ -320,7 +315,7 @@ class Shards:
     @property
     def has_halo(self) -> bool:
         """True if shards have more rows than their own."""
-        return not self.halo.is_none
+        return any(self.halo.widths)
 
     def region(self, shard: int) -> Region:
         """The elements of a shard, padding and halo included."""

@@ -275,7 +275,10 @@ class Channel:
         if self.uses_messages:
             self._transport.send(self.rank, views[0], done)
         else:
-            self._offer(array, parts, views, done)
+            rows: list[int] = []
+            for part, view in zip(parts, views, strict=True):
+                rows += [*part.region.start, *part.region.stop, self._transport.offset_of(view), *view.strides]
+            self._common.offer(self.rank, len(parts), array, rows, done)
         # Now that they were sent: a receipt must not count a part that could not be sent.
         for part in parts:
             self._identity = identity(part.region, seed, self._identity)
@@ -284,12 +287,6 @@ class Channel:
         if packed is not None:
             count_down(block)  # the part was copied, so it no longer needs the block
         return True
-
-    def _offer(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
-        rows: list[int] = []
-        for part, view in zip(parts, views, strict=True):
-            rows += [*part.region.start, *part.region.stop, self._transport.offset_of(view), *view.strides]
-        self._common.offer(self.rank, len(parts), array, rows, on_done)
 
     def send_receipt(self, went_well: bool) -> None:
         """Send the receipt: no more parts follow it."""
