@@ -52,11 +52,6 @@ class Halo:
     widths: tuple[int, ...]
     edges: tuple[Any, ...]
 
-    @classmethod
-    def none(cls, ndim: int) -> Halo:
-        """No halo."""
-        return cls((0,) * ndim, (WRAP,) * ndim)
-
     @property
     def values(self) -> list[Any]:
         """The values that lie beyond the ends of the array."""
@@ -65,10 +60,6 @@ class Halo:
     def wraps(self, axis: int) -> bool:
         """True if an axis has a halo that wraps around."""
         return self.widths[axis] > 0 and bool(self.edges[axis] == WRAP)
-
-    def repeats(self, axis: int) -> bool:
-        """True if an axis has a halo in which the last row is repeated."""
-        return self.widths[axis] > 0 and bool(self.edges[axis] == EDGE)
 
     def __str__(self) -> str:
         """Width and edge rule of each axis that has a halo; empty if none has.
@@ -235,7 +226,7 @@ def _beyond(halo: Halo, axis: int, start: int, stop: int, other_end: int, last: 
     """The positions of a shard beyond one end of the array. `last` is the element at that end."""
     if halo.wraps(axis):
         return _Run(start, stop, other_end)
-    if halo.repeats(axis):
+    if halo.edges[axis] == EDGE:
         return _Run(start, stop, last, is_repeated=True)
     return _Run(start, stop, None, fill=halo.edges[axis])
 
@@ -285,7 +276,8 @@ class Shards:
     """The sections."""
 
     def __post_init__(self) -> None:
-        halo = Halo.none(len(self.cuts)) if self.halo is None else self.halo
+        ndim = len(self.cuts)
+        halo = Halo((0,) * ndim, (WRAP,) * ndim) if self.halo is None else self.halo
         core = tuple(n // c - 2 * h for n, c, h in zip(self.shape_global, self.cuts, halo.widths, strict=True))
         object.__setattr__(self, "halo", halo)
         object.__setattr__(self, "grid", SectionGrid(core, self.cuts, halo))
