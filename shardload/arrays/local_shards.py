@@ -52,15 +52,11 @@ class LocalShards:
                 copies.setdefault(region_of(shard.index, x.shape), []).append((shard.device, shard.data))
         else:
             copies[Region.whole(x.shape)] = [("host", x)]
-        self._regions = {number: shards.region(number) for number in self.numbers}
-        missing = [region for region in self._regions.values() if region not in copies]
+        self.regions = {number: shards.region(number) for number in self.numbers}
+        missing = [region for region in self.regions.values() if region not in copies]
         if missing:
             raise ShardloadError(f"JAX holds no shard {missing[0]} here, which the sharding gives this process")
-        self._copies = {number: copies[region] for number, region in self._regions.items()}
-
-    def region(self, number: int) -> Region:
-        """The elements of a shard."""
-        return self._regions[number]
+        self._copies = {number: copies[region] for number, region in self.regions.items()}
 
     def devices(self, number: int) -> list[Any]:
         """The devices of this process that hold a shard."""
@@ -74,12 +70,12 @@ class LocalShards:
     def view(self, number: int, region: Region, copy: int = 0) -> Array:
         """The values of a region of a shard, as one of the devices that hold it has them."""
         data = self._copies[number][copy][1]
-        whole = self._regions[number]
+        whole = self.regions[number]
         return view_of(data, region, whole) if isinstance(data, np.ndarray) else device_values(data, region, whole)
 
     def shard_with(self, region: Region) -> int:
         """The shard that has all of a region."""
-        for number, shard in self._regions.items():
+        for number, shard in self.regions.items():
             if shard.contains(region):
                 return number
         raise ShardloadError(f"no shard of this process has {region}")
@@ -101,7 +97,7 @@ class LocalShards:
         """The CRC-32 of each shard on each device that holds it here, without padding: number of the shard, CRC."""
         checksums = []
         for number, copies in self._copies.items():
-            region = self._regions[number].intersect(true)
+            region = self.regions[number].intersect(true)
             if region is not None and region.size:
                 checksums += [(number, self.checksum(number, region, copy)) for copy in range(len(copies))]
         return checksums

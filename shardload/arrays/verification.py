@@ -188,7 +188,7 @@ class Verifier:
     def _check_devices(self, local: LocalShards, pieces: Mapping[Region, Array], findings: ShardFindings) -> None:
         """Compare checksums, if there are two copies of the same values."""
         for number in local.numbers:
-            region, devices = local.region(number), local.devices(number)
+            region, devices = local.regions[number], local.devices(number)
             piece = pieces.get(region)
             copies = [k for k in range(len(devices)) if piece is None or not local.uses(piece, number, k)]
             if self.schedule.shards.n_replicas == 1 and (piece is None or not copies):
@@ -212,7 +212,7 @@ class Verifier:
         with closing(self.open_again()) as source:
             truth = Truth(source, layout.selection, layout.dtype, self.decoding)
             for number in local.numbers:
-                piece = pieces.get(local.region(number))
+                piece = pieces.get(local.regions[number])
                 contents = list(shards.contents(number, layout.chunks.shape))
                 n_sources = sum(content.source is not None for content in contents)
                 for content in contents:
@@ -226,7 +226,7 @@ class Verifier:
                     for region in self._regions(content.source, n_sources * len(local.numbers)):
                         expected, places = truth.values(region), list(content.places(region))
                         for place in places:
-                            piece_values = None if piece is None else view_of(piece, place, local.region(number))
+                            piece_values = None if piece is None else view_of(piece, place, local.regions[number])
                             explain = partial(truth.explain, region, expected, piece_values)
                             self._compare(local, number, place, expected, truth.name, explain)
                         findings.counted["n_boxes"] += 1
@@ -253,7 +253,7 @@ class Verifier:
             element = tuple(a + i for a, i in zip(place.start, index, strict=True))
             n = int((words_of(expected) != words_of(values)).any(axis=-1).sum())
             raise VerifyError(
-                f"{device} on rank {local.rank}, shard {local.region(number)} of {self.name}: element {element} is "
+                f"{device} on rank {local.rank}, shard {local.regions[number]} of {self.name}: element {element} is "
                 f"{value_text(values[index])}, but {whence} has {value_text(expected[index])} there; {n:,} of the "
                 f"{place.size:,} elements of {place} differ, this is the first. {explain(values)}",
                 rank=local.rank,

@@ -316,11 +316,6 @@ class BatchFlow:
 
     is_direct = False
 
-    @property
-    def ndim(self) -> int:
-        """See `Flow`."""
-        return len(self.cuts[0].schedule.blocks.shape)
-
     def around(self, rank: int) -> Region | None:
         """A box around all that a rank ever reads."""
         return Region.whole(self.cuts[0].schedule.blocks.shape)

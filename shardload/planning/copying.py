@@ -149,7 +149,7 @@ def _n_common(n: int, first: tuple[int, int], second: tuple[int, int]) -> int:
 
 
 def plan_slab_layout(array: CopiedArray, n_ranks: int, round_nbytes: int) -> SlabLayout:
-    """How an array is copied, if each rank has `round_nbytes` for the values of a round.
+    """How an array is copied, if each rank has `round_nbytes` for the values of a round: room for a unit, at least.
 
     Examples
     --------
@@ -190,14 +190,10 @@ def plan_slab_layout(array: CopiedArray, n_ranks: int, round_nbytes: int) -> Sla
         key = (n_met, uneven, -min(nbytes, enough_nbytes), *(-n for n in reversed(cell)))
         if is_together not in best or key < best[is_together][0]:
             best[is_together] = key, SlabLayout(array, Grid(array.shape, cell, phase), cuts)
-    if not best:
-        slabs = Grid(array.shape, tuple(map(min, array.unit, array.shape)), (0,) * ndim)
-        return SlabLayout(array, slabs, ones)
-    if len(best) == 1:
-        return next(iter(best.values()))[1]
-    # Alone is simpler. What is worse about it: chunks that are decoded again, and ranks that have nothing to do.
-    costs = {way: key[0] * key[1] for way, (key, _) in best.items()}
-    return best[costs[True] < 0.9 * costs[False]][1]
+    # Alone is simpler, and always possible: a slab of one unit fits. What is worse about it: chunks that are decoded again, and
+    # ranks that have nothing to do.
+    costs = {is_together: key[0] * key[1] for is_together, (key, _) in best.items()}
+    return best[True in costs and costs[True] < 0.9 * costs[False]][1]
 
 
 def _candidates(array: CopiedArray, axis: int) -> list[tuple[int, int, int, int]]:
@@ -224,14 +220,12 @@ def _cuts(array: CopiedArray, cell: Sequence[int], n_ranks: int, most_nbytes: in
     they are too large.
     """
     counts = [-(-min(c, n) // u) for c, n, u in zip(cell, array.shape, array.unit, strict=True)]
-    best: tuple[int, tuple[int, ...]] | None = None
-    for cuts in _factors(n_ranks, len(counts)):
-        n_units = math.prod(-(-n // c) for n, c in zip(counts, cuts, strict=True))
-        if best is None or n_units < best[0]:
-            best = n_units, cuts
-    if best is None or best[0] >= math.prod(counts):
+    n_units, cuts = min(
+        (math.prod(-(-n // c) for n, c in zip(counts, cuts, strict=True)), cuts) for cuts in _factors(n_ranks, len(counts))
+    )
+    if n_units >= math.prod(counts):
         return None
-    capped = tuple(min(c, n) for c, n in zip(best[1], counts, strict=True))
+    capped = tuple(min(c, n) for c, n in zip(cuts, counts, strict=True))
     axes = zip(cell, array.shape, array.unit, capped, strict=True)
     piece = math.prod(min(_round_up(-(-min(c, n) // k), u), n) for c, n, u, k in axes)
     return capped if aligned(piece * array.itemsize) <= most_nbytes else None

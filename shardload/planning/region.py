@@ -306,18 +306,6 @@ def strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
 
 
-def numbers_in(box: Sequence[range], shape: Sequence[int]) -> IntArray:
-    """The C-order numbers of a box, given as a range along each axis, ascending.
-
-    >>> numbers_in([range(1, 3), range(2)], (3, 4)).tolist()
-    [4, 5, 8, 9]
-    """
-    numbers: IntArray = np.zeros((), dtype=np.int64)
-    for axis, n in zip(box, shape, strict=True):
-        numbers = np.add.outer(numbers * n, np.arange(axis.start, axis.stop))
-    return numbers.ravel()
-
-
 def numbers_of(axes: Sequence[Sequence[int]], shape: Sequence[int]) -> Iterator[int]:
     """The C-order numbers of a product of positions along each axis, ascending.
 

@@ -227,9 +227,8 @@ class Readings:
         begin = batch_of_use[is_first]
         chunk_of_stay = (steps[is_first] + phase) // chunk
         read_for = _first_of_each(chunk_of_stay, begin, horizon)
-        key = read_for * (int(chunk_of_stay.max(initial=0)) + 1) + chunk_of_stay
-        keys, reading_of_stay = np.unique(key, return_inverse=True)
         n_chunks = int(chunk_of_stay.max(initial=0)) + 1
+        keys, reading_of_stay = np.unique(read_for * n_chunks + chunk_of_stay, return_inverse=True)
         self.batches, self.chunks = keys // n_chunks, keys % n_chunks
         reading = np.repeat(reading_of_stay, np.diff(np.append(np.flatnonzero(is_first), len(steps))))
         of_use = np.empty(len(steps), dtype=np.int64)

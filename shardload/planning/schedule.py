@@ -210,13 +210,10 @@ class Owners:
 
     def blocks_of(self, rank: int, n_blocks: int, n_ranks: int) -> range:
         """The blocks that a rank owns: the inverse of `of_block`."""
-        owner = self.owner_at(rank, n_ranks)
-        return range(0) if owner is None else range(owner * n_blocks // self.n, (owner + 1) * n_blocks // self.n)
-
-    def owner_at(self, rank: int, n_ranks: int) -> int | None:
-        """The owner that a rank is: the inverse of `rank_of`; None if it is none."""
         owner = -((self.root - rank) * self.n // n_ranks)  # the first one whose rank is not below this one
-        return owner if 0 <= owner < self.n and self.rank_of(owner, n_ranks) == rank else None
+        if not 0 <= owner < self.n or self.rank_of(owner, n_ranks) != rank:
+            return range(0)
+        return range(owner * n_blocks // self.n, (owner + 1) * n_blocks // self.n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,11 +268,6 @@ class Schedule:
         """Upper bound on the elements of a `Block`: a cell of the grid, cut to `extent`."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.extent))
 
-    @property
-    def ndim(self) -> int:
-        """See `Flow`."""
-        return len(self.blocks.shape)
-
     def targets(self, rank: int) -> Iterable[int]:
         """See `Flow`: the sections of the shards that a rank holds."""
         return self.shards.sections_of(rank)
@@ -296,7 +288,7 @@ class Schedule:
     def first_reader(self) -> int:
         """The rank that reads the first block; one of them, if every rank may."""
         owner = int(self.owner(0))
-        return self.shards.holder(0, 0) if owner < 0 else owner
+        return self.shards.holders(0)[0] if owner < 0 else owner
 
     def blocks_of(self, rank: int) -> range:
         """The blocks that a rank owns: the inverse of `owner`; none if every rank may read them."""

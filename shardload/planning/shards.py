@@ -52,16 +52,6 @@ class Halo:
     widths: tuple[int, ...]
     edges: tuple[Any, ...]
 
-    @classmethod
-    def none(cls, ndim: int) -> Halo:
-        """No halo."""
-        return cls((0,) * ndim, (WRAP,) * ndim)
-
-    @property
-    def is_none(self) -> bool:
-        """True if no axis has a halo."""
-        return not any(self.widths)
-
     @property
     def values(self) -> list[Any]:
         """The values that lie beyond the ends of the array."""
@@ -69,14 +59,7 @@ class Halo:
 
     def wraps(self, axis: int) -> bool:
         """True if an axis has a halo that wraps around."""
-        return self._is(axis, WRAP)
-
-    def repeats(self, axis: int) -> bool:
-        """True if an axis has a halo in which the last row is repeated."""
-        return self._is(axis, EDGE)
-
-    def _is(self, axis: int, word: str) -> bool:
-        return self.widths[axis] > 0 and isinstance(self.edges[axis], str) and self.edges[axis] == word
+        return self.widths[axis] > 0 and bool(self.edges[axis] == WRAP)
 
     def __str__(self) -> str:
         """Width and edge rule of each axis that has a halo; empty if none has.
@@ -154,11 +137,11 @@ class SectionGrid(Cells):
         index = zip(self.index(number), self.cuts, strict=True)
         return tuple(i if i < c else 0 if i == c else c - 1 for i, c in index)
 
-    def sections_at(self, place: Sequence[int]) -> Iterator[int]:
-        """Numbers of the sections of the shard at a place, ascending."""
+    def sections_of(self, shard: int) -> Iterator[int]:
+        """Numbers of the sections of a shard, ascending."""
         along = [
             [i, *[c] * (wraps and i == 0), *[c + 1] * (wraps and i == c - 1)]
-            for i, (c, _, _, _, wraps) in zip(place, self._axes, strict=True)
+            for i, (c, _, _, _, wraps) in zip(unravel(shard, self.cuts), self._axes, strict=True)
         ]
         return numbers_of(along, self.counts)
 
@@ -226,24 +209,6 @@ class _Run(NamedTuple):
     fill: Any = None
 
 
-def contents_of(grid: SectionGrid, place: Sequence[int], origin: Sequence[int], shape: Sequence[int]) -> Iterator[Content]:
-    """What each region of the shard at a place must hold, each element once.
-
-    `origin` is where the shard begins in the jax.Array, `shape` is that of the array in the file.
-    """
-    # Empty runs go before the product: of 64 axes with one of them each there are 2**64 products.
-    axes = [[run for run in _runs(grid, axis, i, shape[axis]) if run.stop > run.start] for axis, i in enumerate(place)]
-    for runs in itertools.product(*axes):
-        region = Region(tuple(run.start for run in runs), tuple(run.stop for run in runs)).moved(origin)
-        if any(run.source is None for run in runs):
-            fills = [run.fill for run, h in zip(runs, grid.halo.widths, strict=True) if run.source is None and h]
-            yield Content(region, None, fill=fills[-1] if fills else None)
-            continue
-        start = tuple(run.source or 0 for run in runs)
-        stop = tuple(a + (1 if run.is_repeated else run.stop - run.start) for a, run in zip(start, runs, strict=True))
-        yield Content(region, Region(start, stop), is_repeated=any(run.is_repeated for run in runs))
-
-
 def _runs(grid: SectionGrid, axis: int, i: int, n_true: int) -> Iterator[_Run]:
     c, h, n, size, _ = grid._axes[axis]
     if not h:
@@ -261,7 +226,7 @@ def _beyond(halo: Halo, axis: int, start: int, stop: int, other_end: int, last: 
     """The positions of a shard beyond one end of the array. `last` is the element at that end."""
     if halo.wraps(axis):
         return _Run(start, stop, other_end)
-    if halo.repeats(axis):
+    if halo.edges[axis] == EDGE:
         return _Run(start, stop, last, is_repeated=True)
     return _Run(start, stop, None, fill=halo.edges[axis])
 
@@ -311,14 +276,15 @@ class Shards:
     """The sections."""
 
     def __post_init__(self) -> None:
-        halo = Halo.none(len(self.cuts)) if self.halo is None else self.halo
+        ndim = len(self.cuts)
+        halo = Halo((0,) * ndim, (WRAP,) * ndim) if self.halo is None else self.halo
         core = tuple(n // c - 2 * h for n, c, h in zip(self.shape_global, self.cuts, halo.widths, strict=True))
         object.__setattr__(self, "halo", halo)
         object.__setattr__(self, "grid", SectionGrid(core, self.cuts, halo))
 
     def with_halo(self, halo: Halo) -> Shards:
         """The same shards with a halo. ValueError if it is wider than a shard."""
-        if halo.is_none:
+        if not any(halo.widths):
             return self
         axes = zip(self.shape_global, self.cuts, halo.widths, strict=True)
         return replace(self, shape_global=tuple(n + 2 * c * h for n, c, h in axes), halo=halo)
@@ -341,7 +307,7 @@ class Shards:
     @property
     def has_halo(self) -> bool:
         """True if shards have more rows than their own."""
-        return not self.halo.is_none
+        return any(self.halo.widths)
 
     def region(self, shard: int) -> Region:
         """The elements of a shard, padding and halo included."""
@@ -368,11 +334,6 @@ class Shards:
         """The ranks that hold a shard, ascending, each once."""
         _, rank, first = self._by_shard
         return tuple(rank[first[shard] : first[shard + 1]].tolist())
-
-    def holder(self, shard: int, k: int) -> int:
-        """The rank at index `k` of `holders`."""
-        _, rank, first = self._by_shard
-        return int(rank[first[shard] + k])
 
     def holder_of(self, shards: IntArray, turns: IntArray) -> IntArray:
         """A rank that holds each of some shards: of several each in its turn."""
@@ -441,10 +402,7 @@ class Shards:
     def sections_of(self, rank: int) -> tuple[int, ...]:
         """The sections of a rank's shards, ascending."""
         shards = self.shards_of(rank)
-        return shards if not self.has_halo else tuple(sorted(n for shard in shards for n in self._sections_at(shard)))
-
-    def _sections_at(self, shard: int) -> Iterator[int]:
-        return self.grid.sections_at(unravel(shard, self.cuts)) if self.has_halo else iter((shard,))
+        return shards if not self.has_halo else tuple(sorted(n for shard in shards for n in self.grid.sections_of(shard)))
 
     def shard_of(self, section: int) -> int:
         """The shard that a section lies in."""
@@ -464,7 +422,18 @@ class Shards:
 
     def contents(self, shard: int, shape: tuple[int, ...]) -> Iterator[Content]:
         """What each region of a shard must hold, each element once; `shape` is that of the array in the file."""
-        return contents_of(self.grid, unravel(shard, self.cuts), self.region(shard).start, shape)
+        places = enumerate(zip(unravel(shard, self.cuts), shape, strict=True))
+        # Empty runs go before the product: of 64 axes with one of them each there are 2**64 products.
+        axes = [[run for run in _runs(self.grid, axis, i, n) if run.stop > run.start] for axis, (i, n) in places]
+        for runs in itertools.product(*axes):
+            region = Region(tuple(run.start for run in runs), tuple(run.stop for run in runs)).moved(self.region(shard).start)
+            if any(run.source is None for run in runs):
+                fills = [run.fill for run, h in zip(runs, self.halo.widths, strict=True) if run.source is None and h]
+                yield Content(region, None, fill=fills[-1] if fills else None)
+                continue
+            start = tuple(run.source or 0 for run in runs)
+            stop = tuple(a + (1 if run.is_repeated else run.stop - run.start) for a, run in zip(start, runs, strict=True))
+            yield Content(region, Region(start, stop), is_repeated=any(run.is_repeated for run in runs))
 
     def held_by(self, rank: int, shape: tuple[int, ...]) -> tuple[HeldShard, ...]:
         """The shards of a rank, ascending, for an array of this shape in the file. Many arrays may have these shards."""
@@ -474,7 +443,7 @@ class Shards:
                 HeldShard(
                     shard,
                     self.region(shard),
-                    tuple((section, self.grid.region(section), self.place_of(section)) for section in self._sections_at(shard)),
+                    tuple((k, self.grid.region(k), self.place_of(k)) for k in self.grid.sections_of(shard)),
                     tuple(self.contents(shard, shape)),
                 )
                 for shard in self.shards_of(rank)

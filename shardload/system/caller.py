@@ -18,19 +18,13 @@ def warn_once(text: str, kind: type[Warning], rank: int) -> None:
     """Warn at the user's line, once in the job. Every rank calls this.
 
     Only rank 0 shows the warning. But if the user turned warnings into errors, every rank must raise it.
-    """
-    with contextlib.nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
-        warnings.warn(text, kind, stacklevel=levels_to_caller())
 
-
-def levels_to_caller() -> int:
-    """The ``stacklevel`` with which the caller of this function should warn: that of the first call from outside the package.
-
-    If there is none, as in a thread of the package itself, it is that of the outermost call. Context managers of the package
-    are called by Python's `contextlib`, which does not count.
+    The line is that of the first call from outside the package. If there is none, as in a thread of the package itself, it is
+    that of the outermost call. Context managers of the package are called by Python's `contextlib`, which does not count.
     """
     package, level = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__), 1
-    frame = sys._getframe(1)
+    frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
-    return level
+    with contextlib.nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
+        warnings.warn(text, kind, stacklevel=level)

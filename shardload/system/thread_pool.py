@@ -79,7 +79,7 @@ class Pool:
         """
         self._is_closed = True
         with suppress(Empty):  # a thread may take the last one
-            while True:
+            while self._end.alive:  # closed again, what is in the queue tells threads to end
                 task = self._tasks.get_nowait()
                 if task is not None:
                     task[0].cancel()

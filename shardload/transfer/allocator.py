@@ -73,20 +73,15 @@ class Reserve:
         self._most_nbytes = 0.0 if keeps_addresses() else limit_nbytes() / _SHARE
         block_sizes = [-(-max(n, 1) // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes]
         free: dict[int, list[mmap.mmap]] = {}
-        for block in self._take_all():
-            free.setdefault(len(block), []).append(block)
+        with suppress(IndexError):  # none is left; another thread may have been first
+            while True:
+                block = self._free.popleft()
+                free.setdefault(len(block), []).append(block)
         blocks = [same.pop() if (same := free.get(size)) else None for size in block_sizes]
         for same in free.values():  # before anything new is made
             for block in same:
                 block.close()
         return [self._lend(block or _new(size))[:n] for block, size, n in zip(blocks, block_sizes, sizes, strict=True)]
-
-    def _take_all(self) -> list[mmap.mmap]:
-        blocks = []
-        with suppress(IndexError):  # none is left; another thread may have been first
-            while True:
-                blocks.append(self._free.popleft())
-        return blocks
 
     def _lend(self, block: mmap.mmap) -> Array:
         use = _Use(block)

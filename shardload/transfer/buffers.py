@@ -135,7 +135,7 @@ class Slots:
         if self._free:
             return self._free.pop()
         self._n_left -= 1
-        return aligned_empty((self.nbytes,), np.dtype(np.uint8))
+        return aligned_bytes(self.nbytes)
 
     def give(self, slot: Bytes) -> None:
         """Give a buffer back."""

@@ -275,7 +275,10 @@ class Channel:
         if self.uses_messages:
             self._transport.send(self.rank, views[0], done)
         else:
-            self._offer(array, parts, views, done)
+            rows: list[int] = []
+            for part, view in zip(parts, views, strict=True):
+                rows += [*part.region.start, *part.region.stop, self._transport.offset_of(view), *view.strides]
+            self._common.offer(self.rank, len(parts), array, rows, done)
         # Now that they were sent: a receipt must not count a part that could not be sent.
         for part in parts:
             self._identity = identity(part.region, seed, self._identity)
@@ -284,12 +287,6 @@ class Channel:
         if packed is not None:
             count_down(block)  # the part was copied, so it no longer needs the block
         return True
-
-    def _offer(self, array: int, parts: Sequence[Part], views: Sequence[Array], on_done: Callable[[], None]) -> None:
-        rows: list[int] = []
-        for part, view in zip(parts, views, strict=True):
-            rows += [*part.region.start, *part.region.stop, self._transport.offset_of(view), *view.strides]
-        self._common.offer(self.rank, len(parts), array, rows, on_done)
 
     def send_receipt(self, went_well: bool) -> None:
         """Send the receipt: no more parts follow it."""
@@ -323,26 +320,27 @@ class Channel:
     def take_offer(self, offer: IntArray) -> None:
         """Copy what an offer names out of the sender's memory, and acknowledge it. What is not expected is reported."""
         started = time.perf_counter()
-        arrivals, array, n_parts = self._common.arrivals, int(offer[3]), int(offer[2])
-        n = self._common.moves[array].flow.ndim if 0 <= array < len(self._common.moves) else 0
-        rows = offer[HEAD_SIZE:].tolist()
-        width = 3 * n + 1
-        if self.uses_messages or len(rows) != n_parts * width:
+        arrivals, array, n_parts, rows = self._common.arrivals, int(offer[3]), int(offer[2]), offer[HEAD_SIZE:]
+        if self.uses_messages or n_parts < 1 or len(rows) % n_parts:
             arrivals.report_list(None, self.rank)
-            rows.clear()
-        for k in range(0, len(rows), width):
-            with arrivals.errors:  # the sender waits for an answer
-                self._copy(array, rows[k : k + width], n)
+        else:
+            for row in rows.reshape(n_parts, -1).tolist():
+                with arrivals.errors:  # the sender waits for an answer
+                    self._copy(array, row)
         arrivals.counters.copy_seconds += time.perf_counter() - started
         self._transport.send_note(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
         self._count_parts(n_parts)
 
-    def _copy(self, array: int, row: list[int], n: int) -> None:
+    def _copy(self, array: int, row: list[int]) -> None:
         """Copy the values of the next part, which a row of an offer names."""
         arrivals = self._common.arrivals
         number, expected_array, part = next(self._following, (0, -1, None))
-        if part is None or expected_array != array or row[: 2 * n] != [*part.region.start, *part.region.stop]:
-            arrivals.report_list(None if part is None else part.region, self.rank, array)
+        if part is None:
+            arrivals.report_list(None, self.rank)
+            return
+        n = part.region.ndim
+        if expected_array != array or row[: -1 - n] != [*part.region.start, *part.region.stop]:
+            arrivals.report_list(part.region, self.rank, expected_array)
             return
         target = arrivals.view(array, part)
         try:

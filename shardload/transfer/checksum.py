@@ -22,12 +22,12 @@ import struct
 import zlib
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import deflate
 import numpy as np
 
-from shardload.planning.region import Array, Region
+from shardload.planning.region import Array, Region, ravel
 from shardload.system.scratch import ThreadScratch
 
 _AT_ONCE_NBYTES = 1 << 19  # a copy of this size stays in the core's own cache
@@ -38,6 +38,7 @@ _ONE = 1 << 31
 _ALL = 0xFFFFFFFF
 
 Sums = np.ndarray[Any, np.dtype[np.uint32]]
+SomeSums = TypeVar("SomeSums", int, Sums)
 
 
 def identity(region: Region, seed: int, previous: int) -> int:
@@ -101,9 +102,8 @@ def sum_shard(data: Array, region: Region, shape: tuple[int, ...]) -> int:
     sums = sums.reshape(region.shape[:n_outer])
     for axis in reversed(range(n_outer)):
         sums = _join_axis(sums, math.prod(shape[axis + 1 :]) * data.itemsize)
-    last = sum((b - 1) * math.prod(shape[k + 1 :]) for k, b in enumerate(region.stop[:n_outer]))
-    behind = math.prod(shape) - last - _end_of_run(region, shape, n_outer)
-    return int(_times(sums.reshape(1), _power(8 * behind * data.itemsize))[0])
+    behind = math.prod(shape) - 1 - ravel([b - 1 for b in region.stop], shape)  # elements after the region's last one
+    return _times(int(sums), _power(8 * behind * data.itemsize))
 
 
 def join_sums(sums: Iterable[int], nbytes: int) -> int:
@@ -137,25 +137,19 @@ def _runs_of(shape: tuple[int, ...], shape_global: tuple[int, ...]) -> tuple[int
     return n_outer, run
 
 
-def _end_of_run(region: Region, shape: tuple[int, ...], n_outer: int) -> int:
-    """Elements from the start of the innermost counted axis to the end of a run."""
-    inner = shape[n_outer + 1 :]
-    return region.stop[n_outer] * math.prod(inner) if n_outer < len(shape) else 1
-
-
 def _join_axis(sums: Sums, stride: int) -> Sums:
     """Join sums that lie `stride` bytes apart along the last axis, in pairs. Zeros before the first change nothing."""
     while sums.shape[-1] > 1:
         if sums.shape[-1] % 2:
             sums = np.concatenate([np.zeros((*sums.shape[:-1], 1), np.uint32), sums], axis=-1)
-        sums = _times(sums[..., 0::2], _power(8 * stride)) ^ sums[..., 1::2]
+        sums = _times_each(sums[..., 0::2], _power(8 * stride)) ^ sums[..., 1::2]
         stride *= 2
     return sums[..., 0]
 
 
 def _zeros(nbytes: int) -> int:
     """The CRC-32 of `nbytes` zero bytes."""
-    return int(_times(np.array([_ALL], np.uint32), _power(8 * nbytes))[0]) ^ _ALL
+    return _times(_ALL, _power(8 * nbytes)) ^ _ALL
 
 
 @lru_cache(maxsize=256)
@@ -164,24 +158,23 @@ def _power(n: int) -> int:
     result, square = _ONE, _ONE >> 1
     while n:
         if n & 1:
-            result = _product(result, square)
-        square = _product(square, square)
+            result = _times(result, square)
+        square = _times(square, square)
         n >>= 1
     return result
 
 
-def _product(a: int, b: int) -> int:
-    """The product of two polynomials, modulo the CRC's polynomial."""
-    result = 0
-    for k in range(31, -1, -1):
-        if a >> k & 1:
-            result ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+def _times(values: SomeSums, factor: int) -> SomeSums:
+    """The product of two polynomials, or of each of a few and one, modulo the CRC's polynomial."""
+    result = values ^ values  # 0, or an array of them
+    for bit in range(31, -1, -1):
+        result ^= (values >> bit & 1) * factor
+        factor = factor >> 1 ^ (_POLYNOMIAL if factor & 1 else 0)
     return result
 
 
-def _times(values: Sums, factor: int) -> Sums:
-    """Each value times `factor`, with one table for each of the four bytes of a value."""
+def _times_each(values: Sums, factor: int) -> Sums:
+    """The same of many values, with one table for each of the four bytes of a value."""
     result = np.zeros(values.shape, np.uint32)
     for k, table in enumerate(_tables(factor)):
         result ^= table[values >> np.uint32(8 * k) & np.uint32(255)]
@@ -189,10 +182,6 @@ def _times(values: Sums, factor: int) -> Sums:
 
 
 @lru_cache(maxsize=64)
-def _tables(factor: int) -> Sums:
-    tables = np.zeros((4, 256), np.uint32)
-    numbers = np.arange(256)
-    for bit in range(32):
-        product = np.uint32(_product(1 << bit, factor))
-        tables[bit // 8] ^= np.where(numbers >> bit % 8 & 1, product, np.uint32(0)).astype(np.uint32)
-    return tables
+def _tables(factor: int) -> list[Sums]:
+    numbers = np.arange(256, dtype=np.uint32)
+    return [_times(numbers << np.uint32(8 * k), factor) for k in range(4)]

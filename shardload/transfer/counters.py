@@ -82,11 +82,6 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
     return counts
 
 
-def count_by_region(block: Block, numbers: IntArray, chunks: Grid) -> IntArray:
-    """The `Counter` for blocks with one owner: a chunk is counted by the block that has its first element."""
-    return _beginning_in(block.region, numbers, chunks)
-
-
 def _beginning_in(region: Region, numbers: IntArray, chunks: Grid) -> IntArray:
     """The chunks whose first element (of those that are selected) is in a region.
 

@@ -118,10 +118,6 @@ class Outgoing:
         self.following = next(self._blocks, None)
         return True
 
-    def stop(self) -> None:
-        """Start no more."""
-        self.following = None
-
 
 class _Exchange:
     """The main loop of one rank: stage, send and receive until everything has arrived."""
@@ -170,14 +166,11 @@ class _Exchange:
         except Exception as error:
             self._fail(error)
             has_moved = True
-        if not self.has_sent_receipts and self._has_staged_all and self.channels.is_empty:
+        has_staged_all = self.outgoing.following is None and not self.outgoing.under_way
+        if has_staged_all and self.channels.is_empty and not self.has_sent_receipts:
             self.channels.send_receipts(not self.failure)
             self.has_sent_receipts = has_moved = True
         return has_moved
-
-    @property
-    def _has_staged_all(self) -> bool:
-        return self.outgoing.following is None and not self.outgoing.under_way
 
     def _stage(self) -> bool:
         """Deliver the blocks that are staged, in order, and start the next ones. Return True if any were."""
@@ -205,7 +198,7 @@ class _Exchange:
     def _fail(self, error: Exception) -> None:
         """Stop staging and sending. Each rank that still expects parts will get a receipt that reports the failure."""
         self.failure.keep(error)
-        self.outgoing.stop()
+        self.outgoing.following = None
         self.channels.give_up(block for _, block in _outgoing(self.moves, self.rank))
 
 

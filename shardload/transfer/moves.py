@@ -57,11 +57,6 @@ class Producer(Protocol):
 class Flow(Protocol):
     """Which rank sends which part to which rank, in which order. Each rank asks only about itself."""
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        ...
-
     def outgoing(self, rank: int) -> Iterator[Block]:
         """The blocks that a rank stages, in order. Each part names the rank that receives it and that rank's target."""
         ...
@@ -102,11 +97,6 @@ class PiecesToBlocks:
     def __post_init__(self) -> None:
         if self.schedule.shards.has_halo:
             raise ValueError("shards with halos have elements that belong to other shards, so they cannot be written back")
-
-    @property
-    def ndim(self) -> int:
-        """See `Flow`."""
-        return len(self.schedule.blocks.shape)
 
     def targets(self, rank: int) -> range:
         """See `Flow`: the blocks of the rank in this round."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import PeerError, ShardloadError
-from shardload.planning.region import Array, Region, unravel
+from shardload.planning.region import Array, Region
 from shardload.planning.schedule import Part
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import Piece, view_of
@@ -112,12 +112,12 @@ class ShardPieces:
     """
 
     def __init__(self, shards: Shards, shape: tuple[int, ...], memory: Sequence[Array], rank: int) -> None:
-        self._halo, self._cuts, self._held_shards = shards.halo, shards.cuts, shards.held_by(rank, shape)
+        self._held_shards = {shard.number: shard for shard in shards.held_by(rank, shape)}
         self.shards: dict[int, Piece] = {}
         self.sections: dict[int, Piece] = {}
         self._shard_of: dict[int, int] = {}  # by the id of a section
         self._n_left: dict[int, int] = {}  # sections that have not arrived
-        for shard, data in zip(self._held_shards, memory, strict=True):
+        for shard, data in zip(self._held_shards.values(), memory, strict=True):
             piece = self.shards[shard.number] = Piece(shard.region, data)
             self._n_left[shard.number] = len(shard.sections)
             for number, region, place in shard.sections:
@@ -133,7 +133,7 @@ class ShardPieces:
         ShardloadError
             If an element is neither in the file nor filled. Verification looks at the same regions, so it could not find that.
         """
-        for shard in self._held_shards:
+        for shard in self._held_shards.values():
             piece = self.shards[shard.number]
             n_left = piece.region.size
             for content in shard.contents:
@@ -158,16 +158,10 @@ class ShardPieces:
             self._repeat(shard)
 
     def _repeat(self, shard: int) -> None:
-        """Repeat the last rows of the array beyond its ends, axis by axis: a corner then has the corner's element."""
+        """Repeat the last rows of the array beyond its ends."""
         self._unfinished.discard(shard)
-        if self._halo.is_none:
-            return
-        data = self.shards[shard].data
-        for axis, (i, n, h) in enumerate(zip(unravel(shard, self._cuts), self._cuts, self._halo.widths, strict=True)):
-            if not self._halo.repeats(axis):
-                continue
-            rows = data.swapaxes(0, axis)
-            if i == 0:
-                rows[:h] = rows[h : h + 1]
-            if i == n - 1:
-                rows[-h:] = rows[-h - 1 : -h]
+        sections = [self.sections[number] for number, _, _ in self._held_shards[shard].sections]
+        for content in self._held_shards[shard].contents:
+            if content.is_repeated and content.source is not None:
+                section = next(section for section in sections if section.region.contains(content.source))
+                self.shards[shard].view(content.place)[...] = section.view(content.source)

@@ -17,15 +17,8 @@ from shardload.storage.local import NotAFileError, OutsideError
 from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 
-_SAYS_WHY = (
-    ChangedError,
-    OutsideError,
-    NotAFileError,
-    HelperError,
-    MemoryError,
-    RemoteError,
-    UndecodedError,
-)  # errors that a new copy of the file would not fix
+# Errors that a new copy of the file would not fix.
+_SAYS_WHY = (ChangedError, OutsideError, NotAFileError, HelperError, MemoryError, RemoteError, UndecodedError)
 
 
 class Naming:
@@ -109,12 +102,7 @@ class Naming:
             text += (
                 "The file may be damaged, incomplete or out of reach there; nothing was loaded. Copy it again or recreate it"
             )
-        return SourceError(
-            text,
-            path=info.path,
-            dataset=info.dataset,
-            chunk=chunk,
-        )
+        return SourceError(text, path=info.path, dataset=info.dataset, chunk=chunk)
 
     def _has_changed(self, error: Exception) -> bool:
         """True if the file is another one than when it was opened. (A helper that has failed is asked nothing.)"""

@@ -26,15 +26,15 @@ from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, as_chunks, copy_chunks, region_of
 from shardload.formats.contract.format import Source
-from shardload.planning.region import Array, Region, cut_box, numbers_in
+from shardload.planning.region import Array, Region, cut_box, numbers_of
 from shardload.planning.schedule import Block, Part, SourceLayout
-from shardload.planning.tuning import Tuning, default_tuning
+from shardload.planning.tuning import Tuning
 from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import done_here
 from shardload.transfer.buffers import Piece, Resources, StagedBlock, sendable, view_of
-from shardload.transfer.cast import Convert, cast_into
-from shardload.transfer.counters import Counter, Counters, chunk_numbers, count_by_region
+from shardload.transfer.cast import Convert
+from shardload.transfer.counters import Counter, Counters, chunk_numbers
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
 
@@ -165,9 +165,9 @@ def open_reader(
     local: LocalPieces,
     resources: Resources,
     *,
-    tuning: Tuning | None = None,
-    counts: Counter = count_by_region,
-    convert: Convert = cast_into,
+    tuning: Tuning,
+    counts: Counter,
+    convert: Convert,
     library: threading.Lock | None = None,
 ) -> SourceReader:
     """The reader of one array: chunk by chunk, if the source has a reader of chunks and these are not too small for that.
@@ -182,16 +182,15 @@ def open_reader(
         This rank's pieces of the array.
     resources : Resources
         Threads, scratch memory and staging buffers, shared by all arrays of the job.
-    tuning : Tuning, optional
+    tuning : Tuning
         Sizes at which the way of reading changes.
-    counts : callable, optional
+    counts : callable
         Chooses which missing chunks of a block this rank counts (`counters.counter_of`).
-    convert : callable, optional
-        Turns stored numbers into values (`cast.conversion`). By default a cast.
+    convert : callable
+        Turns stored numbers into values (`cast.conversion`).
     library : Lock, optional
         Held while the format's library reads: the same one for all readers of a source that read at the same time.
     """
-    tuning = tuning or default_tuning()
     chunk_reader = None
     if layout.has_chunks and layout.chunk_nbytes >= tuning.min_chunk_nbytes:
         try:
@@ -454,7 +453,7 @@ class BoxReader(SourceReader):
         counters.nbytes_stored += sum(len(data) for data in encoded.data if data is not None)
         if encoded.has_missing:
             is_missing = [data is None for data in encoded.data]
-            numbers = numbers_in(box, self._layout.chunks.counts)[is_missing]
+            numbers = np.fromiter(numbers_of(box, self._layout.chunks.counts), np.int64)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
 
     def _in_file(self, box: Box) -> list[range]:

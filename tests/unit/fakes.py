@@ -20,6 +20,8 @@ from shardload.planning.selection import select_axes
 from shardload.planning.tuning import default_tuning
 from shardload.storage.objects import Ranges
 from shardload.transfer.buffers import Piece, Resources, Slots, StagedBlock
+from shardload.transfer.cast import cast_into
+from shardload.transfer.counters import _beginning_in
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader, open_reader
 
@@ -196,6 +198,15 @@ def chunked(data: Array, chunks: tuple[int, ...], **more: Any) -> FakeSource:
     return FakeSource(data, chunks, refuse, stored=FakeChunks(data, chunks, **more))
 
 
+def reader_as_planned(
+    source: FakeSource, layout: SourceLayout, local: LocalPieces, resources: Resources, **more: Any
+) -> SourceReader:
+    """A reader that casts, and counts each missing chunk with the block in which it begins."""
+    usual = {"tuning": default_tuning(), "convert": cast_into}
+    counts = {"counts": lambda read, numbers, chunks: _beginning_in(read.region, numbers, chunks)}
+    return open_reader(source, layout, local, resources, **{**usual, **counts, **more})  # type: ignore[arg-type]
+
+
 def reader_of(source: FakeSource, pieces: dict[int, Piece] | None = None, **more: Any) -> SourceReader:
     """A reader of a whole array on rank 0, with two slots that each have room for all of it."""
     shape = source.info.shape
@@ -207,7 +218,7 @@ def reader_of(source: FakeSource, pieces: dict[int, Piece] | None = None, **more
     layout = SourceLayout(selection, more.pop("chunks", chunks), source.info.chunks, source.dtype, dtype)
     local = LocalPieces(0, pieces or {}, more.pop("checksums", False))
     resources = more.pop("resources", None) or Resources(slots, more.pop("bell", None), more.pop("n_threads", 1))
-    return open_reader(source, layout, local, resources, **more)
+    return reader_as_planned(source, layout, local, resources, **more)
 
 
 def tune(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:

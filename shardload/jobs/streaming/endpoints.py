@@ -6,7 +6,6 @@ batch that comes soon, is read straight into it (`StreamPlan.in_place`); others 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -30,8 +29,7 @@ from shardload.planning.batch_flow import BatchFlow, CutFlow
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
-from shardload.system.scratch import aligned_bytes
-from shardload.transfer.buffers import Piece
+from shardload.transfer.buffers import Piece, aligned_empty
 from shardload.transfer.counters import Counters, describe_missing, settle_missing
 
 Array = np.ndarray[Any, Any]
@@ -240,7 +238,7 @@ class BatchTarget:
             bounds[stack.axis : stack.axis + (not stack.is_new)] = [(0, stack.shape[stack.axis])]
             start, stop = zip(*bounds, strict=True)
             region = Region(start, stop)
-            out = _aligned(region.shape, pieces[0][1].dtype)
+            out = aligned_empty(region.shape, pieces[0][1].dtype)
             yield region, join([data for _, data in pieces], axis=stack.axis, out=out)
 
     def _pieces_of(self, leaf_number: int, epoch: EpochRounds, number: int) -> Iterator[tuple[Region, Array]]:
@@ -269,7 +267,7 @@ class BatchTarget:
     def _new_piece(self, leaf_number: int, shard: _LeafShard, epoch: EpochRounds, number: int) -> Array:
         """Memory for a shard of a batch, padded where there is no sample or no element."""
         leaf, slots = self._plan.leaves[leaf_number], shard.slots(len(epoch.anchors) - number * self._plan.batch)
-        out = _aligned(shard.shape, leaf.dtype)
+        out = aligned_empty(shard.shape, leaf.dtype)
         if shard.is_padded or slots.stop - slots.start < shard.shape[0]:
             out[...] = pad_value(0 if leaf.pad is None else leaf.pad, leaf.dtype)
         return out
@@ -355,8 +353,3 @@ def _neighbours(steps: Array, readings: Array) -> Iterator[tuple[int, int]]:
     """The slices of slots whose steps follow each other in one reading: each is copied at once."""
     ends = np.flatnonzero((np.diff(steps) != 1) | (np.diff(readings) != 0)) + 1
     return pairwise([0, *ends.tolist(), len(steps)])
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Uninitialised memory that JAX uses on CPU as it is."""
-    return aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

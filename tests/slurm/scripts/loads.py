@@ -26,12 +26,12 @@ from tests.mpi.support import check, cube, mesh_of, on_root, ramp
 
 notes: set[int] = set()
 messages: set[int] = set()
-right_note, right_message = channels.Channel._offer, MpiTransport.send
+right_note, right_message = channels.Channels.offer, MpiTransport.send
 
 
-def note(self: Any, *arguments: Any) -> Any:
-    notes.add(self.rank)
-    return right_note(self, *arguments)
+def note(self: Any, rank: int, *arguments: Any) -> Any:
+    notes.add(rank)
+    return right_note(self, rank, *arguments)
 
 
 def message(self: Any, rank: int, *arguments: Any) -> Any:
@@ -39,7 +39,7 @@ def message(self: Any, rank: int, *arguments: Any) -> Any:
     return right_message(self, rank, *arguments)
 
 
-channels.Channel._offer = note  # type: ignore[method-assign]
+channels.Channels.offer = note  # type: ignore[method-assign]
 MpiTransport.send = message  # type: ignore[method-assign]
 
 

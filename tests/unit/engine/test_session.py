@@ -35,8 +35,6 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 class InOrder:
     """The flow of an array that stays on its rank, in blocks of two rows."""
 
-    ndim = 2
-
     def outgoing(self, rank: int) -> Iterator[Block]:
         return (whole(rows(k, k + 2)) for k in range(0, 8, 2))
 

@@ -169,17 +169,6 @@ def test_a_block_that_one_rank_needs_is_read_by_it(n_ranks: int) -> None:
         assert n_read_by_holder >= len(uses) / 2
 
 
-@pytest.mark.parametrize("n_readers", [1, 2, 4])
-def test_a_block_that_its_rank_cannot_read_goes_to_another(n_readers: int) -> None:
-    """Wrong if one rank had to read all that its only device needs, or a rank that reads nothing had to."""
-    shards = plan_shards((8, 5), [(), ()], np.array([3]))
-    schedule = BatchSchedule(Grid((99, 5), (1, 5), (0, 0)), 0, shards, 4, Owners(n_readers))
-    uses = tuple((k, k, k) for k in range(8))
-    flow = Case(schedule, tuple(range(8)), uses, 8, 1 << 30).flow()
-    expected = {1: [8, 0, 0, 0], 2: [4, 0, 4, 0], 4: [2, 2, 2, 2]}[n_readers]
-    assert [len(flow.blocks_of(rank)) for rank in range(4)] == expected
-
-
 @examples(80)
 @given(st.data(), st.sampled_from([1, 2, 3, 1 << 30]))
 def test_runs(data: st.DataObject, most: int) -> None:

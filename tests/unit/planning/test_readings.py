@@ -116,10 +116,3 @@ def test_shuffled_at_most_one_and_a_half_times(seed: int) -> None:
     readings = Readings(order.epoch(0), batch=batch, offsets=offsets, chunk=chunk, horizon=horizon)
     n_times = len(readings) / len(set(readings.chunks.tolist()))
     assert 1 < n_times <= 1.5, n_times
-
-
-def test_nothing_to_read() -> None:
-    """Wrong if a stream that goes on at its end failed."""
-    readings = Readings(np.empty(0, dtype=np.int64), batch=2, offsets=(-1, 0), chunk=3, horizon=2)
-    assert len(readings) == 0
-    assert readings.of_use.shape == (0, 2)

@@ -192,7 +192,6 @@ def test_no_select_is_all() -> None:
         (4, (4, 5), IndexError, r"select has 4 on axis 0, which has 4 elements"),
         ((0, -6), (4, 5), IndexError, r"select has -6 on axis 1, which has 5 elements"),
         (0, (0,), IndexError, r"select has 0 on axis 0, which has 0 elements"),
-        (None, (4,), None, ""),
         (
             ([3, 1], 0),
             (4, 5),
@@ -201,18 +200,12 @@ def test_no_select_is_all() -> None:
         ),
         ((None, 0), (4, 5), ValueError, r"select has None on axis 0; each axis takes a slice with step 1 or an integer"),
         ([0, 2], (4, 5), ValueError, r"select has \[0, 2\] on axis 0"),
-        (([0, 2], 1), (4, 5), ValueError, r"select has \[0, 2\] on axis 0"),
-        (np.array([True, False, True, True]), (4,), ValueError, r"select has array"),
-        (True, (4,), ValueError, r"select has True on axis 0"),
         ((0, False), (4, 5), ValueError, r"select has False on axis 1"),
         ("0:3", (4,), ValueError, r"select has '0:3' on axis 0"),
         (1.0, (4,), ValueError, r"select has 1.0 on axis 0"),
     ],
 )
 def test_what_numpy_would_read_another_way_is_refused(index: Any, shape: Any, error: Any, text: str) -> None:
-    if error is None:
-        assert select_axes(index, shape).shape == shape
-        return
     with pytest.raises(error, match=text):
         select_axes(index, shape)
 

@@ -223,29 +223,6 @@ def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> Non
         assert gaps.max() - gaps.min() <= 1
 
 
-def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
-    """A plan small enough to be written down by hand."""
-    # P('b') over a mesh a=2, b=2 of ranks [[3, 0], [1, 2]]: columns are shards; 5 elements padded to 6; chunks of 2.
-    shards = plan_shards((6,), [(1,)], np.array([[3, 0], [1, 2]]))
-    plan = Schedule(Grid((5,), (2,), (0,)), shards, 8, 4, Owners(2))
-    assert [shards.holders(s) for s in (0, 1)] == [(1, 3), (0, 2)]
-    assert [plan.owner(b) for b in range(3)] == [0, 2, 2]
-
-    def part(start: int, stop: int, shard: int, rank: int) -> Part:
-        return Part(Region((start,), (stop,)), shard, rank)
-
-    assert [(*r.parts,) for r in plan.outgoing(0)] == [(part(0, 2, 0, 1), part(0, 2, 0, 3))]
-    assert [(*r.parts,) for r in plan.outgoing(2)] == [
-        (part(2, 3, 0, 1), part(2, 3, 0, 3), part(3, 4, 1, 0), part(3, 4, 1, 2)),
-        (part(4, 5, 1, 0), part(4, 5, 1, 2)),
-    ]
-    assert list(plan.outgoing(1)) == list(plan.outgoing(3)) == []
-    incoming = [{owner: list(parts) for owner, parts in plan.incoming(rank).items()} for rank in range(4)]
-    assert incoming[0] == {2: [part(3, 4, 1, 2), part(4, 5, 1, 2)]}
-    assert incoming[1] == incoming[3] == {0: [part(0, 2, 0, 0)], 2: [part(2, 3, 0, 2)]}
-    assert incoming[2] == {}
-
-
 # --- grids
 
 
@@ -285,6 +262,8 @@ def test_grids_that_cannot_be(shape: tuple[int, ...], cell: tuple[int, ...], pha
 def test_shards_against_every_device(case: Case) -> None:
     shards = plan_shards(case.shape_global, case.axes, case.ranks)
     held = held_regions(case)
+    shards_held = [shards.shards_of(rank) for rank in range(case.n_ranks)]
+    n_holders = [len(shards.holders(shard)) for shard in range(shards.n_shards)]
     assert len(shards.ranks) == math.prod(shards.cuts)
     assert shards.ranks.size == case.ranks.size
     covered = np.zeros(case.shape_global, dtype=int)
@@ -298,8 +277,17 @@ def test_shards_against_every_device(case: Case) -> None:
             assert {rank for rank, regions in enumerate(held) if region in regions} == set(shards.holders(shard))
     assert (covered == 1).all()
     for rank in range(case.n_ranks):
-        assert {shards.region(s) for s in shards.shards_of(rank)} == held[rank]
-        assert list(shards.shards_of(rank)) == sorted(set(shards.shards_of(rank)))
+        assert {shards.region(s) for s in shards_held[rank]} == held[rank]
+        assert list(shards_held[rank]) == sorted(set(shards_held[rank]))
+    assert shards.shards_of(-1) == shards.shards_of(case.n_ranks) == ()
+    assert (shards.n_holding, shards.most_held) == (sum(map(bool, held)), max(map(len, shards_held)))
+    assert shards.most_holders == max(n_holders)
+    assert shards.n_holders == (n_holders[0] if len(set(n_holders)) == 1 else None)
+    for axis, span in enumerate(shards.spans):
+        places = [[int(np.unravel_index(s, shards.cuts)[axis]) for s in mine] for mine in shards_held if mine]
+        assert span == max(max(mine) - min(mine) + 1 for mine in places)
+    again, other = (plan_shards(case.shape_global, case.axes, case.ranks + k) for k in (0, 1))
+    assert shards.describe_ranks() == again.describe_ranks() != other.describe_ranks()
 
 
 # --- blocks
@@ -397,25 +385,6 @@ def test_staging_buffers_are_no_larger_than_a_shard() -> None:
     blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, within=shards.shard_shape)
     plan = Schedule(blocks, shards, 4, 4096, None)
     assert max(read.region.size for read in plan.outgoing(17)) == plan.max_block_size <= 1 << 18
-
-
-@pytest.mark.parametrize(
-    ("shape", "cell", "cap", "n_readers", "expected"),
-    [
-        ((512, 512, 512), (1, 512, 512), 16 << 20, 8, (16, 512, 512)),
-        ((512, 512, 512), (1, 512, 512), 4 << 20, 8, (4, 512, 512)),  # the cap
-        ((512, 512, 512), (1, 512, 512), 1, 8, (1, 512, 512)),  # a chunk above the cap
-        ((512, 512, 512), (64, 64, 64), 16 << 20, 8, (64, 128, 512)),
-        ((41, 8), (1, 8), 16 << 20, 10, (1, 8)),  # 41 chunks for 10 readers: one by one, not 21 pairs
-        ((10,), (3,), 1 << 20, 1, (3,)),
-        ((), (), 1, 4, ()),
-        ((0, 5), (2, 5), 1 << 20, 4, (2, 5)),
-    ],
-)
-def test_blocks_by_hand(
-    shape: tuple[int, ...], cell: tuple[int, ...], cap: int, n_readers: int, expected: tuple[int, ...]
-) -> None:
-    assert plan_blocks(Grid(shape, cell, (0,) * len(shape)), 4, max_nbytes=cap, n_owners=n_readers).cell == expected
 
 
 def test_row_chunks_fit_any_shape() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,15 @@ from typing import Any
 import pytest
 
 import shardload
-from shardload.system.caller import levels_to_caller
+from shardload.system.caller import warn_once
 
 INSIDE = str(Path(shardload.__file__).parent / "made_up.py")
 
 
 def inside(n: int) -> Any:
     """A function that warns, `n` calls deep in files of the package."""
-    names: dict[str, Any] = {"warnings": warnings, "levels_to_caller": levels_to_caller}
-    source = "def f0(): warnings.warn('x', stacklevel=levels_to_caller())\n"
+    names: dict[str, Any] = {"warn_once": warn_once}
+    source = "def f0(): warn_once('x', UserWarning, 0)\n"
     source += "".join(f"def f{k}(): f{k - 1}()\n" for k in range(1, n))
     exec(compile(source, INSIDE, "exec"), names)
     return names[f"f{n - 1}"]
@@ -39,11 +38,8 @@ def test_the_line_is_that_of_the_first_call_from_outside(n: int) -> None:
 
 def test_context_managers_of_the_package_do_not_count() -> None:
     """Wrong if the line were one of Python's own `contextlib`, which calls the package's functions."""
-    names: dict[str, Any] = {"warnings": warnings, "levels_to_caller": levels_to_caller, "contextmanager": contextmanager}
-    source = (
-        "@contextmanager\ndef call():\n    warnings.warn('x', stacklevel=levels_to_caller())\n    yield\n"
-        "def save():\n    with call(): pass\n"
-    )
+    names: dict[str, Any] = {"warn_once": warn_once, "contextmanager": contextmanager}
+    source = "@contextmanager\ndef call():\n    warn_once('x', UserWarning, 0)\n    yield\ndef save():\n    with call(): pass\n"
     exec(compile(source, INSIDE, "exec"), names)
     with pytest.warns(UserWarning) as said:
         names["save"]()

@@ -28,8 +28,8 @@ from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, Resources, StagedBlock
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import SourceReader, open_reader
-from tests.unit.fakes import FakeSource, pieces_of
+from shardload.transfer.reader import SourceReader
+from tests.unit.fakes import FakeSource, pieces_of, reader_as_planned
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, leave_no_memory, ranks_of
 
 Array = np.ndarray[Any, Any]
@@ -87,7 +87,7 @@ class Loads:
         source, shape = FakeSource(given.values, given.block), given.values.shape
         layout = SourceLayout(select_axes(None, shape), given.schedule.blocks, None, source.dtype, given.values.dtype)
         local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
-        reader = open_reader(source, layout, local, resources)  # type: ignore[arg-type]
+        reader = reader_as_planned(source, layout, local, resources)
         note = lambda piece: self.complete[rank.number].append((k, piece))  # noqa: E731
         move = ArrayMove(k, given.schedule, given.values.dtype, f"array {k}")
         move.producer, move.targets, move.on_complete, move.seed = reader, pieces, note, self.seeds[k]
@@ -131,19 +131,6 @@ def test_every_part_of_every_array_arrives(way: str, n: int, checksums: bool) ->
     assert sum(counters.nbytes_received for _, counters in found) == from_others
     assert all((counters.n_checksums > 0) == checksums for _, counters in found if counters.nbytes_received)
     assert all(rank.slots.has_room() and rank.pack_slots.has_room() for rank in loads.ranks)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_progress_is_told_in_bytes_of_each_array(way: str) -> None:
-    loads = Loads(way)
-    told: list[int] = []
-    right = exchange.exchange
-    try:
-        exchange.exchange = lambda *given, **how: right(*given, **how, on_progress=told.append)
-        assert [error for error, _ in loads.run()] == [None] * 4
-    finally:
-        exchange.exchange = right
-    assert sum(told) == sum(p.data.nbytes for arrays in loads.arrays for m in arrays for p in m.targets.values())
 
 
 @pytest.mark.parametrize("way", WAYS)

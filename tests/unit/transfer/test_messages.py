@@ -39,12 +39,6 @@ def test_a_part_with_gaps_is_put_together(region: Region) -> None:
     np.testing.assert_array_equal(data, TABLE[region.slices()])
 
 
-def test_what_a_block_does_not_hold_is_never_sent() -> None:
-    """Wrong if the buffer's old content travelled as if it were the file's."""
-    with pytest.raises(ValueError, match=r"\[0:5, 0:4\] is not in the block"):
-        Packer(Slots(1, 200)).pack(block_of(rows(0, 4)), rows(0, 5))
-
-
 def test_parts_share_a_slot_until_all_have_left() -> None:
     slots = Slots(1, 200)
     packer, block = Packer(slots), block_of(ALL)

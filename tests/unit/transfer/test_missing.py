@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import zarr
@@ -23,7 +21,6 @@ from shardload.planning.shards import plan_shards
 from shardload.transfer.counters import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from tests.unit.brute_force import Case, cases
 from tests.unit.fakes import FakeSource, chunked, fetch, reader_of, tune, whole
-from tests.unit.files import flat, read_small
 
 SHAPE, CHUNKS = (7, 10, 3), (2, 4, 3)
 
@@ -119,76 +116,6 @@ def test_chunks_that_the_library_did_not_find_are_counted() -> None:
 
 
 # --- sources say which
-
-
-def hdf5(path: Path, rows: int, **options: Any) -> str:
-    with h5py.File(path, "w", libver=options.pop("libver", "earliest")) as file:
-        made = file.create_dataset("a", SHAPE, "f4", chunks=CHUNKS, fillvalue=-1, **options)
-        made[:rows] = flat(SHAPE)[:rows]
-    return str(path)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("libver", ["earliest", "latest"])
-@pytest.mark.parametrize("growing", [False, True])
-@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "lzf"}])
-@pytest.mark.parametrize("rows", [0, 4, 7])
-def test_hdf5_chunks_never_written(tmp_path: Path, libver: str, growing: bool, filters: dict[str, Any], rows: int) -> None:
-    more = {"maxshape": (None, None, 3)} if growing else {}
-    path = hdf5(tmp_path / "a.h5", rows, libver=libver, **filters, **more)
-    source = open_source(path, "/a")
-    for region in (Region.whole(SHAPE), Region((3, 3, 0), (5, 9, 1)), Region((2, 2, 2), (2, 3, 3))):
-        source.read_into(region, np.empty(region.shape, "f4"))
-        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, CHUNKS, strict=True)]
-        expected = [(i, j, 0) for i in axes[0] for j in axes[1] if i >= rows / 2 and region.size]
-        assert list(source.missing(region)) == expected
-    reader = source.chunk_reader()
-    if reader is not None:
-        data = reader.fetch((range(4), range(3), range(1))).data
-        assert [stored is None for stored in data] == [i >= rows / 2 for i in range(4) for j in range(3)]
-    source.close()
-    assert (read_small(path, source.info) is None) == (rows < 7)
-
-
-def test_hdf5_contiguous_never_written(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("a", SHAPE, "f4", fillvalue=2)
-        file["b"] = flat(SHAPE)
-    for name, expected in (("/a", [()]), ("/b", [])):
-        source = open_source(tmp_path / "a.h5", name)
-        assert list(source.missing(Region.whole(SHAPE))) == expected
-        source.close()
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("way", ["plain", "order F", "shards"])
-def test_zarr_chunks_that_are_not_there(tmp_path: Path, zarr_format: Any, zipped: bool, way: str) -> None:
-    """In folders by position, elsewhere and in layouts that only zarr-python reads by the keys that it asked for in vain."""
-    if way == "shards" and zarr_format == 2:
-        zarr_format = 3
-    more: dict[str, Any] = {"shards": (4, 8, 3)} if way == "shards" else {"order": "F"} if way == "order F" else {}
-    if way == "order F" and zarr_format == 3:
-        more = {"filters": [zarr.codecs.TransposeCodec(order=(2, 1, 0))]}
-    path = tmp_path / ("a.zip" if zipped else "a.zarr")
-    store: Any = zarr.storage.ZipStore(path, mode="w") if zipped else path
-    made = zarr.open_group(store, mode="w", zarr_format=zarr_format)
-    array = made.create_array("g/a", shape=SHAPE, dtype="f4", chunks=CHUNKS, fill_value=-1, **more)
-    array[:4, :8] = flat(SHAPE)[:4, :8]
-    if zipped:
-        store.close()
-    source = open_source(str(path), "/g/a")
-    for region in (Region.whole(SHAPE), Region((3, 3, 0), (5, 9, 1)), Region((0, 0, 0), (4, 8, 3))):
-        out = np.empty(region.shape, "f4")
-        source.read_into(region, out)
-        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, CHUNKS, strict=True)]
-        assert list(source.missing(region)) == [(i, j, 0) for i in axes[0] for j in axes[1] if i > 1 or j > 1]
-        full = np.full(SHAPE, -1, "f4")
-        full[:4, :8] = flat(SHAPE)[:4, :8]
-        np.testing.assert_array_equal(out, full[region.slices()])
-    source.close()
-    assert read_small(str(path), source.info) is None
 
 
 def test_open_zarr_arrays_too() -> None:

@@ -124,20 +124,6 @@ def test_what_is_named_is_copied_once_and_answered(checksums: bool) -> None:
     assert ranks.arrivals.errors.error is None
 
 
-@pytest.mark.parametrize("checksums", [False, True])
-def test_parts_of_another_load_are_not_taken_for_this_one(checksums: bool) -> None:
-    """Wrong if the same regions of another array, with the right checksums of its values, passed for those of this one."""
-    ranks = Ranks(checksums, seeds=(77, 78))
-    for note in ranks.put():
-        ranks.receiving.hear(0, note)
-    assert ranks.arrivals.errors.error is None, "they look alike"
-    ranks.answer()
-    ranks.receipt()
-    ranks.receiving.check(True)
-    assert isinstance(ranks.arrivals.errors.error, PeerError)
-    assert "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.errors.error)
-
-
 def test_a_receipt_that_counts_parts_which_no_note_named() -> None:
     """Wrong if the receiver waited for them: notes and receipts have one tag and come in order, so no more will come."""
     ranks = Ranks()
@@ -149,21 +135,6 @@ def test_a_receipt_that_counts_parts_which_no_note_named() -> None:
     ranks.receiving.check(True)
     assert isinstance(ranks.arrivals.errors.error, PeerError)
     assert "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.errors.error)
-
-
-def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
-    ranks = Ranks()
-    for read in ranks.plan.outgoing(0):
-        ranks.sending.send(0, StagedBlock(read, [Piece(read.region, TABLE[read.region.slices()])]))
-    assert not ranks.sending.is_empty and ranks.there.messages == []
-    while ranks.sending.send_queued():
-        for _, note in ranks.there.messages:
-            ranks.receiving.hear(0, note)
-        ranks.there.messages.clear()
-        ranks.answer()
-    assert ranks.sending.is_empty
-    np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
-    assert ranks.slots.has_room() and len(ranks.sending._offered) == 0
 
 
 HOSTILE: dict[str, tuple[Any, Any]] = {

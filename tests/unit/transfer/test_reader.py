@@ -19,7 +19,7 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import select_axes
 from shardload.storage.local import NotAFileError, OutsideError
-from shardload.transfer.buffers import Resources, Slots, StagedBlock
+from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole
 
@@ -221,48 +221,14 @@ def test_values_that_cannot_be_sent_as_they_are_are_staged(shown: Array) -> None
     np.testing.assert_array_equal(tile.data, TABLE)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("shows", [False, True])
-@pytest.mark.parametrize(
-    ("index", "expected"),
-    [((3,), TABLE[3]), ((slice(None), -1), TABLE[:, -1]), ((slice(2, 6), slice(1, 3)), TABLE[2:6, 1:3]), ((1, 2), TABLE[1, 2])],
-)
-def test_dropped_axes(index: Any, expected: Array, shows: bool) -> None:
-    source = FakeSource(TABLE, (2, 3), shows=TABLE if shows else None)
-    selection = select_axes(index, TABLE.shape)
-    region = Region.whole(expected.shape)
-    cell = tuple((2, 3)[k] for k in selection.kept)
-    phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
-    piece = piece_of(region)
-    options: dict[str, Any] = dict(selection=selection, chunks=Grid(expected.shape, cell, phase))
-    np.testing.assert_array_equal(staged(reader_of(source, {0: piece}, **options), region), expected)
-    assert fetch(reader_of(source, {0: piece}, **options), whole(region)).tiles == []
-    np.testing.assert_array_equal(piece.data, expected)
+@pytest.mark.parametrize(("index", "expected"), [((3,), TABLE[3]), ((slice(None), -1), TABLE[:, -1]), ((1, 2), TABLE[1, 2])])
+def test_dropped_axes_of_values_in_memory(index: Any, expected: Array) -> None:
+    chunks = Grid(expected.shape, expected.shape, (0,) * expected.ndim)
+    reader = reader_of(FakeSource(TABLE, shows=TABLE), selection=select_axes(index, TABLE.shape), chunks=chunks)
+    np.testing.assert_array_equal(staged(reader, Region.whole(expected.shape)), expected, strict=True)
 
 
 # --- staging
-
-
-@pytest.mark.parametrize("n_slots", [1, 2, 3])
-def test_no_more_slots_than_allowed_and_none_before_it_is_given_back(n_slots: int) -> None:
-    slots = Slots(n_slots, 16)
-    held: list[tuple[int, StagedBlock]] = []
-    addresses = set()
-    order = np.random.default_rng(0)
-    with reader_of(FakeSource(TABLE, (1, 4)), slots=slots) as reader:
-        for k in range(30):
-            read = whole(rows(k % 8, k % 8 + 1), rank=1)
-            while not reader.has_room(read):
-                row, block = held.pop(int(order.integers(len(held))))
-                np.testing.assert_array_equal(block.tiles[0].data, TABLE[row : row + 1])  # nobody wrote into it meanwhile
-                block.release()
-            block = fetch(reader, read)
-            addresses.add(block.tiles[0].data.ctypes.data)
-            assert block.tiles[0].data.ctypes.data % 64 == 0
-            held.append((k % 8, block))
-            assert len(held) <= n_slots
-            assert slots.peak_nbytes <= 16 * n_slots
-    assert len(addresses) == n_slots and slots.peak_nbytes == 16 * n_slots
 
 
 def test_a_read_without_a_slot_is_refused() -> None:

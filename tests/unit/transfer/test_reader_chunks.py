@@ -19,7 +19,6 @@ from shardload.planning.selection import Selection, select_axes
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.pieces import LocalPieces
-from shardload.transfer.reader import open_reader
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import (
@@ -31,6 +30,7 @@ from tests.unit.fakes import (
     fetch,
     piece_of,
     pieces_of,
+    reader_as_planned,
     reader_of,
     rows,
     tune,
@@ -67,19 +67,6 @@ def test_small_chunks_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -
     tune(monkeypatch, min_chunk_nbytes=32)
     fetch(reader_of(source), whole(rows(0, 8), rank=1))
     assert source.reads == [rows(0, 8)] and len(chunks_of(source).fetched) == 4
-
-
-def test_chunks_that_are_all_of_ones_own_are_decoded_straight_into_the_piece() -> None:
-    source = chunked(TABLE, (2, 4))
-    piece = piece_of(rows(2, 8))
-    slots = Slots(1, 1 << 10)
-    with reader_of(source, {3: piece}, slots=slots) as reader:
-        block = fetch(reader, whole(rows(2, 6), shard=3))
-    assert block.tiles == [] and block.slot is None and slots.peak_nbytes == 0
-    assert chunks_of(source).fetched == [(1, 0), (2, 0)]
-    assert [np.shares_memory(out, piece.data) for out in chunks_of(source).outs] == [True, True]
-    np.testing.assert_array_equal(piece.data, [*TABLE[2:6], [-1] * 4, [-1] * 4])
-    assert reader.counters.nbytes_copied == 0
 
 
 @pytest.mark.parametrize(
@@ -221,7 +208,10 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("batches")
-@pytest.mark.parametrize(("batch_nbytes", "sizes"), [(6 * 4 * 4, [4] * 4), (1 << 20, [16]), (2 * 6 * 4, [2] * 8)])
+@pytest.mark.parametrize(
+    ("batch_nbytes", "sizes"),
+    [(6 * 4 * 4, [4] * 4), (1 << 20, [16]), (2 * 6 * 4, [2] * 8), (2 * 6 * 4 - 1, [1] * 16), (0, [1] * 16)],
+)
 def test_a_batch_is_no_larger_than_it_may_be(batch_nbytes: int, sizes: list[int]) -> None:
     source = chunked(WIDE, (2, 3))  # 4 x 4 chunks of 24 bytes
     stored = chunks_of(source)
@@ -233,17 +223,6 @@ def test_a_batch_is_no_larger_than_it_may_be(batch_nbytes: int, sizes: list[int]
     assert sorted(stored.fetched) == [(i, j) for i in range(4) for j in range(4)], "each chunk once"
     np.testing.assert_array_equal(piece.data, WIDE)
     assert reader.counters.chunks_decoded == 16 and reader.counters.nbytes_read == WIDE.nbytes
-
-
-@pytest.mark.usefixtures("batches")
-@pytest.mark.parametrize("batch_nbytes", [0, 2 * 6 * 4 - 1])
-def test_chunks_of_which_two_are_too_large_are_read_one_by_one(batch_nbytes: int) -> None:
-    source = chunked(WIDE, (2, 3))
-    stored = chunks_of(source)
-    resources = Resources(Slots(1, 1 << 10), batch_nbytes=batch_nbytes)
-    with reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, resources=resources) as reader:
-        fetch(reader, whole(Region((0, 0), (2, 12))))
-    assert [len(box) for box in stored.boxes] == [1] * 4
 
 
 @pytest.mark.usefixtures("batches")
@@ -369,7 +348,7 @@ def test_all_ranks_readers_together_read_a_selection(
         resources = Resources(slots, n_threads=max(1, n_threads), batch_nbytes=batch_nbytes)
         tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=inline_nbytes)
         local = LocalPieces(rank, pieces[rank], checksums)
-        with resources, open_reader(source, layout, local, resources, tuning=tuning) as reader:
+        with resources, reader_as_planned(source, layout, local, resources, tuning=tuning) as reader:
             for read in plan.outgoing(rank):
                 assert reader.has_room(read)
                 block = fetch(reader, read)
