@@ -109,13 +109,12 @@ def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 class Box:
     """One tile: a region of the virtual dataset, and where it begins in a part.
 
-    `names` are those of the part's file and dataset, `shape` is the part's when it was looked at. `axes` has, for each axis of
-    the part, the axis of the virtual dataset that it lies along; -1 for an axis along none, of which the tile has one element.
+    `names` are those of the part's file and dataset. `axes` has, for each axis of the part, the axis of the virtual dataset
+    that it lies along; -1 for an axis along none, of which the tile has one element.
     """
 
     region: Region
     names: Names
-    shape: tuple[int, ...]
     start: tuple[int, ...]
     axes: tuple[int, ...]
 
@@ -167,7 +166,7 @@ def find_boxes(
         axes = _axes_along(region.shape, in_part.shape)
         if axes is None or not Region.whole(dataset.shape).contains(region) or not Region.whole(shape).contains(in_part):
             return None
-        boxes.append(Box(region, name, shape, in_part.start, axes))
+        boxes.append(Box(region, name, in_part.start, axes))
     return None if _overlap([box.region for box in boxes]) else boxes
 
 
@@ -190,7 +189,7 @@ def tell_parts(
     parts = [metadata[box.names] for box in boxes if box.names in metadata]
     if len(parts) < len(boxes) or any(part.kind != virtual.kind for part in parts):
         return None  # HDF5 converts types
-    versions, shapes = [list(part.version) for part in parts], [list(box.shape) for box in boxes]
+    versions, shapes = [list(part.version) for part in parts], [list(part.shape) for part in parts]
     return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, parts, virtual, chunks)}
 
 
@@ -263,10 +262,6 @@ def _overlap(regions: Sequence[Region]) -> bool:
     return bool(overlaps.sum() > len(regions))  # more than each with itself
 
 
-def _encoding_of(source: Source) -> tuple[Any, ...]:
-    return source.info.chunks, source.info.codec, source.dtype
-
-
 @dataclass(eq=False)
 class _Part:
     """A part that is open."""
@@ -301,7 +296,6 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected: Region | None = None
         self._decoder: Any = None
-        self._encoding: Any = None  # of the part of the decoder
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
         self._last_missing: tuple[Region, list[tuple[int, ...]]] | None = None  # what was read last, and its missing chunks
 
@@ -354,8 +348,6 @@ class Tiles(ChunkReader):
                 raise ChangedError(
                     f"'{source.info.path}' has changed since it was looked at ({changed}). Load it again, or make a new plan"
                 )
-            if source.info.shape != box.shape:
-                raise ChangedError(f"{source.info} had the shape {box.shape}, and has {source.info.shape}. Make a new plan")
             self._files[k] = list(files)
             wanted = None if self._expected is None else box.region.intersect(self._expected)
             if wanted is not None:
@@ -444,7 +436,7 @@ class Tiles(ChunkReader):
                 return None
             if self._decoder is None:
                 part.n_users += 1  # it decodes for all, until they are closed
-                self._decoder, self._encoding = part.reader, _encoding_of(part.source)
+                self._decoder = part.reader
         return self
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
@@ -489,7 +481,7 @@ class Tiles(ChunkReader):
         """The reader of part k, and a box of the virtual dataset's chunks that lie in it, as one of the part's chunks."""
         tile, chunks = self._boxes[k], self._chunks or ()
         with self.use(k) as part:
-            if part.reader is None or _encoding_of(part.source) != self._encoding:
+            if part.reader is None:
                 raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
             n = len(chunks) - len(tile.start)
             starts = zip(tile.region.start, (0,) * n + tile.start, chunks, strict=True)
