@@ -41,7 +41,7 @@ from shardload.formats.contract.array import (
     refusal,
     unaddressable,
 )
-from shardload.formats.hdf5.filters import LOSSY, NAMES, name_of, parameters_of, refuse_filters
+from shardload.formats.hdf5.filters import LOSSY, NAMES, Filters, name_of, parameters_of, refuse_filters
 from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, address_of, decoded, encoded, names_below, type_of_values
 from shardload.system.steps import step_done
@@ -411,7 +411,7 @@ def _type_of(kind: Any) -> tuple[str, str | None]:
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
 
-def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
+def _codec(filters: Filters) -> str:
     """The filter pipeline for people: compressors first, then shuffle and checksum."""
     ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
     return "+".join(name_of(number, label) for number, _, _, label in ordered) or "none"
@@ -441,7 +441,7 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
     return shown, packing
 
 
-def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes]] | None = None) -> Properties:
+def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Properties:
     """The properties of an open dataset. `filters` are those of the parts of a virtual one."""
     creation, labels = dataset.creation, labels_of(dataset)
     attrs, unread = _typed_attributes(dataset, str(dataset.name))
@@ -538,7 +538,7 @@ def _typed_attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]
     return attrs, unread
 
 
-def _compression(filters: list[tuple[int, int, Any, bytes]], kind: str) -> tuple[dict[str, Any] | str | None, bool]:
+def _compression(filters: Filters, kind: str) -> tuple[dict[str, Any] | str | None, bool]:
     """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
     compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in _HELPERS]

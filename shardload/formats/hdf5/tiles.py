@@ -41,6 +41,7 @@ from shardload.formats.contract.chunk_reader import (
 )
 from shardload.formats.contract.format import ChangedError, Source
 from shardload.formats.hdf5.chunks import fill_value
+from shardload.formats.hdf5.filters import Filters
 from shardload.formats.hdf5.opened import OpenDataset, type_of_values
 from shardload.planning.region import Region
 from shardload.storage.local import state_of
@@ -65,11 +66,11 @@ class PartMetadata:
     version : tuple of int
         The `version_of` all files that hold its values.
     shape, chunks : tuple of int
-        Its shape, and its chunks if it has some.
+        Its shape, and its chunks if it has some; if it is virtual, the `smallest_chunk` of its parts.
     kind : bytes
         The type of its values in the file, as HDF5 encodes it.
-    filters : tuple
-        Number and parameters of each filter.
+    filters : list
+        Those of its chunks.
     fill : bytes
         Its value where nothing was written, in native byte order; empty if not known (of bit fields).
     is_raw : bool
@@ -80,7 +81,7 @@ class PartMetadata:
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
     kind: bytes
-    filters: tuple[tuple[int, tuple[int, ...]], ...]
+    filters: Filters
     fill: bytes
     is_raw: bool = True
 
@@ -88,12 +89,13 @@ class PartMetadata:
     def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> PartMetadata:
         """Of an open dataset, with this version."""
         creation, kind = dataset.creation, dataset.kind
-        filters = tuple((number, tuple(values)) for number, _, values, _ in dataset.stored_filters)
         dtype = native_dtype(type_of_values(kind)) if kind.get_class() in _NUMBERS else None
         fill = b"" if dtype is None or refusal(dtype) is not None else fill_value(dataset, dtype).tobytes()
         chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
         is_raw = not dataset.facts.creation.get_userblock()
-        return cls(version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), filters, fill, is_raw)
+        return cls(
+            version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), dataset.stored_filters, fill, is_raw
+        )
 
 
 def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
