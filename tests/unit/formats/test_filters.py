@@ -291,6 +291,18 @@ def test_chunks_that_are_too_short_do_not_reach_hdf5(tmp_path: Path) -> None:
     assert all(line.startswith("refused") for line in said), said
 
 
+@pytest.mark.parametrize("how", [{"mode": "r+"}, {"driver": "stdio"}])
+def test_chunks_that_hdf5_alone_can_read_are_not_left_to_its_decoder(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Wrong if HDF5 were given a chunk that declares its own length, or if who allows that did not get the values."""
+    data = flat((64, 64))
+    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(32, 64), **hdf5plugin.Zstd())
+    with h5py.File(path, **how) as file:
+        for read in (read_all, lambda source: source.plain(Region.whole((64, 64)))):
+            with pytest.raises(UndecodedError, match=r"encoded by zstd, .* for writing .*pass allow_filters='zstd'$"):
+                read(open_source(file["a"], "/a"))
+            np.testing.assert_array_equal(read(open_source(file["a"], "/a", Access(allow_filters={"zstd"}))), data)
+
+
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
 @pytest.mark.parametrize("form", ["2", "3", "3, numcodecs", "3, shards"])
 def test_blosc_of_zarr_is_not_believed(tmp_path: Path, form: str) -> None:
