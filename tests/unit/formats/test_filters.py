@@ -30,7 +30,7 @@ from shardload.formats.hdf5 import filters as hdf5_filters
 from shardload.formats.lookup import list_arrays, open_source
 from shardload.formats.zarr.nodes import checked
 from shardload.planning.region import Region
-from tests.unit.files import flat, read_all, write_hdf5
+from tests.unit.files import flat, load_all, raw_dataset, read_all, write_hdf5
 
 ASKED = {
     307: dict(hdf5plugin.BZip2()),
@@ -49,13 +49,7 @@ def kinds() -> dict[str, FilterKind]:
 
 
 def values_of(path: str, allow: Any) -> np.ndarray[Any, Any]:
-    source = open_source(path, "/a", Access(allow_filters=allow))
-    try:
-        out = np.empty(source.info.shape, source.dtype)
-        source.read_into(Region.whole(out.shape), out)
-        return out
-    finally:
-        source.close()
+    return load_all(path, "/a", Access(allow_filters=allow))
 
 
 # --- which
@@ -337,22 +331,17 @@ def test_blosc_with_snappy(tmp_path: Path) -> None:
     data = np.arange(4096.0)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("a", data=data, chunks=(1024,), **hdf5plugin.Blosc(cname="snappy"))
-        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        creation.set_chunk((4096,))
-        creation.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, (2, 2, 8, 32768, 5, 1, 1))
-        made = h5py.h5d.create(file.id, b"b", h5py.h5t.IEEE_F64LE, h5py.h5s.create_simple((4096,)), creation)
-        made.write_direct_chunk((0,), bytes(numcodecs.Blosc("lz4").encode(data)))
+        filters = [(32001, h5py.h5z.FLAG_OPTIONAL, (2, 2, 8, 32768, 5, 1, 1))]
+        made = raw_dataset(file, "b", h5py.h5t.IEEE_F64LE, (4096,), chunks=(4096,), filters=filters)
+        made.id.write_direct_chunk((0,), bytes(numcodecs.Blosc("lz4").encode(data)))
     content = (tmp_path / "a.h5").read_bytes()
     told = b"".join(n.to_bytes(4, "little") for n in (2, 2, 8, 32768, 5, 1, 1))
     assert content.count(told) == 1
     (tmp_path / "a.h5").write_bytes(content.replace(told, told.replace((32768).to_bytes(4, "little"), bytes(4))))
-    source = open_source(tmp_path / "a.h5", "/a")
     with pytest.raises(UndecodedError, match="pass allow_filters='blosc'"):
-        read_all(source)
-    source.close()
+        load_all(tmp_path / "a.h5", "/a")
     for name in "ab":
-        source = open_source(tmp_path / "a.h5", f"/{name}", Access(allow_filters={"blosc"} if name == "a" else set()))
-        np.testing.assert_array_equal(read_all(source), data)
-        source.close()
+        values = load_all(tmp_path / "a.h5", f"/{name}", Access(allow_filters={"blosc"} if name == "a" else set()))
+        np.testing.assert_array_equal(values, data)
         with h5py.File(tmp_path / "a.h5") as file:
             np.testing.assert_array_equal(file[name][...], data)

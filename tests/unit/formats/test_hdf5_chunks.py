@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import os
 import threading
@@ -40,7 +39,9 @@ from tests.unit.files import (
     compact,
     early,
     flat,
+    plain_edges,
     raw_dataset,
+    read,
     read_all,
     write_hdf5,
 )
@@ -68,18 +69,19 @@ PIPELINES = (
 
 def make(file: h5py.File, name: str, data: np.ndarray[Any, Any], chunk: tuple[int, ...], filters: str, **more: Any) -> Any:
     """A chunked dataset with these filters in this order."""
-    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    creation.set_chunk(chunk)
-    for key in filters.split():
-        FILTERS[key](creation, data.dtype.itemsize)
-    if "fill_value" in more:
-        creation.set_fill_value(np.array(more["fill_value"], data.dtype))
-    if "fill_time" in more:
-        creation.set_fill_time(more["fill_time"])
-    most = more.get("maxshape")
-    space = h5py.h5s.create_simple(data.shape, most and tuple(h5py.h5s.UNLIMITED if n is None else n for n in most))
+
+    def setting(creation: Any) -> None:
+        for key in filters.split():
+            FILTERS[key](creation, data.dtype.itemsize)
+        if "fill_value" in more:
+            creation.set_fill_value(np.array(more["fill_value"], data.dtype))
+        if "fill_time" in more:
+            creation.set_fill_time(more["fill_time"])
+        more.get("setting", lambda creation: None)(creation)
+
+    most = tuple(h5py.h5s.UNLIMITED if n is None else n for n in more.get("maxshape") or data.shape)
     kind = more.get("kind", h5py.h5t.py_create(data.dtype, logical=True))
-    made = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation))
+    made = raw_dataset(file, name, kind, data.shape, chunks=chunk, setting=setting, most=most)
     if more.get("write", True):
         made[...] = data
     return made
@@ -214,11 +216,16 @@ def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver
             whole = open_source(file[name], name)
             assert set(grid_of(whole)) - set(whole.missing(Region.whole(shape))) == stored
         source = open_source(str(path), name)
-        out = np.empty(shape, "int32")
-        source.read_into(Region.whole(shape), out)
-        assert_same(out, expected, name)
+        assert_same(read_all(source), expected, name)
         assert set(grid_of(source)) - set(source.missing(Region.whole(shape))) == stored
         source.close()
+
+
+def no_fill_value(creation: Any) -> None:
+    """Unlike one that nobody has set. h5py cannot ask for it."""
+    library = ctypes.CDLL(h5py.h5d.__file__)
+    library.H5Pset_fill_value.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    assert library.H5Pset_fill_value(creation.id, h5py.h5t.STD_I16LE.id, None) >= 0
 
 
 def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
@@ -226,25 +233,19 @@ def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for name, options in {"chunked": {"chunks": (2, 3)}, "contiguous": {}}.items():
             file.create_dataset(name, (4, 6), "int16", fillvalue=5, fill_time="never", **options)
-        undefined = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        undefined.set_chunk((2, 3))
-        library().H5Pset_fill_value(undefined.id, h5py.h5t.STD_I16LE.id, None)
         for name in ("undefined", "nothing at all"):
-            space = h5py.h5s.create_simple((4, 6))
-            made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_I16LE, space, undefined)
+            made = raw_dataset(file, name, h5py.h5t.STD_I16LE, (4, 6), chunks=(2, 3), setting=no_fill_value)
             if name == "undefined":
-                h5py.Dataset(made)[:2, :3] = 0
+                made[:2, :3] = 0
     for name in ("chunked", "contiguous", "undefined"):
         source = open_source(str(tmp_path / "a.h5"), name)
-        out = np.full((4, 6), 99, "int16")
-        source.read_into(Region.whole(source.info.shape), out)
-        np.testing.assert_array_equal(out, np.zeros((4, 6), "int16"), err_msg=name)
+        np.testing.assert_array_equal(read_all(source), np.zeros((4, 6), "int16"), err_msg=name)
         source.close()
     check(tmp_path / "a.h5", "undefined")
     source = open_source(str(tmp_path / "a.h5"), "nothing at all")
     assert source.chunk_reader() is None  # HDF5 has something to say
     with pytest.raises(OSError, match="no data can be read"):
-        source.read_into(Region.whole((4, 6)), np.empty((4, 6), "int16"))
+        read_all(source)
     source.close()
 
 
@@ -267,30 +268,14 @@ def test_filter_masks_of_single_chunks(tmp_path: Path) -> None:
     np.testing.assert_array_equal(check(path, "noise"), noise)
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The HDF5 library that h5py uses."""
-    hdf5 = ctypes.CDLL(h5py.h5d.__file__)
-    hdf5.H5Pset_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
-    hdf5.H5Pset_fill_value.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    return hdf5
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["int16", ">f8"])
 @pytest.mark.parametrize("filters", [f for f in PIPELINES if f and "blosc" not in f])  # HDF5 fails to write them with it
 def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: str) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7), dtype)
     with h5py.File(path, "w", libver="latest") as file:
-        for name, most in {"fixed": (5, 7), "grows": (h5py.h5s.UNLIMITED, 7)}.items():
-            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            creation.set_chunk((2, 4))
-            assert library().H5Pset_chunk_opts(creation.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
-            for key in filters.split():
-                FILTERS[key](creation, data.dtype.itemsize)
-            space = h5py.h5s.create_simple(data.shape, most)
-            kind = h5py.h5t.py_create(data.dtype, logical=True)
-            h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation))[...] = data
+        for name, most in {"fixed": (5, 7), "grows": (None, 7)}.items():
+            make(file, name, data, (2, 4), filters, maxshape=most, setting=plain_edges)
         file["grows"].resize((6, 7))
         file["grows"][5] = flat((7,), dtype, first=2)
     np.testing.assert_array_equal(check(path, "fixed"), native(data))
@@ -648,11 +633,9 @@ def test_a_file_that_lost_its_end(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "a.h5", {"a": flat((50, 100))})
     source = open_source(path, "/a")
     os.truncate(path, os.path.getsize(path) - 500)
-    out = np.empty((10, 100), "f4")
-    source.read_into(Region((0, 0), (10, 100)), out)
-    np.testing.assert_array_equal(out, flat((10, 100)))
+    np.testing.assert_array_equal(read(source, Region((0, 0), (10, 100))), flat((10, 100)))
     with pytest.raises(OSError, match=r"the file ends at byte \d+, but values are stored up to byte"):
-        source.read_into(Region((0, 5), (50, 7)), np.empty((50, 2), "f4"))
+        read(source, Region((0, 5), (50, 7)))
     source.close()
 
 
@@ -682,7 +665,5 @@ def test_a_dataset_that_the_caller_writes_is_read_by_hdf5(tmp_path: Path) -> Non
     with h5py.File(path, "r+") as file:
         file["a"][2, 3:5] = (-1, -2)
         source = open_source(file["a"], "/a")
-        out = np.empty((1, 7), "f4")
-        source.read_into(Region((2, 0), (3, 7)), out)
-        assert out[0].tolist() == [14, 15, 16, -1, -2, 19, 20]
+        assert read(source, Region((2, 0), (3, 7)))[0].tolist() == [14, 15, 16, -1, -2, 19, 20]
         source.close()

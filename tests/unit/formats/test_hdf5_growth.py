@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -32,7 +31,7 @@ from shardload.storage import target
 from shardload.storage.changes import _BEFORE_NBYTES, changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import IS_QUICK, quick_ones
-from tests.unit.files import early, raw_dataset
+from tests.unit.files import early, plain_edges, raw_dataset
 from tests.unit.growing import Content, Disk, coming, grow, sink_of
 from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401
 
@@ -512,16 +511,10 @@ def _make(path: Path, **how: Any) -> None:
     setting, most = how.pop("setting", None), (h5py.h5s.UNLIMITED, 3)
     with h5py.File(path, "w", **how) as file:
         if setting is not None:
-            raw_dataset(file, "x", h5py.h5t.NATIVE_FLOAT, (4, 3), chunks=(2, 3), setting=setting, most=most)
+            filters = [(1, 0, (4,))] * (setting is plain_edges)
+            raw_dataset(file, "x", h5py.h5t.NATIVE_FLOAT, (4, 3), chunks=(2, 3), filters=filters, setting=setting, most=most)
         else:
             file.create_dataset("x", (4, 3), **({"maxshape": (None, 3), "chunks": (2, 3), "dtype": "f4"} | more))
-
-
-def plain_edges(creation: Any) -> None:
-    creation.set_deflate(1)
-    library = ctypes.CDLL(h5py.h5d.__file__)
-    library.H5Pset_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
-    assert library.H5Pset_chunk_opts(creation.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
 
 
 @pytest.mark.parametrize(
@@ -607,9 +600,8 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
         sink.create()
     by_h5py(path)
     sink = sink_of(path, VALUES)
-    come = {name: one[sink.arrays[name].base :] for name, one in VALUES.items()}
     with sink.create() as catalog:
-        write_all(sink, catalog, come)
+        write_all(sink, catalog, coming(sink, VALUES))
         catalog.finish()
         fcntl.flock(catalog._file.descriptor, fcntl.LOCK_UN)  # type: ignore[attr-defined]  # a system without locks
         with h5py.File(path, "r+") as file:
@@ -622,7 +614,7 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
     by_h5py(path)
     sink = sink_of(path, VALUES)
     with sink.create() as catalog:
-        write_all(sink, catalog, come)
+        write_all(sink, catalog, coming(sink, VALUES))
         catalog.finish()
         at = path.read_bytes().index(OLD.to_bytes(8, "little") + b"\xff" * 8)  # the length of "time", in its header
         with path.open("r+b") as file:  # a program that changes one number, and nothing else
@@ -640,7 +632,7 @@ def test_an_append_that_is_given_up_leaves_what_somebody_else_has_appended(tmp_p
     by_h5py(path)
     sink = sink_of(path, VALUES)
     with sink.create() as catalog:
-        write_all(sink, catalog, {name: one[sink.arrays[name].base :] for name, one in VALUES.items()})
+        write_all(sink, catalog, coming(sink, VALUES))
         with h5py.File(path, "r+", locking=False) as file:
             file["g/rho"].resize(OLD + 30, 0)
             file["g/rho"][OLD:] = 7
@@ -653,7 +645,6 @@ def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
     """Wrong if chunks were written into it, over its own bytes; or if rows were said to be in it that went into the old one."""
     path, other = tmp_path / "x.h5", tmp_path / "other.h5"
     by_h5py(path)
-    come = {name: one[sink_of(path, VALUES).arrays[name].base :] for name, one in VALUES.items()}
     for is_early in (True, False):
         with h5py.File(other, "w") as file:
             file["much"] = ramp((9000,), "f8")
@@ -662,9 +653,9 @@ def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
             if is_early:
                 os.replace(other, path)
                 with pytest.raises(ConfigError, match="changed by somebody else"):
-                    write_all(sink, catalog, come)
+                    write_all(sink, catalog, coming(sink, VALUES))
             else:
-                write_all(sink, catalog, come)
+                write_all(sink, catalog, coming(sink, VALUES))
                 catalog.finish()
                 os.replace(other, path)
                 with pytest.raises(ConfigError, match="changed by somebody else"):
