@@ -99,16 +99,6 @@ def test_chunks_of_a_box(tmp_path: Path, shape: tuple[int, ...], chunk: tuple[in
     assert n_rounds <= 9, "all nodes of a level are read at once"
 
 
-def test_chunks_that_are_missing_or_not_filtered(tmp_path: Path) -> None:
-    """Wrong if a missing chunk were listed, or the mask of a chunk without its filter were lost."""
-    path = make(tmp_path / "x.h5", "earliest", (40, 30), (8, 10), written=np.s_[:16, 10:], compression="gzip")
-    with h5py.File(path, "r+") as file:
-        file["g/x"].id.write_direct_chunk((32, 20), np.ones(80, "f4").tobytes(), filter_mask=1)
-    found = listed(path)
-    assert found == said_by_hdf5(path)
-    assert found is not None and found[32, 20][2] == 1 and (0, 0) not in found
-
-
 def test_another_kind_of_index(tmp_path: Path) -> None:
     """Wrong if an index of a newer kind were read as a tree."""
     path = make(tmp_path / "x.h5", "latest", (40, 30), (8, 10))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import threading
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from shardload.formats.contract.chunk_reader import ChunkReader, box_of
 from shardload.formats.contract.format import Source
 from shardload.formats.hdf5 import source as hdf5_source
 from shardload.formats.hdf5.opened import OpenFacts
-from shardload.formats.hdf5.source import Hdf5Contiguous, merged_axes, open_contiguous
+from shardload.formats.hdf5.source import Hdf5Contiguous, open_contiguous
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.storage.local import LocalFile
@@ -395,31 +393,6 @@ def test_hostile_sizes(tmp_path: Path, nbytes: int) -> None:
     source.close()
 
 
-def test_many_threads(tmp_path: Path) -> None:
-    path, data = tmp_path / "a.h5", flat((40, 30, 20), ">f4")
-    with h5py.File(path, "w") as file:
-        make(file, "a", data, (7, 8, 9), "shuffle gzip fletcher32")
-    source = open_source(str(path), "a")
-    reader = source.chunk_reader()
-    assert reader is not None
-    start = threading.Barrier(8)
-
-    def work(k: int) -> np.ndarray[Any, Any]:
-        whole = np.zeros(data.shape, "f4")
-        start.wait()
-        indices = grid_of(source)
-        for index in indices[k:] + indices[:k]:
-            chunk = np.empty((7, 8, 9), "f4")
-            reader.decode(reader.fetch(box_of(index)), chunk)
-            place(source, whole, index, chunk)
-        return whole
-
-    with ThreadPoolExecutor(8) as pool:
-        for whole in pool.map(work, range(0, 40, 5)):
-            np.testing.assert_array_equal(whole, data)
-    source.close()
-
-
 def test_types_left_to_hdf5(tmp_path: Path) -> None:
     odd = h5py.h5t.STD_I32LE.copy()
     odd.set_precision(24)
@@ -576,16 +549,6 @@ def test_any_region(
         Hdf5Contiguous(raw, 6, shape, swap).read_into(region, out)
         raw.close()
     np.testing.assert_array_equal(out, data[region.slices()])
-
-
-@given(boxes())
-def test_merged_axes_cover_the_same_elements(case: tuple[tuple[int, ...], Region]) -> None:
-    shape, region = case
-    axes = merged_axes(shape, region.start, region.stop)
-    data = np.arange(np.prod(shape))
-    found = data.reshape([n for n, _, _ in axes])[tuple(slice(a, a + n) for _, a, n in axes)]
-    np.testing.assert_array_equal(found.reshape(-1), data.reshape(shape)[region.slices()].reshape(-1))
-    assert all(n < length for length, _, n in axes[1:])
 
 
 def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
