@@ -144,8 +144,6 @@ class ChunkTree:
                 return positions[is_wanted], entries[is_wanted]
             entries, lows, highs = entries[is_wanted], keys[is_wanted], nexts[is_wanted]
             nodes = entries["child"].tolist()
-            if len(set(nodes)) < len(nodes):
-                raise DamagedIndexError("two entries lead to one node")
             if not nodes:
                 return np.zeros((0, len(box)), dtype=np.int64), entries
             level -= 1

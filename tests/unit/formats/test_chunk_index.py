@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable
@@ -119,43 +120,6 @@ def test_headers_of_the_newer_kind(tmp_path: Path, limits: Any) -> None:
     assert tree_of(ObjectInMemory(content[: header + 40]), header, chunk) is None
 
 
-def test_what_a_damaged_file_says(tmp_path: Path) -> None:
-    """Wrong if a damaged node gave a list, or one that leads to itself were followed for ever."""
-    path = make(tmp_path / "x.h5", "earliest", (5000,), (1,))
-    content, header = bytearray(Path(path).read_bytes()), header_of(path)
-    right = listed(path)
-    assert right is not None and len(right) == 5000
-    nodes = [at for at in range(len(content)) if content[at : at + 5] == b"TREE\x01"]
-    top = [at for at in nodes if content[at + 5] == max(content[k + 5] for k in nodes)]
-    assert len(top) == 1
-
-    def damaged(at: int, value: bytes) -> Any:
-        changed = bytes(content[:at]) + value + bytes(content[at + len(value) :])
-        tree = tree_of(ObjectInMemory(changed), header, (1,))
-        return None if tree is None else tree.chunks_in([range(5000)])
-
-    leaf = next(at for at in nodes if content[at + 5] == 0)
-    first_child = top[0] + 24 + 8 + 16
-    cases = [
-        (top[0] + 6, b"\x00\x00"),
-        (leaf + 6, b"\x00\x00"),
-        (first_child, top[0].to_bytes(8, "little")),  # a node that leads to itself
-        (first_child, (len(content) + 8).to_bytes(8, "little")),
-        (first_child, content[first_child + 32 : first_child + 40]),  # the same node twice
-        (leaf + 24 + 32 + 8 + 8, b"\x04"),  # inside of an element
-    ]
-    for node in (top[0], leaf):
-        second = node + 24 + 32 + 8  # the position of its second entry
-        value = int.from_bytes(content[second : second + 8], "little")
-        assert damaged(second, value.to_bytes(8, "little")) is not None
-        cases += [(second, (other % 2**64).to_bytes(8, "little")) for other in (value - 300, value + 3000, 2**63, 5000)]
-        cases += [(node, b"TRIE"), (node + 4, b"\x00"), (node + 5, b"\x05")]
-    for at, value in cases:
-        with pytest.raises(DamagedIndexError, match="index of chunks is damaged"):
-            damaged(at, value)
-    assert damaged(header, b"\x07") is None
-
-
 FILL = -1
 
 
@@ -198,6 +162,15 @@ DAMAGES: dict[str, Callable[[Tree], tuple[int, int]]] = {
     "address inside of another chunk": lambda tree: (tree.child(tree.leaf, 7), tree.number(tree.child(tree.leaf, 8)) + 4),
     "address of the dataset": lambda tree: (tree.child(tree.leaf, 7), header_of(tree.path) + 8),
     "address inside of the index": lambda tree: (tree.child(tree.leaf, 7), tree.leaf + 32),
+    "position inside of an element": lambda tree: (tree.key(tree.leaf, 7) + 8, 4),
+    "root without entries": lambda tree: (tree.root + 6, tree.number(tree.root + 6) >> 16 << 16),
+    "leaf without entries": lambda tree: (tree.leaf + 6, tree.number(tree.leaf + 6) >> 16 << 16),
+    "root that leads to itself": lambda tree: (tree.child(tree.root, 0), tree.root),
+    "root that leads out of the file": lambda tree: (tree.child(tree.root, 0), len(tree.content) + 8),
+    "root that leads to one leaf twice": lambda tree: (tree.child(tree.root, 0), tree.number(tree.child(tree.root, 1))),
+    "another mark": lambda tree: (tree.leaf, tree.number(tree.leaf) ^ 1),
+    "another kind of node": lambda tree: (tree.leaf, tree.number(tree.leaf) ^ 1 << 32),
+    "another level": lambda tree: (tree.leaf, tree.number(tree.leaf) ^ 5 << 40),
 }
 
 
@@ -207,11 +180,11 @@ DAMAGES: dict[str, Callable[[Tree], tuple[int, int]]] = {
 def test_an_index_that_contradicts_itself(tmp_path: Path, damage: str, least: int) -> None:
     """Wrong if fill values came in the place of stored chunks, or one chunk's values in another place, as h5py gives them."""
     tree = Tree(tmp_path, 150)
+    wrong = tree.number(tree.key(tree.leaf, 7))  # if HDF5 itself finds the damage, or does not look there
     tree.put(*DAMAGES[damage](tree))
-    with h5py.File(tree.path) as file:
-        found = file["g/x"][...]
-    assert not np.array_equal(found, tree.values), "HDF5 finds all chunks: no damage"
-    wrong = int(np.flatnonzero(found != tree.values)[0])
+    with h5py.File(tree.path) as file, contextlib.suppress(OSError):
+        differs = file["g/x"][...] != tree.values
+        wrong = int(differs.argmax()) if differs.any() else wrong
     mesh = Mesh(np.array(jax.devices()[:1]), ("d",))
     region = slice(max(0, wrong - 50), wrong + 50)
     for select in (None, (region,)):

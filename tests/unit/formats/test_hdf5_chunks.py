@@ -592,16 +592,6 @@ def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(out, data[region.slices()])
 
 
-def test_a_file_that_lost_its_end(tmp_path: Path) -> None:
-    path = write_hdf5(tmp_path / "a.h5", {"a": flat((50, 100))})
-    source = open_source(path, "/a")
-    os.truncate(path, os.path.getsize(path) - 500)
-    np.testing.assert_array_equal(read(source, Region((0, 0), (10, 100))), flat((10, 100)))
-    with pytest.raises(OSError, match=r"the file ends at byte \d+, but values are stored up to byte"):
-        read(source, Region((0, 5), (50, 7)))
-    source.close()
-
-
 def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
     data = flat((5, 7), "int32")
     path = write_hdf5(tmp_path / "a.h5", {"a": data, "enum": data.astype(bool)})
