@@ -229,8 +229,8 @@ def _is_before(keys: Ints, others: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def _messages_of(stored: StoredObject, address: int) -> list[tuple[int, bytes]]:
-    """The messages of an object header that are in it: type and content. ValueError if the header is of an unknown kind, or
-    damaged.
+    """The messages of an object header that are in it: type and content. ValueError or `struct.error` if the header is of an
+    unknown kind, or cut off.
 
     Checksums are not looked at: HDF5 does that when it opens a dataset.
     """
@@ -250,13 +250,9 @@ def _messages_of(stored: StoredObject, address: int) -> list[tuple[int, bytes]]:
         if k > _MOST_BLOCKS or sum(length for _, length in blocks) > _MOST_HEADER_NBYTES:
             raise ValueError(f"an object header that is too long, at {start}")
         data, at = stored.read_at_most(start, nbytes), 0
-        if len(data) < nbytes:
-            raise ValueError(f"an object header that is cut off, at {start}")
         while at + prefix_nbytes <= nbytes:  # the rest may be a gap that is too short for a message
             kind, size, flags = struct.unpack_from("<BHB" if is_newer else "<HHB", data, at)
             content = data[at + prefix_nbytes : at + prefix_nbytes + size]
-            if len(content) < size:
-                raise ValueError(f"an object header with a message that is too long, at {start + at}")
             if not flags & _SHARED:
                 messages.append((kind, content))
             if kind == _CONTINUATION:  # in the newer version with a mark before its messages, and a checksum behind

@@ -317,14 +317,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, told: str
     replace(tmp_path / "h/o", kind)
     with h5py.File(tmp_path / "h/a.h5", "w", libver="latest") as file:
         for name in ("external", "virtual"):
-            make(
-                file,
-                name,
-                name,
-                "o",
-                "x",
-                str(tmp_path / "h/o"),
-            )
+            make(file, name, name, "o", "x", str(tmp_path / "h/o"))
     for name in ("/external", "/virtual"):
         with pytest.raises(SourceError, match=expected):
             open_source(tmp_path / "h/a.h5", name, Access(allow_external=True))
