@@ -18,7 +18,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import h5py
@@ -466,14 +465,16 @@ def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Prope
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
-    properties = Properties.of(
-        labels,
+    coordinates = [coordinate.dataset for coordinate in labels.coords.values()]
+    return Properties(
         dtype,
+        labels.dims,
         attrs,
         compression=compression,
         checksum=checksum,
         fill_value=fill,
         unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
+        coordinates=tuple(dict.fromkeys(itertools.chain(coordinates, *scales))),
         is_dimension=stands_for_axis(dataset),
         unread=tuple(unread),
         stored_name=last if last.startswith(NON_COORDINATE) else None,
@@ -482,8 +483,6 @@ def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Prope
         axis_labels=(*axis_texts_of(dataset)[0], *[""] * len(inner)),
         scale_name=plain_attribute(dataset, "NAME") if is_scale(dataset) else None,
     )
-    coordinates = dict.fromkeys([*properties.coordinates, *itertools.chain.from_iterable(scales)])
-    return replace(properties, coordinates=tuple(coordinates))
 
 
 def _texts(dataset: OpenDataset) -> np.ndarray[Any, Any] | None:
