@@ -72,11 +72,6 @@ COMPRESSORS: dict[str, tuple[Stage, Encode]] = {
     "blosc": (decode_blosc(), lambda raw: bytes(numcodecs.Blosc(cname="lz4").encode(raw))),
     "lz4": (decode_lz4(), encode_lz4()),
 }
-OTHERS: dict[str, tuple[Stage, Encode]] = {
-    "shuffle": (decode_shuffle(4), shuffle(4)),
-    "fletcher32": (decode_fletcher32(), with_fletcher32),
-    "crc32c": (decode_crc32c(), with_crc32c),
-}
 
 
 def values(n: int = 300) -> np.ndarray[Any, Any]:

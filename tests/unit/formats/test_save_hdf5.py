@@ -29,7 +29,7 @@ from shardload.formats.sink import ArraySpec, Compression, Encoder, Places, Stor
 from shardload.storage import target
 from tests.tiers import some_of
 from tests.unit.files import read_all
-from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.saving import quick_fsync, ramp, save  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
