@@ -117,8 +117,8 @@ class Hdf5File(OpenFile):
             path, _ = search_path().find(name)
             reference, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
             version = state_of(path) or (0, 0)
+            opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
             try:
-                opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
                 facts = closing.enter_context(opening)
             except OutsideError as error:  # outside of the folder in which the virtual dataset's file was opened
                 before, now = os.path.join(os.getcwd(), str(virtual.file.filename)), search_path().path
@@ -414,9 +414,7 @@ class StoreFile(Hdf5File):
         if planned is None or planned.parts is None:
             return super().open(dataset, planned)
 
-        def open_whole() -> Hdf5Source:
-            return super(StoreFile, self).open(dataset)
-
+        open_whole = functools.partial(super().open, dataset)
         return SkeletonSource(planned, self._remote.object(planned.parts["pin"]), self._access, open_whole)
 
     def state(self) -> tuple[int, ...] | None:
