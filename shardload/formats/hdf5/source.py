@@ -229,11 +229,8 @@ class Hdf5Source(Source):
         # The value of what HDF5 does not write into the buffer; None if it writes all. It is zero, as h5py has it there, if the
         # creator chose never to fill. Of a virtual dataset HDF5 may leave out what no mapping covers: if mappings overlap, and
         # have as many elements in all as the dataset.
-        self._gap_value: Any = None
-        if leaves_gaps(dataset):
-            self._gap_value = np.zeros((), self._element_dtype)
-        elif others.is_virtual:
-            self._gap_value = dataset.fillvalue
+        has_gaps = leaves_gaps(dataset) or others.is_virtual
+        self._gap_value = fill_value(dataset, self._element_dtype) if has_gaps else None
 
     @property
     def info(self) -> ArrayInfo:
