@@ -506,34 +506,27 @@ def test_filters_that_netcdf4_has_brought(tmp_path: Path) -> None:
 # --- what is refused, and what goes wrong
 
 
-def _make(path: Path, **how: Any) -> None:
-    more = {key: how.pop(key) for key in ("dtype", "compression") if key in how}
-    setting, most = how.pop("setting", None), (h5py.h5s.UNLIMITED, 3)
-    with h5py.File(path, "w", **how) as file:
-        if setting is not None:
-            filters = [(1, 0, (4,))] * (setting is plain_edges)
-            raw_dataset(file, "x", h5py.h5t.NATIVE_FLOAT, (4, 3), chunks=(2, 3), filters=filters, setting=setting, most=most)
-        else:
-            file.create_dataset("x", (4, 3), **({"maxshape": (None, 3), "chunks": (2, 3), "dtype": "f4"} | more))
-
-
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("of_file", "of_array", "words"),
     [
-        ({"userblock_size": 512}, "a user block"),
-        ({"fs_strategy": "page", "libver": ("earliest", "v110")}, "its space in pages"),
-        ({"fs_strategy": "fsm", "fs_persist": True, "libver": ("earliest", "v110")}, "a list of its free space"),
-        ({"setting": early}, "places for all of its chunks"),
-        ({"setting": plain_edges, "libver": "latest"}, "not filtered"),
-        ({"dtype": h5py.string_dtype()}, "append does not write"),
-        ({"dtype": np.dtype([("a", "f4"), ("b", "i2")])}, "append does not write"),
-        ({"compression": 307}, "307"),
+        ({"userblock_size": 512}, {}, "a user block"),
+        ({"fs_strategy": "page", "libver": ("earliest", "v110")}, {}, "its space in pages"),
+        ({"fs_strategy": "fsm", "fs_persist": True, "libver": ("earliest", "v110")}, {}, "a list of its free space"),
+        ({}, {"setting": early}, "places for all of its chunks"),
+        ({"libver": "latest"}, {"setting": plain_edges, "filters": [(1, 0, (4,))]}, "not filtered"),
+        ({}, {"dtype": h5py.string_dtype()}, "append does not write"),
+        ({}, {"dtype": np.dtype([("a", "f4"), ("b", "i2")])}, "append does not write"),
+        ({}, {"compression": 307}, "307"),
     ],
 )
-def test_what_cannot_grow(tmp_path: Path, how: dict[str, Any], words: str) -> None:
+def test_what_cannot_grow(tmp_path: Path, of_file: dict[str, Any], of_array: dict[str, Any], words: str) -> None:
     """Wrong if such a file were changed, or the error said neither what was found nor what to do."""
-    path = tmp_path / "x.h5"
-    _make(path, **how)
+    path, most = tmp_path / "x.h5", (h5py.h5s.UNLIMITED, 3)
+    with h5py.File(path, "w", **of_file) as file:
+        if "setting" in of_array:
+            raw_dataset(file, "x", h5py.h5t.NATIVE_FLOAT, (4, 3), chunks=(2, 3), most=most, **of_array)
+        else:
+            file.create_dataset("x", (4, 3), **({"maxshape": (None, 3), "chunks": (2, 3), "dtype": "f4"} | of_array))
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=words) as found:
         read_file(str(path), ["/x"])
