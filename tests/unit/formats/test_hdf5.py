@@ -48,16 +48,8 @@ CHUNKED: dict[str, dict[str, Any]] = {
     "bzip2": dict(hdf5plugin.BZip2()),
 }
 
-
-ASKED = {
-    "szip",
-    "nbit",
-    "scaleoffset",
-    "bitshuffle",
-    "blosc2",
-    "lz4",
-    "bzip2",
-}  # decoded only if the caller says so, or may come to be
+# Decoded only if the caller says so, or may come to be.
+ASKED = {"szip", "nbit", "scaleoffset", "bitshuffle", "blosc2", "lz4", "bzip2"}
 
 
 def info_of(path: str, name: str) -> ArrayInfo:
@@ -453,9 +445,7 @@ def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counting_filter: li
         (Region((1, 3, 2), (1, 5, 4)), 0),
     ):
         source.close()
-        source = open_source(
-            path, "/a", Access(allow_filters={"460"})
-        )  # a new file, so that HDF5's cache of the last read is gone
+        source = open_source(path, "/a", Access(allow_filters={"460"}))  # a new file, without HDF5's cache of the last read
         counting_filter[0] = 0
         out = np.empty(region.shape)
         source.read_into(region, out)

@@ -72,23 +72,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def names_of(*known: str) -> st.SearchStrategy[str]:
     """Known names, their relatives with percent signs, and what is put together from parts."""
     parts = (
-        "..",
-        ".",
-        "",
-        "home",
-        "else",
-        "deeper",
-        "door",
-        "%",
-        "%%",
-        "%b",
-        "%%b",
-        "%%%b",
-        "%d",
-        "x",
-        "in.h5",
-        "s.h5",
-        "\udcff",
+        *("..", ".", "", "home", "else", "deeper", "door", "x", "in.h5", "s.h5", "\udcff"),
+        *("%", "%%", "%b", "%%b", "%%%b", "%d"),
     )
     made = st.lists(st.sampled_from(parts), min_size=1, max_size=4).map("/".join)
     doubled = st.sampled_from(known).map(lambda name: name.replace("%", "%%"))
