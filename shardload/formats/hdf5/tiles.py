@@ -206,7 +206,7 @@ def _is_one_grid(
         if (part.chunks, part.filters, part.fill) != (parts[0].chunks, parts[0].filters, parts[0].fill):
             return False
         n = len(shape) - len(part.chunks)
-        if n < 0 or (1,) * n + part.chunks != chunks or box.axes != tuple(range(n, len(shape))):
+        if (1,) * n + part.chunks != chunks or box.axes != tuple(range(n, len(shape))):
             return False
         starts_in_part = (0,) * n + box.start
         for a, b, c, start, length in zip(box.region.start, box.region.stop, chunks, starts_in_part, shape, strict=True):

@@ -136,6 +136,8 @@ def test_a_part_of_a_part(tmp_path: Path) -> None:
     check(whole(tmp_path, (8, 6), [((slice(0, 4),), first[0:4]), ((slice(4, 8),), first[0:4])]), has_reader=True)  # twice
     column = [((slice(0, 8), 0), first[:, 2]), ((slice(0, 8), 1), second[:, 5])]
     check(whole(tmp_path, (8, 2), column))
+    row = write(tmp_path, "row.h5", numbered((8,)), chunks=(4,))
+    check(whole(tmp_path, (8, 1), [((slice(0, 8), 0), row)]), has_reader=False)  # chunks along another axis
 
 
 def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
