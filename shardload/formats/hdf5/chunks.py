@@ -432,8 +432,6 @@ class ChunkPlaces:
             raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
         shape = tuple(map(len, box))
         table = ChunkTable(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
-        if not table.offsets.size:
-            return table
         if self._tree is None:
             chunk = np.array(self.chunk)
 
@@ -539,8 +537,6 @@ def _true_place(dataset: h5py.Dataset) -> Callable[[Any], tuple[Any, ...]] | Non
     if len(growing) != 1 or growing[0] == 0:
         return None
     counts = [1 if n is None else max(1, -(-n // c)) for n, c in zip(largest, chunk, strict=True)]
-    if math.prod(counts[: growing[0]]) == 1:
-        return None  # there is nothing before the growing axis, so both orders are the same
     kind = number_of("H5Dget_chunk_index_type", dataset.id)
     if kind not in (None, _EXTENSIBLE_ARRAY) or _is_in_order():
         return None
