@@ -18,14 +18,11 @@ import numpy as np
 from shardload.planning.region import Region, cut_box, stretches
 from shardload.system.scratch import empty_bytes
 
-
-def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """New memory: a `Room` that is never used again."""
-    return empty_bytes(nbytes)
-
-
 Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
 """Gives memory of so many bytes."""
+
+fresh: Room = empty_bytes
+"""New memory: a `Room` that is never used again."""
 
 
 class Scratch:
@@ -141,8 +138,7 @@ def read_by_chunks(
         encoded = reader.fetch(box, room)
         reader.decode(encoded, values)
         if encoded.has_missing:
-            is_stored = [data is not None for data in encoded.data]
-            missing += [index for index, stored in zip(itertools.product(*box), is_stored, strict=True) if not stored]
+            missing += [index for index, data in zip(itertools.product(*box), encoded.data, strict=True) if data is None]
         if not is_in_place:
             copy_chunks(values, box, chunk_shape, common, out[into])
     return missing

@@ -45,7 +45,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 
 from shardload.formats.codecs.algorithms import Chain, decode_byte_order
 from shardload.formats.contract.array import is_added
-from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, chunks_met, fresh
+from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.hdf5.filters import stage_of
 from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, cached, file_in_memory, number_of, swap_size
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
@@ -144,8 +144,6 @@ class ChunkTree:
                 return positions[is_wanted], entries[is_wanted]
             entries, lows, highs = entries[is_wanted], keys[is_wanted], nexts[is_wanted]
             nodes = entries["child"].tolist()
-            if len(set(nodes)) < len(nodes):
-                raise DamagedIndexError("two entries lead to one node")
             if not nodes:
                 return np.zeros((0, len(box)), dtype=np.int64), entries
             level -= 1
@@ -231,8 +229,8 @@ def _is_before(keys: Ints, others: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def _messages_of(stored: StoredObject, address: int) -> list[tuple[int, bytes]]:
-    """The messages of an object header that are in it: type and content. ValueError if the header is of an unknown kind, or
-    damaged.
+    """The messages of an object header that are in it: type and content. ValueError or `struct.error` if the header is of an
+    unknown kind, or cut off.
 
     Checksums are not looked at: HDF5 does that when it opens a dataset.
     """
@@ -252,13 +250,9 @@ def _messages_of(stored: StoredObject, address: int) -> list[tuple[int, bytes]]:
         if k > _MOST_BLOCKS or sum(length for _, length in blocks) > _MOST_HEADER_NBYTES:
             raise ValueError(f"an object header that is too long, at {start}")
         data, at = stored.read_at_most(start, nbytes), 0
-        if len(data) < nbytes:
-            raise ValueError(f"an object header that is cut off, at {start}")
         while at + prefix_nbytes <= nbytes:  # the rest may be a gap that is too short for a message
             kind, size, flags = struct.unpack_from("<BHB" if is_newer else "<HHB", data, at)
             content = data[at + prefix_nbytes : at + prefix_nbytes + size]
-            if len(content) < size:
-                raise ValueError(f"an object header with a message that is too long, at {start + at}")
             if not flags & _SHARED:
                 messages.append((kind, content))
             if kind == _CONTINUATION:  # in the newer version with a mark before its messages, and a checksum behind
@@ -438,8 +432,6 @@ class ChunkPlaces:
             raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
         shape = tuple(map(len, box))
         table = ChunkTable(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
-        if not table.offsets.size:
-            return table
         if self._tree is None:
             chunk = np.array(self.chunk)
 
@@ -489,25 +481,32 @@ class ChunkPlaces:
 
 
 def open_chunks(dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces) -> Hdf5Chunks | None:
-    """A reader for the chunks of `dataset` as values of `dtype` (a native type); None if only HDF5 may decode them."""
+    """A reader for the chunks of `dataset` as values of `dtype` (a native type); None if only HDF5 may read or decode them."""
     creation = dataset.creation
     swap = swap_size(dataset.kind, dtype)
     stages = [stage_of(number, values) for number, _, values, _ in reversed(dataset.stored_filters)]
     decoders = [stage for stage in stages if stage is not None]
-    if swap is None or len(decoders) < len(stages) or sum(stage.n_more is None for stage in decoders) > 1:
+    if (
+        dataset.raw is None
+        or swap is None
+        or len(decoders) < len(stages)
+        or sum(stage.n_more is None for stage in decoders) > 1
+    ):
         return None
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED and not dataset.n_stored:
         return None  # no values at all: HDF5 raises an error
     chain = Chain([*decoders, *([decode_byte_order(swap)] if swap else [])], math.prod(places.chunk) * dtype.itemsize)
-    return Hdf5Chunks(dataset, dtype, places, chain)
+    return Hdf5Chunks(dataset.raw, places, dtype, chain, fill_value(dataset, dtype))
 
 
 class Hdf5Chunks(StoredChunks):
     """The chunks of one open HDF5 dataset. Made by `open_chunks`."""
 
-    def __init__(self, dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces, chain: Chain) -> None:
-        super().__init__(places.counts, dtype, chain, fill_value(dataset, dtype))
-        self._places, self._identifier = places, dataset.id
+    def __init__(
+        self, stored: StoredObject, places: ChunkPlaces, dtype: np.dtype[Any], chain: Chain, fill: np.ndarray[Any, Any]
+    ) -> None:
+        super().__init__(places.counts, dtype, chain, fill)
+        self._stored, self._places = stored, places
 
     def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
         """Where the chunks of a box are in the file."""
@@ -516,9 +515,7 @@ class Hdf5Chunks(StoredChunks):
         if int(offsets[0]) == _NOWHERE if len(offsets) == 1 else bool((offsets == _NOWHERE).any()):
             numbers = np.flatnonzero(offsets != _NOWHERE)
             offsets, sizes = offsets[numbers], sizes[numbers]
-        if self._places.raw is None:
-            raise ValueError("only HDF5 may read the file")
-        return [ChunkRanges(self._places.raw, offsets, sizes, numbers, self._skipped(masks))]
+        return [ChunkRanges(self._stored, offsets, sizes, numbers, self._skipped(masks))]
 
     def _skipped(self, masks: Masks) -> dict[int, frozenset[int]]:
         if not (masks[0] if len(masks) == 1 else masks.any()):
@@ -530,21 +527,6 @@ class Hdf5Chunks(StoredChunks):
             if mask & self._places.no_filter
         }
 
-    def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
-        """Read a box of chunks as they are stored: through HDF5 if only it may read the file."""
-        if self._places.raw is not None:
-            return super().fetch(box, room)
-        check_box(box, self.counts)
-        offsets, sizes, masks = self._places.of(box)
-        if int(sizes.max()) > self.chain.most_stored_nbytes:
-            raise DamagedIndexError(f"a stored chunk of {sizes.max()} bytes")
-        data: list[Any] = []
-        for index, offset in zip(itertools.product(*box), offsets.tolist(), strict=True):
-            start = tuple(k * c for k, c in zip(index, self._places.chunk, strict=True))
-            with phil:
-                data.append(None if offset == _NOWHERE else self._identifier.read_direct_chunk(start)[1])
-        return Encoded(data, self._skipped(masks))
-
 
 def _true_place(dataset: h5py.Dataset) -> Callable[[Any], tuple[Any, ...]] | None:
     """How positions of chunks (their first elements) in the library's list, as an array for each axis, become the true ones;
@@ -555,8 +537,6 @@ def _true_place(dataset: h5py.Dataset) -> Callable[[Any], tuple[Any, ...]] | Non
     if len(growing) != 1 or growing[0] == 0:
         return None
     counts = [1 if n is None else max(1, -(-n // c)) for n, c in zip(largest, chunk, strict=True)]
-    if math.prod(counts[: growing[0]]) == 1:
-        return None  # there is nothing before the growing axis, so both orders are the same
     kind = number_of("H5Dget_chunk_index_type", dataset.id)
     if kind not in (None, _EXTENSIBLE_ARRAY) or _is_in_order():
         return None

@@ -15,6 +15,7 @@ import difflib
 import functools
 import itertools
 import os
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
@@ -116,8 +117,8 @@ class Hdf5File(OpenFile):
             path, _ = search_path().find(name)
             reference, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
             version = state_of(path) or (0, 0)
+            opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
             try:
-                opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
                 facts = closing.enter_context(opening)
             except OutsideError as error:  # outside of the folder in which the virtual dataset's file was opened
                 before, now = os.path.join(os.getcwd(), str(virtual.file.filename)), search_path().path
@@ -151,14 +152,10 @@ class Hdf5File(OpenFile):
             for path, version in self._versions:
                 if (others.versions.get(path) or state_of(path)) != version:
                     raise ChangedError(f"'{path}' has changed since shardload.concat looked at it. Call concat again")
-        if others.refused is None:
-            try:
-                with others.watched():
-                    info = describe(dataset, self._path, name, others, in_full)
-                return _with_parts(info, dataset, others, planned) if others.is_virtual and info.refused is None else info
-            except OutsideError as error:
-                others.refused = str(error)
-        return self._refused(name, others.refused)
+        if others.refused is not None:
+            return self._refused(name, others.refused)
+        info = describe(dataset, self._path, name, others, in_full)
+        return _with_parts(info, dataset, others, planned) if others.is_virtual and info.refused is None else info
 
     def _refused(self, name: str, why: str) -> ArrayInfo:
         return ArrayInfo(self._path, name, "HDF5", (), "unknown", refused=why)
@@ -328,6 +325,17 @@ def _closing(dataset: OpenDataset, opened: list[OpenFacts], last: contextlib.Exi
     return closing
 
 
+_WHY_NOT_OPENED = {  # by words of HDF5's message, or in the first block of the file
+    "unable to lock file": "another program has it open for writing, or its file system has no locks. If nobody writes to it, "
+    "set HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks.",
+    "NCSAfami|NCSAmult": "it is one of the files of HDF5's family, split or multi driver, which are one file together. Make "
+    "one of them: `h5repart -family_to_sec2 part%d.h5 whole.h5`, or `h5repack` on the name before `-m.h5`.",
+    "truncated file": "it is shorter than its own header says: a copy or a writer was interrupted. Copy or write it again.",
+    "already open": "it is open for writing, or its writer died. Close the writer; if it died, run `h5clear -s` on the file.",
+    "": "its metadata is damaged or of a newer version of HDF5. Try `h5dump -H` on it.",
+}
+
+
 def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
     """Open a file read-only: by its path, or by its content, if it is in a store. If the library refuses, SourceError says what
     to do.
@@ -338,29 +346,9 @@ def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
         raise
     except OSError as error:
         message = str(error)
-    if "unable to lock file" in message:
-        why = (
-            "another program has it open for writing, or its file system has no locks. If nobody writes to it, set "
-            "HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks."
-        )
-    elif content is None and _has_driver(path):
-        why = (
-            "it is one of the files of HDF5's family, split or multi driver, which are one file together. Make one of them: "
-            "`h5repart -family_to_sec2 part%d.h5 whole.h5`, or `h5repack` on the name before `-m.h5`."
-        )
-    elif "truncated file" in message:
-        why = "it is shorter than its own header says: a copy or a writer was interrupted. Copy or write it again."
-    elif "already open" in message:
-        why = "it is open for writing, or its writer died. Close the writer; if it died, run `h5clear -s` on the file."
-    else:
-        why = "its metadata is damaged or of a newer version of HDF5. Try `h5dump -H` on it."
+    head = str(head_of(path)) if content is None else ""  # with the name of a driver that spreads one file over several
+    why = next(why for words, why in _WHY_NOT_OPENED.items() if re.search(words, f"{message} {head}"))
     raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {message}", path=path)
-
-
-def _has_driver(path: str) -> bool:
-    """True if HDF5 wrote the file by a driver that spreads one over several. Its name is in the first block."""
-    head = head_of(path)
-    return b"NCSAfami" in head or b"NCSAmult" in head
 
 
 # --- descriptions
@@ -426,9 +414,7 @@ class StoreFile(Hdf5File):
         if planned is None or planned.parts is None:
             return super().open(dataset, planned)
 
-        def open_whole() -> Hdf5Source:
-            return super(StoreFile, self).open(dataset)
-
+        open_whole = functools.partial(super().open, dataset)
         return SkeletonSource(planned, self._remote.object(planned.parts["pin"]), self._access, open_whole)
 
     def state(self) -> tuple[int, ...] | None:

@@ -48,6 +48,9 @@ SIZED = {number for number, codec in HDF5_CODECS.items() if codec.is_sized}
 LOSSY = frozenset(number for number, codec in HDF5_CODECS.items() if codec.is_lossy)
 SURVIVED = frozenset(number for number, codec in HDF5_CODECS.items() if codec.is_safe)
 
+Filters = list[tuple[int, int, Any, bytes]]
+"""Number, flags, parameters and name of each filter of a dataset, in the order in which they are applied."""
+
 _NUMBERS = {name: number for number, name in NAMES.items()}
 _BUILT_IN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # filters of HDF5 and h5py themselves
 # Filters of hdf5plugin, with the classes that know their usual parameters.

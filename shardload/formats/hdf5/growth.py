@@ -49,7 +49,6 @@ from shardload.formats.hdf5.opened import (
     are_edges_plain,
     encoded,
     file_in_memory,
-    file_number,
     filters_of,
     has_signature,
     type_of_values,
@@ -192,8 +191,6 @@ def _details(path: str, dataset: OpenDataset) -> Json:
     if refusal(dtype) is not None or not _is_written(dataset, dtype):
         raise ConfigError(f"{where} holds {dtype} in a form that append does not write; append with h5py")
     creation = dataset.creation
-    if file_number(dataset.id) != file_number(dataset.file.id):
-        raise unfit(where, "a link to another file")
     if creation.get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY:
         if dataset.maxshape == dataset.shape:  # so does `save` make it, and a copy would be like it
             raise ConfigError(f"{where} has no axis that can grow (its maxshape is {dataset.maxshape}). {HOW_TO_GROW}")
@@ -362,8 +359,6 @@ class Hdf5Growth(LedgerSink):
     def _shorten(self, file: h5py.File) -> None:
         """Take the chunks at the old edge out of their index: to the library all that come are new."""
         for name, array in self.arrays.items():
-            if file[name].shape != array.stored_shape:
-                raise changed_meanwhile(self.path)
             file[name].resize(array.base, array.axis)
 
     def _give_end_back(self) -> None:

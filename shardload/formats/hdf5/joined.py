@@ -148,12 +148,9 @@ class JoinedFile(Hdf5Sink):
             for part in parts:
                 metadata = others.metadata.get((real_of(os.path.join(folder, part.path)), part.dataset))
                 if part.region.size and (metadata is None or metadata.shape != part.shape):
-                    if metadata is None:
-                        why = "is not where it was looked for: unset HDF5_VDS_PREFIX"
-                    elif len(metadata.shape) < len(part.shape):
-                        why = "has small arrays as elements, which HDF5 does not join: `shardload copy` it first"
-                    else:
-                        why = f"has {metadata.shape} now"
+                    why = "is not where it was looked for: unset HDF5_VDS_PREFIX"
+                    if metadata is not None:
+                        why = f"has {metadata.shape} in HDF5, which joins no small arrays as elements: `shardload copy` it"
                     raise SourceError(
                         f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {why}",
                         path=self.path,

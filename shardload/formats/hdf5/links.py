@@ -34,14 +34,13 @@ from h5py._objects import phil
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.chunks import ChunkPlaces
-from shardload.formats.hdf5.filters import refuse_filters
+from shardload.formats.hdf5.filters import Filters, refuse_filters
 from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, OpenFacts, close_all, decoded, encoded, has_signature
 from shardload.formats.hdf5.tiles import Names, PartMetadata, version_of
 from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, real_path_of, state_of, why_not_a_file
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
-_MOST_SOURCES = 1 << 20  # files and datasets in one virtual dataset
 _UNLIMITED = 2**64 - 1
 
 
@@ -61,10 +60,6 @@ class OtherFiles:
         The folders where these files may be.
     is_virtual : bool
         True if the HDF5 library opens files when it reads.
-    chunks : list of tuple of int
-        The chunk shapes of the datasets in a virtual dataset.
-    filters : list of tuple
-        The filters of the first of them that has chunks: number, flags, parameters, name of each.
     access : Access
         What the caller allows.
     names : list of Names
@@ -78,18 +73,10 @@ class OtherFiles:
     refused: str | None = None
     fence: Fence = field(default_factory=Fence)
     is_virtual: bool = False
-    chunks: list[tuple[int, ...]] = field(default_factory=list)
-    filters: list[tuple[int, int, Any, bytes]] = field(default_factory=list)
     access: Access = STRICT
     names: list[Names] = field(default_factory=list)
     metadata: dict[Names, PartMetadata] = field(default_factory=dict)
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def add_all(self, inner: OtherFiles) -> None:
-        """Add the other files of one of the datasets."""
-        self.filters = self.filters or inner.filters
-        self.versions |= inner.versions
-        self.chunks += [chunk for chunk in inner.chunks if chunk not in self.chunks]
 
     def state(self) -> tuple[int, int] | None:
         """The bytes of all files, and a number that changes if the size or the time of last change of one does; None without
@@ -101,24 +88,19 @@ class OtherFiles:
         """`state` as it was when the files were checked."""
         return version_of(self.versions) if self.versions else None
 
+    @property
+    def filters(self) -> Filters:
+        """Those of the first dataset that has chunks."""
+        return next((part.filters for part in self.metadata.values() if part.chunks), [])
+
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
-        """The least length of `chunks` along each of `ndim` axes, aligned at the last axis; None without chunks.
+        """The least length of their chunks along each of `ndim` axes, aligned at the last axis; None without chunks.
 
         HDF5 decodes chunks whole. A grid of this shape has them as they are if each dataset begins at a multiple of its chunks;
         otherwise two ranks decode some chunks twice.
         """
-        if not self.chunks:
-            return None
-        padded = [((1,) * ndim + chunk)[len(chunk) :] for chunk in self.chunks]
-        return tuple(map(min, zip(*padded, strict=True)))
-
-    def add_part(self, dataset: OpenDataset) -> None:
-        """Note the chunks of a dataset in a virtual dataset. ValueError if their declared sizes are impossible."""
-        if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
-            self.filters = self.filters or dataset.stored_filters
-            self.chunks.append(tuple(dataset.chunks))
-        if dataset.chunks is not None:
-            ChunkPlaces(dataset).check()
+        padded = {((1,) * ndim + part.chunks)[len(part.chunks) :] for part in self.metadata.values() if part.chunks}
+        return tuple(map(min, zip(*padded, strict=True))) if padded else None
 
     def check_whole(self) -> None:
         """Raise OSError if one of the files has become shorter: HDF5 would give zeros or fill values."""
@@ -321,8 +303,8 @@ def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, 
     if level > 0 and (why := refuse_filters(dataset, others.access)) is not None:
         raise _RefusedError(f"values of another dataset, '{dataset.name}' in '{dataset.file.filename}', which holds {why}")
     if layout != h5py.h5d.VIRTUAL:
-        if level > 0:
-            others.add_part(dataset)
+        if level > 0 and layout == h5py.h5d.CHUNKED:
+            ChunkPlaces(dataset).check()
         return
     if dataset.facts.is_in_store:
         raise _RefusedError(
@@ -351,8 +333,7 @@ def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, 
         if (part := seen[key]) is None:
             raise _RefusedError(f"values of another file, '{printable(name)}', whose '{printable(inside)}' consists of itself")
         metadata, inner = part
-        if key not in others.metadata:
-            others.add_all(inner)
+        others.versions |= inner.versions
         others.metadata[name, inside] = others.metadata[key] = metadata
 
 
@@ -372,14 +353,10 @@ def _without_percents(name: str) -> str:
     ('part.h5', 'x%b')
     """
     texts = name.split("%%")
-    if any("%b" in text for text in texts):
+    if any("%" in text for text in texts):
         raise _RefusedError(
             f"values of a pattern of files or datasets, '{printable(name)}', which is not supported. Make a new file of "
             "them with shardload join"
-        )
-    if any("%" in text for text in texts):
-        raise _RefusedError(
-            f"values of another file by '{printable(name)}', in which a percent sign is not followed by another"
         )
     return "%".join(texts)
 
@@ -398,8 +375,6 @@ def _look_at_part(
     """Check one dataset in a virtual dataset."""
     (name, inside), fence = names, others.fence
     reference = f"values of another file, '{printable(name)}'"
-    if len(seen) > _MOST_SOURCES:
-        raise _RefusedError(f"values of more than {_MOST_SOURCES} other datasets")
     if (why := why_not_a_file(path)) is not None:
         raise _RefusedError(f"{reference}, which is {why} (HDF5 would deliver fill values in its place)")
     try:
@@ -410,7 +385,11 @@ def _look_at_part(
                 if isinstance(dataset, OpenDataset):
                     inner = OtherFiles(fence=fence, access=others.access, versions={path: version, **versions_of(files)})
                     _look(dataset, inner, seen, level + 1)
-                    return PartMetadata.of(dataset, version_of(inner.versions)), inner
+                    metadata = PartMetadata.of(dataset, version_of(inner.versions))
+                    if inner.is_virtual:
+                        chunks = inner.smallest_chunk(dataset.ndim)
+                        metadata = replace(metadata, chunks=chunks, filters=inner.filters, is_raw=False)
+                    return metadata, inner
             finally:
                 close_all(files)
     except OutsideError:

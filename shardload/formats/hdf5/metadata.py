@@ -18,7 +18,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import h5py
@@ -41,7 +40,7 @@ from shardload.formats.contract.array import (
     refusal,
     unaddressable,
 )
-from shardload.formats.hdf5.filters import LOSSY, NAMES, name_of, parameters_of, refuse_filters
+from shardload.formats.hdf5.filters import LOSSY, NAMES, Filters, name_of, parameters_of, refuse_filters
 from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, address_of, decoded, encoded, names_below, type_of_values
 from shardload.system.steps import step_done
@@ -411,7 +410,7 @@ def _type_of(kind: Any) -> tuple[str, str | None]:
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
 
-def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
+def _codec(filters: Filters) -> str:
     """The filter pipeline for people: compressors first, then shuffle and checksum."""
     ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
     return "+".join(name_of(number, label) for number, _, _, label in ordered) or "none"
@@ -441,7 +440,7 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
     return shown, packing
 
 
-def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes]] | None = None) -> Properties:
+def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Properties:
     """The properties of an open dataset. `filters` are those of the parts of a virtual one."""
     creation, labels = dataset.creation, labels_of(dataset)
     attrs, unread = _typed_attributes(dataset, str(dataset.name))
@@ -466,14 +465,16 @@ def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes
     if "_FillValue" in attrs:
         value = np.asarray(attrs["_FillValue"])
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
-    properties = Properties.of(
-        labels,
+    coordinates = [coordinate.dataset for coordinate in labels.coords.values()]
+    return Properties(
         dtype,
+        labels.dims,
         attrs,
         compression=compression,
         checksum=checksum,
         fill_value=fill,
         unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
+        coordinates=tuple(dict.fromkeys(itertools.chain(coordinates, *scales))),
         is_dimension=stands_for_axis(dataset),
         unread=tuple(unread),
         stored_name=last if last.startswith(NON_COORDINATE) else None,
@@ -482,8 +483,6 @@ def properties_of(dataset: OpenDataset, filters: list[tuple[int, int, Any, bytes
         axis_labels=(*axis_texts_of(dataset)[0], *[""] * len(inner)),
         scale_name=plain_attribute(dataset, "NAME") if is_scale(dataset) else None,
     )
-    coordinates = dict.fromkeys([*properties.coordinates, *itertools.chain.from_iterable(scales)])
-    return replace(properties, coordinates=tuple(coordinates))
 
 
 def _texts(dataset: OpenDataset) -> np.ndarray[Any, Any] | None:
@@ -538,7 +537,7 @@ def _typed_attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]
     return attrs, unread
 
 
-def _compression(filters: list[tuple[int, int, Any, bytes]], kind: str) -> tuple[dict[str, Any] | str | None, bool]:
+def _compression(filters: Filters, kind: str) -> tuple[dict[str, Any] | str | None, bool]:
     """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
     compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in _HELPERS]

@@ -229,11 +229,8 @@ class Hdf5Source(Source):
         # The value of what HDF5 does not write into the buffer; None if it writes all. It is zero, as h5py has it there, if the
         # creator chose never to fill. Of a virtual dataset HDF5 may leave out what no mapping covers: if mappings overlap, and
         # have as many elements in all as the dataset.
-        self._gap_value: Any = None
-        if leaves_gaps(dataset):
-            self._gap_value = np.zeros((), self._element_dtype)
-        elif others.is_virtual:
-            self._gap_value = dataset.fillvalue
+        has_gaps = leaves_gaps(dataset) or others.is_virtual
+        self._gap_value = fill_value(dataset, self._element_dtype) if has_gaps else None
 
     @property
     def info(self) -> ArrayInfo:
@@ -356,8 +353,9 @@ class Hdf5Source(Source):
         reader = open_chunks(self.dataset, self._element_dtype, self.places)
         if reader is None and not all(map(self.others.access.may_use, names)):
             raise UndecodedError(
-                f"its chunks are encoded by {' and '.join(names)} in a way that only HDF5 decodes, which would crash if one is "
-                f"damaged. If you trust who wrote the file, pass allow_filters='{names[0]}'"
+                f"its chunks are encoded by {' and '.join(names)}, and only HDF5 can read them (of a file that is open for "
+                "writing or by another driver, or has a user block) or decode them, which would crash if one is damaged. "
+                f"If you trust who wrote the file, pass allow_filters='{names[0]}'"
             )
         return reader
 
@@ -406,9 +404,7 @@ class Hdf5Source(Source):
             return None
         if self.others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
-        if self.dataset.raw is None or self.places is None:
-            return None
-        return open_chunks(self.dataset, self._element_dtype, self.places)
+        return None if self.places is None else open_chunks(self.dataset, self._element_dtype, self.places)
 
     @cached
     def _tiles(self) -> Tiles | None:

@@ -41,6 +41,7 @@ from shardload.formats.contract.chunk_reader import (
 )
 from shardload.formats.contract.format import ChangedError, Source
 from shardload.formats.hdf5.chunks import fill_value
+from shardload.formats.hdf5.filters import Filters
 from shardload.formats.hdf5.opened import OpenDataset, type_of_values
 from shardload.planning.region import Region
 from shardload.storage.local import state_of
@@ -65,11 +66,11 @@ class PartMetadata:
     version : tuple of int
         The `version_of` all files that hold its values.
     shape, chunks : tuple of int
-        Its shape, and its chunks if it has some.
+        Its shape, and its chunks if it has some; if it is virtual, the `smallest_chunk` of its parts.
     kind : bytes
         The type of its values in the file, as HDF5 encodes it.
-    filters : tuple
-        Number and parameters of each filter.
+    filters : list
+        Those of its chunks.
     fill : bytes
         Its value where nothing was written, in native byte order; empty if not known (of bit fields).
     is_raw : bool
@@ -80,7 +81,7 @@ class PartMetadata:
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
     kind: bytes
-    filters: tuple[tuple[int, tuple[int, ...]], ...]
+    filters: Filters
     fill: bytes
     is_raw: bool = True
 
@@ -88,19 +89,18 @@ class PartMetadata:
     def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> PartMetadata:
         """Of an open dataset, with this version."""
         creation, kind = dataset.creation, dataset.kind
-        filters = tuple((number, tuple(values)) for number, _, values, _ in dataset.stored_filters)
         dtype = native_dtype(type_of_values(kind)) if kind.get_class() in _NUMBERS else None
         fill = b"" if dtype is None or refusal(dtype) is not None else fill_value(dataset, dtype).tobytes()
         chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
         is_raw = not dataset.facts.creation.get_userblock()
-        return cls(version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), filters, fill, is_raw)
+        return cls(
+            version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), dataset.stored_filters, fill, is_raw
+        )
 
 
 def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """The size and time of one file; of several their bytes, and a number that changes if one of them does."""
+    """The bytes of files, and a number that changes if the size or the time of one does."""
     states = sorted(files.values())
-    if len(states) == 1:
-        return states[0][0], states[0][1]
     digest = blake2b(repr(states).encode(), digest_size=7).digest()
     return sum(state[0] for state in states), int.from_bytes(digest, "little")
 
@@ -109,13 +109,12 @@ def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 class Box:
     """One tile: a region of the virtual dataset, and where it begins in a part.
 
-    `names` are those of the part's file and dataset, `shape` is the part's when it was looked at. `axes` has, for each axis of
-    the part, the axis of the virtual dataset that it lies along; -1 for an axis along none, of which the tile has one element.
+    `names` are those of the part's file and dataset. `axes` has, for each axis of the part, the axis of the virtual dataset
+    that it lies along; -1 for an axis along none, of which the tile has one element.
     """
 
     region: Region
     names: Names
-    shape: tuple[int, ...]
     start: tuple[int, ...]
     axes: tuple[int, ...]
 
@@ -167,7 +166,7 @@ def find_boxes(
         axes = _axes_along(region.shape, in_part.shape)
         if axes is None or not Region.whole(dataset.shape).contains(region) or not Region.whole(shape).contains(in_part):
             return None
-        boxes.append(Box(region, name, shape, in_part.start, axes))
+        boxes.append(Box(region, name, in_part.start, axes))
     return None if _overlap([box.region for box in boxes]) else boxes
 
 
@@ -190,7 +189,7 @@ def tell_parts(
     parts = [metadata[box.names] for box in boxes if box.names in metadata]
     if len(parts) < len(boxes) or any(part.kind != virtual.kind for part in parts):
         return None  # HDF5 converts types
-    versions, shapes = [list(part.version) for part in parts], [list(box.shape) for box in boxes]
+    versions, shapes = [list(part.version) for part in parts], [list(part.shape) for part in parts]
     return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, parts, virtual, chunks)}
 
 
@@ -207,7 +206,7 @@ def _is_one_grid(
         if (part.chunks, part.filters, part.fill) != (parts[0].chunks, parts[0].filters, parts[0].fill):
             return False
         n = len(shape) - len(part.chunks)
-        if n < 0 or (1,) * n + part.chunks != chunks or box.axes != tuple(range(n, len(shape))):
+        if (1,) * n + part.chunks != chunks or box.axes != tuple(range(n, len(shape))):
             return False
         starts_in_part = (0,) * n + box.start
         for a, b, c, start, length in zip(box.region.start, box.region.stop, chunks, starts_in_part, shape, strict=True):
@@ -263,10 +262,6 @@ def _overlap(regions: Sequence[Region]) -> bool:
     return bool(overlaps.sum() > len(regions))  # more than each with itself
 
 
-def _encoding_of(source: Source) -> tuple[Any, ...]:
-    return source.info.chunks, source.info.codec, source.dtype
-
-
 @dataclass(eq=False)
 class _Part:
     """A part that is open."""
@@ -301,7 +296,6 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected: Region | None = None
         self._decoder: Any = None
-        self._encoding: Any = None  # of the part of the decoder
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
         self._last_missing: tuple[Region, list[tuple[int, ...]]] | None = None  # what was read last, and its missing chunks
 
@@ -354,8 +348,6 @@ class Tiles(ChunkReader):
                 raise ChangedError(
                     f"'{source.info.path}' has changed since it was looked at ({changed}). Load it again, or make a new plan"
                 )
-            if source.info.shape != box.shape:
-                raise ChangedError(f"{source.info} had the shape {box.shape}, and has {source.info.shape}. Make a new plan")
             self._files[k] = list(files)
             wanted = None if self._expected is None else box.region.intersect(self._expected)
             if wanted is not None:
@@ -444,7 +436,7 @@ class Tiles(ChunkReader):
                 return None
             if self._decoder is None:
                 part.n_users += 1  # it decodes for all, until they are closed
-                self._decoder, self._encoding = part.reader, _encoding_of(part.source)
+                self._decoder = part.reader
         return self
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
@@ -489,7 +481,7 @@ class Tiles(ChunkReader):
         """The reader of part k, and a box of the virtual dataset's chunks that lie in it, as one of the part's chunks."""
         tile, chunks = self._boxes[k], self._chunks or ()
         with self.use(k) as part:
-            if part.reader is None or _encoding_of(part.source) != self._encoding:
+            if part.reader is None:
                 raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
             n = len(chunks) - len(tile.start)
             starts = zip(tile.region.start, (0,) * n + tile.start, chunks, strict=True)

@@ -47,7 +47,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
-from tests.unit.files import change_json, flat, load_all, raw_dataset, read_all, read_small, write_hdf5, write_zarr
+from tests.unit.files import change_json, flat, load_all, raw_dataset, read, read_all, read_small, write_hdf5, write_zarr
 from tests.unit.formats.memory_cases import CASES, FINE, first_chunk, with_filters, write_cases
 
 LIMITED = "in a process of which memory is limited"
@@ -114,9 +114,7 @@ def test_hdf5_read_in_parts(tmp_path: Path, most: int, dtype: str, monkeypatch: 
         source = open_source(path, name)
         assert isinstance(source, Hdf5Source)
         for region in (Region.whole(whole.shape), Region((0,) * (whole.ndim - 3) + (1, 3, 1), whole.shape)):
-            out = np.zeros(region.shape, source.dtype)
-            source.read_into(region, out)
-            np.testing.assert_array_equal(out, whole[region.slices()])
+            np.testing.assert_array_equal(read(source, region), whole[region.slices()])
             np.testing.assert_array_equal(source.plain(region), whole[region.slices()])
         source.close()
 
@@ -133,9 +131,7 @@ def test_zarr_read_in_parts(tmp_path: Path, most: int, more: dict[str, Any], mon
     source = open_source(path, "a")
     assert source.chunk_reader() is None
     for region in (Region.whole(data.shape), Region((1, 3, 1), data.shape)):
-        out = np.zeros(region.shape, source.dtype)
-        source.read_into(region, out)
-        np.testing.assert_array_equal(out, data[region.slices()])
+        np.testing.assert_array_equal(read(source, region), data[region.slices()])
         np.testing.assert_array_equal(source.plain(region), data[region.slices()])
     key = "a/c/1/0/0" if "shards" in more else "a/2.1.0"
     (path / key).unlink()
@@ -452,19 +448,13 @@ def write_bools(path: Path, how: str) -> str:
         made[:] = ODD
         return str(path)
     kind = h5py.h5t.py_create(np.dtype(bool), logical=True)
+    filters = {"gzip": [(1, 0, (1,))], "lzf": [(32000, 0)]}.get(how, [])
+    chunks, fill = None if how == "contiguous" else (ODD.size // 2,), np.array(2 * (how == "fill"), "u1").view(bool)
     with h5py.File(path, "w") as file:
-        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        if how != "contiguous":
-            creation.set_chunk((ODD.size // 2,))
-        if how == "gzip":
-            creation.set_deflate(1)
-        elif how == "lzf":
-            creation.set_filter(32000)
-        elif how == "fill":
-            creation.set_fill_value(np.array(2, "u1").view(bool))
-        made = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple(ODD.shape), creation)
-        if how != "fill":
-            made.write(h5py.h5s.ALL, h5py.h5s.ALL, ODD, kind)
+        raw_dataset(
+            file, "x", kind, ODD.shape, None if how == "fill" else ODD, chunks=chunks, filters=filters,
+            setting=lambda creation: creation.set_fill_value(fill), memory_kind=kind,
+        )  # fmt: skip
     return str(path)
 
 

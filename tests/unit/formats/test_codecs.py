@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -73,47 +72,10 @@ COMPRESSORS: dict[str, tuple[Stage, Encode]] = {
     "blosc": (decode_blosc(), lambda raw: bytes(numcodecs.Blosc(cname="lz4").encode(raw))),
     "lz4": (decode_lz4(), encode_lz4()),
 }
-OTHERS: dict[str, tuple[Stage, Encode]] = {
-    "shuffle": (decode_shuffle(4), shuffle(4)),
-    "fletcher32": (decode_fletcher32(), with_fletcher32),
-    "crc32c": (decode_crc32c(), with_crc32c),
-}
 
 
 def values(n: int = 300) -> np.ndarray[Any, Any]:
     return (np.arange(n) * 7 % 1000).astype("<i4")
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("compressor", [None, *COMPRESSORS])
-@pytest.mark.parametrize("others", [o for n in range(4) for o in itertools.permutations(OTHERS, n)])
-def test_any_order_of_stages(compressor: str | None, others: tuple[str, ...]) -> None:
-    data = values()
-    for at in range(len(others) + 1):
-        steps = [OTHERS[name] for name in others]
-        if compressor is not None:
-            steps.insert(at, COMPRESSORS[compressor])
-        encoded = data.tobytes()
-        for _, encode in steps:
-            encoded = encode(encoded)
-        chain = Chain([stage for stage, _ in reversed(steps)], data.nbytes)
-        out = np.full(data.shape, 99, "<i4")
-        chain.decode([encoded], out)
-        np.testing.assert_array_equal(out, data)
-
-
-@pytest.mark.parametrize("skipped", [frozenset(s) for n in range(5) for s in itertools.combinations(range(4), n)])
-def test_stages_that_were_not_applied(skipped: frozenset[int]) -> None:
-    data = values()
-    steps = [OTHERS["shuffle"], COMPRESSORS["zlib"], OTHERS["fletcher32"]]
-    encoded = data.tobytes() if 3 in skipped else data.byteswap().tobytes()
-    for k, (_, encode) in enumerate(steps):
-        encoded = encoded if 2 - k in skipped else encode(encoded)
-    chain = Chain([*(stage for stage, _ in reversed(steps)), decode_byte_order(4)], data.nbytes)
-    assert chain.names == ("fletcher32", "gzip", "shuffle", "byte order")
-    out = np.full(data.shape, 99, "<i4")
-    chain.decode([memoryview(encoded)], out, skipped)
-    np.testing.assert_array_equal(out, data)
 
 
 @pytest.mark.each_value
@@ -251,13 +213,6 @@ def test_sizes_that_do_not_come_out() -> None:
             Chain(stages, 1200).decode([data], out)
     with pytest.raises(ValueError, match="a buffer of 1196 bytes for 1 chunks of 1200"):
         Chain([], 1200).decode([raw], out[:-1])
-
-
-def test_crc32c_finds_a_flipped_bit() -> None:
-    encoded = bytearray(with_crc32c(b"12345678"))
-    encoded[2] ^= 1
-    with pytest.raises(ValueError, match="CRC-32C is"):
-        Chain([decode_crc32c()], 8).decode([encoded], np.empty(8, "u1"))
 
 
 def test_two_compressors_are_refused() -> None:

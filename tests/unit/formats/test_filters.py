@@ -30,7 +30,7 @@ from shardload.formats.hdf5 import filters as hdf5_filters
 from shardload.formats.lookup import list_arrays, open_source
 from shardload.formats.zarr.nodes import checked
 from shardload.planning.region import Region
-from tests.unit.files import flat, read_all, write_hdf5
+from tests.unit.files import flat, load_all, raw_dataset, read_all, write_hdf5
 
 ASKED = {
     307: dict(hdf5plugin.BZip2()),
@@ -49,13 +49,7 @@ def kinds() -> dict[str, FilterKind]:
 
 
 def values_of(path: str, allow: Any) -> np.ndarray[Any, Any]:
-    source = open_source(path, "/a", Access(allow_filters=allow))
-    try:
-        out = np.empty(source.info.shape, source.dtype)
-        source.read_into(Region.whole(out.shape), out)
-        return out
-    finally:
-        source.close()
+    return load_all(path, "/a", Access(allow_filters=allow))
 
 
 # --- which
@@ -291,6 +285,18 @@ def test_chunks_that_are_too_short_do_not_reach_hdf5(tmp_path: Path) -> None:
     assert all(line.startswith("refused") for line in said), said
 
 
+@pytest.mark.parametrize("how", [{"mode": "r+"}, {"driver": "stdio"}])
+def test_chunks_that_hdf5_alone_can_read_are_not_left_to_its_decoder(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Wrong if HDF5 were given a chunk that declares its own length, or if who allows that did not get the values."""
+    data = flat((64, 64))
+    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(32, 64), **hdf5plugin.Zstd())
+    with h5py.File(path, **how) as file:
+        for read in (read_all, lambda source: source.plain(Region.whole((64, 64)))):
+            with pytest.raises(UndecodedError, match=r"encoded by zstd, .* for writing .*pass allow_filters='zstd'$"):
+                read(open_source(file["a"], "/a"))
+            np.testing.assert_array_equal(read(open_source(file["a"], "/a", Access(allow_filters={"zstd"}))), data)
+
+
 @pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
 @pytest.mark.parametrize("form", ["2", "3", "3, numcodecs", "3, shards"])
 def test_blosc_of_zarr_is_not_believed(tmp_path: Path, form: str) -> None:
@@ -325,22 +331,17 @@ def test_blosc_with_snappy(tmp_path: Path) -> None:
     data = np.arange(4096.0)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("a", data=data, chunks=(1024,), **hdf5plugin.Blosc(cname="snappy"))
-        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        creation.set_chunk((4096,))
-        creation.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, (2, 2, 8, 32768, 5, 1, 1))
-        made = h5py.h5d.create(file.id, b"b", h5py.h5t.IEEE_F64LE, h5py.h5s.create_simple((4096,)), creation)
-        made.write_direct_chunk((0,), bytes(numcodecs.Blosc("lz4").encode(data)))
+        filters = [(32001, h5py.h5z.FLAG_OPTIONAL, (2, 2, 8, 32768, 5, 1, 1))]
+        made = raw_dataset(file, "b", h5py.h5t.IEEE_F64LE, (4096,), chunks=(4096,), filters=filters)
+        made.id.write_direct_chunk((0,), bytes(numcodecs.Blosc("lz4").encode(data)))
     content = (tmp_path / "a.h5").read_bytes()
     told = b"".join(n.to_bytes(4, "little") for n in (2, 2, 8, 32768, 5, 1, 1))
     assert content.count(told) == 1
     (tmp_path / "a.h5").write_bytes(content.replace(told, told.replace((32768).to_bytes(4, "little"), bytes(4))))
-    source = open_source(tmp_path / "a.h5", "/a")
     with pytest.raises(UndecodedError, match="pass allow_filters='blosc'"):
-        read_all(source)
-    source.close()
+        load_all(tmp_path / "a.h5", "/a")
     for name in "ab":
-        source = open_source(tmp_path / "a.h5", f"/{name}", Access(allow_filters={"blosc"} if name == "a" else set()))
-        np.testing.assert_array_equal(read_all(source), data)
-        source.close()
+        values = load_all(tmp_path / "a.h5", f"/{name}", Access(allow_filters={"blosc"} if name == "a" else set()))
+        np.testing.assert_array_equal(values, data)
         with h5py.File(tmp_path / "a.h5") as file:
             np.testing.assert_array_equal(file[name][...], data)

@@ -48,16 +48,8 @@ CHUNKED: dict[str, dict[str, Any]] = {
     "bzip2": dict(hdf5plugin.BZip2()),
 }
 
-
-ASKED = {
-    "szip",
-    "nbit",
-    "scaleoffset",
-    "bitshuffle",
-    "blosc2",
-    "lz4",
-    "bzip2",
-}  # decoded only if the caller says so, or may come to be
+# Decoded only if the caller says so, or may come to be.
+ASKED = {"szip", "nbit", "scaleoffset", "bitshuffle", "blosc2", "lz4", "bzip2"}
 
 
 def info_of(path: str, name: str) -> ArrayInfo:
@@ -322,9 +314,7 @@ def test_bit_fields(
     for name, values in (("a", expected), ("missing", 0 * expected), ("pairs", np.stack([expected, expected], 1))):
         with closing(open_source(str(tmp_path / "a.h5"), name)) as source:
             region = Region.whole(values.shape)
-            found = np.empty(values.shape, source.dtype)
-            source.read_into(region, found)
-            np.testing.assert_array_equal(found, values, strict=True)
+            np.testing.assert_array_equal(read_all(source), values, strict=True)
             if kind == "STD_B8LE":  # h5py reads no others
                 np.testing.assert_array_equal(source.plain(region), values)
             assert bool(source.missing(region)) == (name == "missing")
@@ -455,9 +445,7 @@ def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counting_filter: li
         (Region((1, 3, 2), (1, 5, 4)), 0),
     ):
         source.close()
-        source = open_source(
-            path, "/a", Access(allow_filters={"460"})
-        )  # a new file, so that HDF5's cache of the last read is gone
+        source = open_source(path, "/a", Access(allow_filters={"460"}))  # a new file, without HDF5's cache of the last read
         counting_filter[0] = 0
         out = np.empty(region.shape)
         source.read_into(region, out)
@@ -556,7 +544,7 @@ def test_what_the_caller_opened_stays_open_and_the_rest_is_closed(tmp_path: Path
         handed.close()
         np.testing.assert_array_equal(mine["b"][...], flat((3, 4), first=50))
         with pytest.raises(RuntimeError):
-            theirs.read_into(Region.whole((3, 4)), np.empty((3, 4), "f4"))
+            read_all(theirs)
         closed = mine["a"]
         with pytest.raises(ConfigError, match=r"'/' in .*a.h5' is a group.*group\['name'\].*'/a', '/b'"):
             find_array(mine)

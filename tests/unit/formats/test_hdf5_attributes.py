@@ -18,8 +18,6 @@ from tests.jobs.launch import ROOT
 from tests.tiers import IS_QUICK
 from tests.unit.copies import run_copy
 
-SHORT = np.empty(1, object)
-
 
 def written(path: Path, key: str, value: Any, **how: Any) -> str:
     """A file with two arrays of two axes, of which the first has this attribute; `value` may be made from the open file."""
@@ -36,9 +34,11 @@ def written(path: Path, key: str, value: Any, **how: Any) -> str:
     return str(path)
 
 
-def short(file: h5py.File) -> Any:
-    SHORT[0] = np.array([file["lat"].ref], h5py.ref_dtype)
-    return SHORT
+def one_list(references: list[Any], dtype: Any) -> Any:
+    """An array of one list of references."""
+    lists = np.empty(1, object)
+    lists[0] = np.array(references, dtype)
+    return lists
 
 
 # What HDF5's own functions take for something else: the process would end.
@@ -52,7 +52,11 @@ STRANGE: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "texts": ("DIMENSION_LIST", np.array([b"latitude.", b"longitude"]), {}),
     "one text": ("DIMENSION_LIST", "lat lon", {}),
     "integers": ("DIMENSION_LIST", np.full(2, 1 << 40), {}),
-    "of one axis": ("DIMENSION_LIST", short, {"dtype": h5py.vlen_dtype(h5py.ref_dtype)}),
+    "of one axis": (
+        "DIMENSION_LIST",
+        lambda file: one_list([file["lat"].ref], h5py.ref_dtype),
+        {"dtype": h5py.vlen_dtype(h5py.ref_dtype)},
+    ),
     "labels that are integers": ("DIMENSION_LABELS", np.full(2, 1 << 40), {}),
     "labels of one axis": ("DIMENSION_LABELS", np.array([b"lat"]), {}),
 }
@@ -80,11 +84,9 @@ def test_labels_of_fixed_length(tmp_path: Path) -> None:
 
 def test_attributes_that_are_lists_of_references(tmp_path: Path) -> None:
     """h5py 3.16 corrupts its memory when it reads such an attribute."""
-    values = np.empty(1, object)
 
     def lists(file: h5py.File) -> Any:
-        values[0] = np.array([file["beside"].regionref[0:2, 1]], dtype=h5py.regionref_dtype)
-        return values
+        return one_list([file["beside"].regionref[0:2, 1]], h5py.regionref_dtype)
 
     path = written(tmp_path / "a.h5", "refs", lists, dtype=h5py.vlen_dtype(h5py.regionref_dtype))
     found = shardload.open(path)["a"]

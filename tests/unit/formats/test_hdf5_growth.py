@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -32,7 +31,7 @@ from shardload.storage import target
 from shardload.storage.changes import _BEFORE_NBYTES, changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import IS_QUICK, quick_ones
-from tests.unit.files import early, raw_dataset
+from tests.unit.files import early, plain_edges, raw_dataset
 from tests.unit.growing import Content, Disk, coming, grow, sink_of
 from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401
 
@@ -507,40 +506,27 @@ def test_filters_that_netcdf4_has_brought(tmp_path: Path) -> None:
 # --- what is refused, and what goes wrong
 
 
-def _make(path: Path, **how: Any) -> None:
-    more = {key: how.pop(key) for key in ("dtype", "compression") if key in how}
-    setting, most = how.pop("setting", None), (h5py.h5s.UNLIMITED, 3)
-    with h5py.File(path, "w", **how) as file:
-        if setting is not None:
-            raw_dataset(file, "x", h5py.h5t.NATIVE_FLOAT, (4, 3), chunks=(2, 3), setting=setting, most=most)
-        else:
-            file.create_dataset("x", (4, 3), **({"maxshape": (None, 3), "chunks": (2, 3), "dtype": "f4"} | more))
-
-
-def plain_edges(creation: Any) -> None:
-    creation.set_deflate(1)
-    library = ctypes.CDLL(h5py.h5d.__file__)
-    library.H5Pset_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
-    assert library.H5Pset_chunk_opts(creation.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
-
-
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("of_file", "of_array", "words"),
     [
-        ({"userblock_size": 512}, "a user block"),
-        ({"fs_strategy": "page", "libver": ("earliest", "v110")}, "its space in pages"),
-        ({"fs_strategy": "fsm", "fs_persist": True, "libver": ("earliest", "v110")}, "a list of its free space"),
-        ({"setting": early}, "places for all of its chunks"),
-        ({"setting": plain_edges, "libver": "latest"}, "not filtered"),
-        ({"dtype": h5py.string_dtype()}, "append does not write"),
-        ({"dtype": np.dtype([("a", "f4"), ("b", "i2")])}, "append does not write"),
-        ({"compression": 307}, "307"),
+        ({"userblock_size": 512}, {}, "a user block"),
+        ({"fs_strategy": "page", "libver": ("earliest", "v110")}, {}, "its space in pages"),
+        ({"fs_strategy": "fsm", "fs_persist": True, "libver": ("earliest", "v110")}, {}, "a list of its free space"),
+        ({}, {"setting": early}, "places for all of its chunks"),
+        ({"libver": "latest"}, {"setting": plain_edges, "filters": [(1, 0, (4,))]}, "not filtered"),
+        ({}, {"dtype": h5py.string_dtype()}, "append does not write"),
+        ({}, {"dtype": np.dtype([("a", "f4"), ("b", "i2")])}, "append does not write"),
+        ({}, {"compression": 307}, "307"),
     ],
 )
-def test_what_cannot_grow(tmp_path: Path, how: dict[str, Any], words: str) -> None:
+def test_what_cannot_grow(tmp_path: Path, of_file: dict[str, Any], of_array: dict[str, Any], words: str) -> None:
     """Wrong if such a file were changed, or the error said neither what was found nor what to do."""
-    path = tmp_path / "x.h5"
-    _make(path, **how)
+    path, most = tmp_path / "x.h5", (h5py.h5s.UNLIMITED, 3)
+    with h5py.File(path, "w", **of_file) as file:
+        if "setting" in of_array:
+            raw_dataset(file, "x", h5py.h5t.NATIVE_FLOAT, (4, 3), chunks=(2, 3), most=most, **of_array)
+        else:
+            file.create_dataset("x", (4, 3), **({"maxshape": (None, 3), "chunks": (2, 3), "dtype": "f4"} | of_array))
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=words) as found:
         read_file(str(path), ["/x"])
@@ -607,9 +593,8 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
         sink.create()
     by_h5py(path)
     sink = sink_of(path, VALUES)
-    come = {name: one[sink.arrays[name].base :] for name, one in VALUES.items()}
     with sink.create() as catalog:
-        write_all(sink, catalog, come)
+        write_all(sink, catalog, coming(sink, VALUES))
         catalog.finish()
         fcntl.flock(catalog._file.descriptor, fcntl.LOCK_UN)  # type: ignore[attr-defined]  # a system without locks
         with h5py.File(path, "r+") as file:
@@ -622,7 +607,7 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
     by_h5py(path)
     sink = sink_of(path, VALUES)
     with sink.create() as catalog:
-        write_all(sink, catalog, come)
+        write_all(sink, catalog, coming(sink, VALUES))
         catalog.finish()
         at = path.read_bytes().index(OLD.to_bytes(8, "little") + b"\xff" * 8)  # the length of "time", in its header
         with path.open("r+b") as file:  # a program that changes one number, and nothing else
@@ -640,7 +625,7 @@ def test_an_append_that_is_given_up_leaves_what_somebody_else_has_appended(tmp_p
     by_h5py(path)
     sink = sink_of(path, VALUES)
     with sink.create() as catalog:
-        write_all(sink, catalog, {name: one[sink.arrays[name].base :] for name, one in VALUES.items()})
+        write_all(sink, catalog, coming(sink, VALUES))
         with h5py.File(path, "r+", locking=False) as file:
             file["g/rho"].resize(OLD + 30, 0)
             file["g/rho"][OLD:] = 7
@@ -653,7 +638,6 @@ def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
     """Wrong if chunks were written into it, over its own bytes; or if rows were said to be in it that went into the old one."""
     path, other = tmp_path / "x.h5", tmp_path / "other.h5"
     by_h5py(path)
-    come = {name: one[sink_of(path, VALUES).arrays[name].base :] for name, one in VALUES.items()}
     for is_early in (True, False):
         with h5py.File(other, "w") as file:
             file["much"] = ramp((9000,), "f8")
@@ -662,9 +646,9 @@ def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
             if is_early:
                 os.replace(other, path)
                 with pytest.raises(ConfigError, match="changed by somebody else"):
-                    write_all(sink, catalog, come)
+                    write_all(sink, catalog, coming(sink, VALUES))
             else:
-                write_all(sink, catalog, come)
+                write_all(sink, catalog, coming(sink, VALUES))
                 catalog.finish()
                 os.replace(other, path)
                 with pytest.raises(ConfigError, match="changed by somebody else"):

@@ -27,7 +27,7 @@ from shardload.storage.remote import RemoteObject
 from tests.mpi.support import counted
 from tests.servers import ObjectServer
 from tests.unit.fakes import ObjectInMemory
-from tests.unit.files import assert_same, check_source, flat, read_all
+from tests.unit.files import assert_same, check_source, compact, early, flat, raw_dataset, read, read_all
 
 pytest.importorskip("obstore")
 
@@ -40,17 +40,8 @@ def simple(**options: Any) -> Callable[[h5py.File], None]:
     return lambda file: file.create_dataset("g/x", data=DATA, **options)
 
 
-def low_level(
-    kind: Any = h5py.h5t.IEEE_F32LE, setting: Callable[[Any], Any] = lambda creation: None, maxshape: Any = None
-) -> Callable[[h5py.File], None]:
-    def make(file: h5py.File) -> None:
-        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        creation.set_chunk(CHUNK)
-        setting(creation)
-        space = h5py.h5s.create_simple(SHAPE, maxshape or SHAPE)
-        h5py.Dataset(h5py.h5d.create(file.create_group("g").id, b"x", kind, space, creation))[...] = DATA % 97
-
-    return make
+def low_level(kind: Any = h5py.h5t.IEEE_F32LE, **how: Any) -> Callable[[h5py.File], None]:
+    return lambda file: raw_dataset(file.create_group("g"), "x", kind, SHAPE, DATA % 97, **{"chunks": CHUNK} | how)
 
 
 def twelve_bits() -> Any:
@@ -101,12 +92,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[h5py.File], None]]] = {
     "fixed array": (LATEST, simple(chunks=CHUNK, compression="gzip")),
     "extensible array": (LATEST, simple(chunks=CHUNK, compression="gzip", maxshape=(6, None))),
     "B-tree 2": (LATEST, simple(chunks=CHUNK, maxshape=(None, None))),
-    "implicit": (LATEST, low_level(setting=lambda creation: creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY))),
-    "early": ({}, low_level(setting=lambda creation: creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY))),
+    "implicit": (LATEST, low_level(setting=early)),
+    "early": ({}, low_level(setting=early)),
     "lzf": ({}, simple(chunks=CHUNK, compression="lzf")),
     "lzf left out": ({}, left_out),
     "scaleoffset": ({}, of_type("i4", chunks=CHUNK, scaleoffset=0)),
-    "nbit": ({}, low_level(twelve_bits(), lambda creation: creation.set_filter(h5py.h5z.FILTER_NBIT, 0))),
+    "nbit": ({}, low_level(twelve_bits(), filters=[(h5py.h5z.FILTER_NBIT, 0)])),
     "12 bits": ({}, low_level(twelve_bits())),
     "szip": ({}, of_type("i4", chunks=(4, 4), compression="szip")),
     "bitshuffle": ({}, simple(chunks=CHUNK, **hdf5plugin.Bitshuffle(nelems=8, cname="lz4"))),
@@ -117,7 +108,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[h5py.File], None]]] = {
     "some chunks": ({}, some_chunks),
     "no chunk": ({}, lambda file: file.create_dataset("g/x", SHAPE, "f4", chunks=CHUNK, fillvalue=7)),
     "no piece": ({}, lambda file: file.create_dataset("g/x", SHAPE, "f4", fillvalue=7)),
-    "compact": ({}, low_level(setting=lambda creation: creation.set_layout(h5py.h5d.COMPACT))),
+    "compact": ({}, low_level(chunks=None, setting=compact)),
     "number": ({}, lambda file: file.create_dataset("g/x", data=np.float64(3.5))),
     "nothing": ({}, lambda file: file.create_dataset("g/x", (0, 4), "f4", maxshape=(None, 4))),
     "small arrays": ({}, small_arrays),
@@ -134,9 +125,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[h5py.File], None]]] = {
 def write_bfloat16(file: h5py.File) -> None:
     from shardload.formats.hdf5.opened import BFLOAT16, type_in_file
 
-    space = h5py.h5s.create_simple(SHAPE)
-    made = h5py.h5d.create(file.create_group("g").id, b"x", type_in_file(BFLOAT16), space)
-    made.write(h5py.h5s.ALL, h5py.h5s.ALL, DATA.astype(ml_dtypes.bfloat16), type_in_file(BFLOAT16))
+    kind, values = type_in_file(BFLOAT16), DATA.astype(ml_dtypes.bfloat16)
+    raw_dataset(file.create_group("g"), "x", kind, SHAPE, values, memory_kind=kind)
 
 
 @pytest.fixture
@@ -190,9 +180,7 @@ def test_a_region_is_told_and_no_more(tmp_path: Path, server: ObjectServer) -> N
     url, _ = stored(server, tmp_path, "gzip")
     part = Region((1, 4), (4, 7))
     with closing(open_source(url, "/g/x", FILTERS, told_of(url, part))) as source:
-        out = np.empty(part.shape, "f4")
-        source.read_into(part, out)
-        assert_same(out, DATA[part.slices()])
+        assert_same(read(source, part), DATA[part.slices()])
         with pytest.raises(ValueError, match="were not asked for"):
             read_all(source)
 
@@ -216,10 +204,8 @@ def test_many_chunks_are_found_in_few_rounds(
     info = told_of(f"{server.url}/b/a.h5")
     assert counts.total() <= 8, counts
     with closing(open_source(f"{server.url}/b/a.h5", "/g/x", FILTERS, info)) as source:
-        region = Region((0, 3), (9000, 5))
-        out = np.empty(region.shape, "u1")
-        source.read_into(region, out)
-    assert (out[:, 1] == np.arange(9000) % 251).all()
+        found = read(source, Region((0, 3), (9000, 5)))
+    assert (found[:, 1] == np.arange(9000) % 251).all()
 
 
 def test_formats_of_urls(tmp_path: Path, server: ObjectServer) -> None:

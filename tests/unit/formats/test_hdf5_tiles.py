@@ -28,6 +28,7 @@ from shardload.formats.lookup import format_of, open_source
 from shardload.planning.region import Region
 from shardload.testing import check_source
 from tests.tiers import some_of
+from tests.unit.files import raw_dataset, read, read_all
 
 Place = tuple[slice, ...]
 
@@ -74,9 +75,7 @@ def check(path: str, is_tiled: bool = True, has_reader: bool | None = None) -> H
     ]
     for bounds in some_of(itertools.product(*(itertools.combinations(cut, 2) for cut in cuts))):
         region = Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
-        out = np.full(region.shape, 99, source.dtype)
-        source.read_into(region, out)
-        np.testing.assert_array_equal(out, expected[region.slices()], err_msg=str(region))
+        np.testing.assert_array_equal(read(source, region), expected[region.slices()], err_msg=str(region))
         if reader is not None:
             chunks = source.info.chunks or ()
             out = np.full(region.shape, 99, source.dtype)
@@ -85,7 +84,7 @@ def check(path: str, is_tiled: bool = True, has_reader: bool | None = None) -> H
     np.testing.assert_array_equal(source.plain(Region.whole(expected.shape)), expected)
     source.close()
     with pytest.raises((OSError, ValueError, RuntimeError)):
-        source.read_into(Region.whole(expected.shape), np.empty(expected.shape, source.dtype))
+        read_all(source)
     return source
 
 
@@ -137,6 +136,8 @@ def test_a_part_of_a_part(tmp_path: Path) -> None:
     check(whole(tmp_path, (8, 6), [((slice(0, 4),), first[0:4]), ((slice(4, 8),), first[0:4])]), has_reader=True)  # twice
     column = [((slice(0, 8), 0), first[:, 2]), ((slice(0, 8), 1), second[:, 5])]
     check(whole(tmp_path, (8, 2), column))
+    row = write(tmp_path, "row.h5", numbered((8,)), chunks=(4,))
+    check(whole(tmp_path, (8, 1), [((slice(0, 8), 0), row)]), has_reader=False)  # chunks along another axis
 
 
 def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
@@ -213,10 +214,9 @@ def test_a_damaged_chunk_of_a_part_is_an_error(tmp_path: Path) -> None:
     with h5py.File(path) as file:
         assert file["x"][3].shape == (6, 5)
     source = open_source(path, "/x")
-    out = np.empty((1, 6, 5), "f4")
-    source.read_into(Region((2, 0, 0), (3, 6, 5)), out)  # the chunk beside it is fine
+    out = read(source, Region((2, 0, 0), (3, 6, 5)))  # the chunk beside it is fine
     with pytest.raises(ValueError):
-        source.read_into(Region((3, 0, 0), (4, 6, 5)), out)
+        read(source, Region((3, 0, 0), (4, 6, 5)))
     reader: ChunkReader | None = source.chunk_reader()
     assert reader is not None
     with pytest.raises(ValueError):
@@ -228,14 +228,14 @@ def test_a_change_of_a_part_is_seen(tmp_path: Path) -> None:
     path = rows(tmp_path, (2, 2))
     source = open_source(path, "/x")
     before = source.state()
-    source.read_into(Region((2, 0, 0), (4, 6, 5)), np.empty((2, 6, 5), "f4"))
+    read(source, Region((2, 0, 0), (4, 6, 5)))
     assert before is not None and before == source.state()
     for name in ("p0.h5", "p1.h5"):  # the first has not been read
         stat = os.stat(tmp_path / name)
         os.utime(tmp_path / name, ns=(stat.st_atime_ns, stat.st_mtime_ns - 1))  # older, too
     assert source.state() != before
     with pytest.raises(OSError, match=r"p0\.h5' has changed since it was looked at"):
-        source.read_into(Region((0, 0, 0), (1, 6, 5)), np.empty((1, 6, 5), "f4"))
+        read(source, Region((0, 0, 0), (1, 6, 5)))
     source.close()
 
 
@@ -244,10 +244,10 @@ def test_parts_that_are_gone_or_others(tmp_path: Path) -> None:
     source = open_source(path, "/x")
     os.remove(tmp_path / "p1.h5")
     with pytest.raises(OSError, match=r"p1\.h5"):
-        source.read_into(Region((0, 0, 0), (4, 6, 5)), np.empty((4, 6, 5), "f4"))
+        read_all(source)
     write(tmp_path, "p1.h5", numbered((3, 6, 5)))
     with pytest.raises(OSError, match=r"p1\.h5' has changed since it was looked at \(had \d+ bytes and has"):
-        source.read_into(Region((0, 0, 0), (4, 6, 5)), np.empty((4, 6, 5), "f4"))
+        read_all(source)
     source.close()
     os.remove(tmp_path / "p1.h5")
     with pytest.raises(SourceError, match=r"p1\.h5"):
@@ -264,7 +264,7 @@ def test_a_folder_that_is_moved_meanwhile(tmp_path: Path) -> None:
     os.rename(tmp_path / "now", tmp_path / "gone")
     os.rename(tmp_path / "next", tmp_path / "now")
     with pytest.raises(ChangedError, match=r"now/.*' was moved or replaced since it was opened: it is '.*gone/"):
-        source.read_into(Region((0, 0, 0), (4, 6, 5)), np.empty((4, 6, 5), "f4"))
+        read_all(source)
     source.close()
 
 
@@ -290,12 +290,12 @@ def test_one_rank_looks_at_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write(tmp_path, "p1.h5", -numbered((2, 6, 5)), chunks=(1, 6, 5), compression="gzip")
     source = open_source(path, "/x", planned=told)
     with pytest.raises(OSError, match=r"p1\.h5' has changed since it was looked at"):
-        source.read_into(region, out)
+        read(source, region)
     source.close()
     rows(tmp_path, (3, 3), chunks=(1, 6, 5), compression="gzip")
     source = open_source(path, "/x", planned=told)
     with pytest.raises(OSError, match="has other parts than when it was looked at"):
-        source.read_into(region, out)
+        read(source, region)
     source.close()
 
 
@@ -304,9 +304,7 @@ def test_few_parts_are_open_at_a_time(tmp_path: Path) -> None:
     path = rows(tmp_path, (1,) * n, (2,), chunks=(1, 2))
     before = len(os.listdir("/proc/self/fd"))
     source = open_source(path, "/x")
-    reader = source.chunk_reader()
-    out = np.empty((n, 2), "f4")
-    source.read_into(Region((0, 0), (n, 2)), out)
+    reader, out = source.chunk_reader(), read_all(source)
     np.testing.assert_array_equal(out, numbered((n, 2)))
     assert reader is not None
     read_by_chunks(reader, (1, 2), Region((0, 0), (n, 2)), out)
@@ -325,8 +323,17 @@ def test_it_behaves_as_every_format_must(tmp_path: Path, lengths: Sequence[int],
     check_source(lambda: open_source(path, "/x"), numbered((11, 6, 5)))
 
 
-def two(folder: Path, first: Any, second: Any, **how: Any) -> str:
-    return whole(folder, (8, 6), [((slice(0, 4),), first), ((slice(4, 8),), second)], **how)
+def two(folder: Path, first: Any, second: Any) -> str:
+    return whole(folder, (8, 6), [((slice(0, 4),), first), ((slice(4, 8),), second)])
+
+
+def by_rows(folder: Path, name: str, source: h5py.VirtualSource) -> h5py.VirtualSource:
+    """A virtual dataset that HDF5 has to read: the rows of a source in another order."""
+    layout = h5py.VirtualLayout((4, 6), "f4")
+    layout[::2], layout[1::2] = source[2:], source[:2]
+    with h5py.File(folder / name, "w") as file:
+        file.create_virtual_dataset("x", layout)
+    return h5py.VirtualSource(name, "x", (4, 6), "f4")
 
 
 def test_parts_that_are_reached_or_stored_in_another_way(tmp_path: Path) -> None:
@@ -343,11 +350,7 @@ def test_parts_that_are_reached_or_stored_in_another_way(tmp_path: Path) -> None
     with h5py.File(tmp_path / "block.h5", "w", userblock_size=512) as file:
         file.create_dataset("x", data=-values, **how)
     check(two(tmp_path, first, part("block.h5")), has_reader=False)
-    layout = h5py.VirtualLayout((4, 6), "f4")
-    layout[::2], layout[1::2] = first[2:], first[:2]
-    with h5py.File(tmp_path / "mixed.h5", "w") as file:
-        file.create_virtual_dataset("x", layout)
-    check(two(tmp_path, first, part("mixed.h5")))
+    check(two(tmp_path, first, by_rows(tmp_path, "mixed.h5", first)))
     row = write(tmp_path, "row.h5", numbered((6,)), chunks=(3,), compression="gzip")
     check(whole(tmp_path, (5, 6), [((slice(0, 4),), first), ((4, slice(0, 6)), row)]), has_reader=False)
 
@@ -357,18 +360,14 @@ def test_a_change_of_a_file_behind_a_part_is_seen(tmp_path: Path, behind: str) -
     _, second = (write(tmp_path, name, numbered((4, 6))) for name in ("p0.h5", "p1.h5"))
     with h5py.File(tmp_path / "linked.h5", "w") as file:
         file["x"] = h5py.ExternalLink("p0.h5", "/g/x")
-    layout = h5py.VirtualLayout((4, 6), "f4")
-    layout[::2], layout[1::2] = second[2:], second[:2]
-    with h5py.File(tmp_path / "mixed.h5", "w") as file:
-        file.create_virtual_dataset("x", layout)
-    path = two(tmp_path, *(h5py.VirtualSource(name, "x", (4, 6), "f4") for name in ("linked.h5", "mixed.h5")))
+    path = two(tmp_path, h5py.VirtualSource("linked.h5", "x", (4, 6), "f4"), by_rows(tmp_path, "mixed.h5", second))
     used, fresh = open_source(path, "/x"), open_source(path, "/x")
-    used.read_into(Region((0, 0), (8, 6)), np.empty((8, 6), "f4"))
+    read_all(used)
     before = used.state()
     os.utime(tmp_path / behind, ns=(1, 1))
     assert used.state() != before
     with pytest.raises(OSError, match="has changed since it was looked at"):
-        fresh.read_into(Region((0, 0), (8, 6)), np.empty((8, 6), "f4"))
+        read_all(fresh)
     used.close()
     fresh.close()
     check(path)
@@ -377,19 +376,13 @@ def test_a_change_of_a_file_behind_a_part_is_seen(tmp_path: Path, behind: str) -
 @pytest.mark.parametrize("row", [0, 4])
 def test_what_two_parts_consist_of_is_behind_both(tmp_path: Path, row: int) -> None:
     """Wrong if a dataset behind two parts, which is looked at once, were known to be behind the first of them alone."""
-    shared, parts = write(tmp_path, "shared.h5", numbered((4, 6))), []
-    for name in ("p0.h5", "p1.h5"):
-        layout = h5py.VirtualLayout((4, 6), "f4")
-        layout[::2], layout[1::2] = shared[2:], shared[:2]
-        with h5py.File(tmp_path / name, "w") as file:
-            file.create_virtual_dataset("x", layout)
-        parts.append(h5py.VirtualSource(name, "x", (4, 6), "f4"))
-    path = two(tmp_path, *parts)
+    shared = write(tmp_path, "shared.h5", numbered((4, 6)))
+    path = two(tmp_path, *(by_rows(tmp_path, name, shared) for name in ("p0.h5", "p1.h5")))
     check(path)
     with contextlib.closing(open_source(path, "/x")) as source:
         os.utime(tmp_path / "shared.h5", ns=(1, 1))
         with pytest.raises(OSError, match="has changed since it was looked at"):
-            source.read_into(Region((row, 0), (row + 1, 6)), np.empty((1, 6), "f4"))
+            read(source, Region((row, 0), (row + 1, 6)))
 
 
 def test_what_consists_of_itself_is_refused(tmp_path: Path) -> None:
@@ -426,24 +419,20 @@ def test_missing_chunks_are_those_that_meet_the_region(tmp_path: Path) -> None:
 
 def test_missing_complex_numbers_are_the_fill_values_of_their_parts(tmp_path: Path) -> None:
     """HDF5 2.0 has a type of its own for them."""
-    kind = getattr(h5py.h5t, "COMPLEX_IEEE_F32LE", None)
-    placed = []
+    kind = getattr(h5py.h5t, "COMPLEX_IEEE_F32LE", None) or h5py.h5t.py_create("c8")
     for k in range(2):
-        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        creation.set_chunk((2,))
-        creation.set_fill_value(np.array(k + 3j, "c8"))
+        fill = np.array(k + 3j, "c8")
         with h5py.File(tmp_path / f"p{k}.h5", "w") as file:
-            space = h5py.h5s.create_simple((4,))
-            h5py.h5d.create(file.id, b"x", kind or h5py.h5t.py_create("c8"), space, creation)
-            file["x"][:2] = 5
-        placed.append((f"p{k}.h5", 4 * k))
-    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    for name, first in placed:
-        space = h5py.h5s.create_simple((8,))
-        space.select_hyperslab((first,), (1,), block=(4,))
-        creation.set_virtual(space, name.encode(), b"x", h5py.h5s.create_simple((4,)))
+            raw_dataset(file, "x", kind, (4,), chunks=(2,), setting=lambda made, fill=fill: made.set_fill_value(fill))[:2] = 5
+
+    def parts(creation: Any) -> None:
+        for k in range(2):
+            space = h5py.h5s.create_simple((8,))
+            space.select_hyperslab((4 * k,), (1,), block=(4,))
+            creation.set_virtual(space, f"p{k}.h5".encode(), b"x", h5py.h5s.create_simple((4,)))
+
     with h5py.File(tmp_path / "whole.h5", "w") as file:
-        h5py.h5d.create(file.id, b"x", kind or h5py.h5t.py_create("c8"), h5py.h5s.create_simple((8,)), creation)
+        raw_dataset(file, "x", kind, (8,), setting=parts)
     check(str(tmp_path / "whole.h5"), has_reader=False)
 
 
@@ -507,9 +496,7 @@ def test_files_stay_open_from_one_array_to_the_next(tmp_path: Path, monkeypatch:
     with format_of(path).open_file(path) as file:
         for name, dtype in (("x", "f4"), ("y", "i8")):
             with contextlib.closing(file.open(f"/{name}")) as source:
-                out = np.empty((6, 4), source.dtype)
-                source.read_into(Region.whole((6, 4)), out)
-            np.testing.assert_array_equal(out, numbered((6, 4), dtype), strict=True)
+                np.testing.assert_array_equal(read_all(source), numbered((6, 4), dtype), strict=True)
     # Without keeping: each is opened to look at it, and to read it, for both arrays.
     assert len(opened) == {3: 3, 2: 2 + 4, 0: 12}[most]
     assert not [one for one in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if one.startswith(str(tmp_path))]
@@ -537,9 +524,7 @@ def test_files_of_files_stay_open_within_one_limit(tmp_path: Path, monkeypatch: 
 
     with format_of(path).open_file(path) as file:
         with contextlib.closing(file.open("/x")) as source:
-            out = np.empty(6, "f4")
-            source.read_into(Region.whole((6,)), out)
-            np.testing.assert_array_equal(out, np.arange(6, dtype="f4"))
+            np.testing.assert_array_equal(read_all(source), np.arange(6, dtype="f4"))
         assert len(others()) == 2
     assert not others()
 
@@ -567,6 +552,5 @@ def test_a_file_that_changes_while_it_is_open(tmp_path: Path, is_renamed: bool) 
             with old.open("r+b") as other:
                 other.write(new.read_bytes())
         with contextlib.closing(file.open("/y")) as source:
-            out = np.empty((6, 4), source.dtype)
-            source.read_into(Region.whole((6, 4)), out)
+            out = read_all(source)
     assert (out[2:4] == -1).all() and (out[[0, 1, 4, 5]] == numbered((6, 4), "i8")[[0, 1, 4, 5]]).all()

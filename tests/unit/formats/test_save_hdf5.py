@@ -29,7 +29,7 @@ from shardload.formats.sink import ArraySpec, Compression, Encoder, Places, Stor
 from shardload.storage import target
 from tests.tiers import some_of
 from tests.unit.files import read_all
-from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.saving import quick_fsync, ramp, save  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
@@ -93,9 +93,7 @@ def test_every_type_is_read_back_by_h5py(tmp_path: Path, name: str) -> None:
     for key, expected in values.items() if name not in ("bzip2", "bitshuffle") else ():
         # Our own reader, and what the encoder said of the array.
         source = open_source(str(tmp_path / "x.h5"), key)
-        out = np.empty(SHAPE, source.dtype)
-        source.read_into(Region.whole(SHAPE), out)
-        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(read_all(source), expected)
         said = sink.arrays[key].info
         assert (said.shape, said.dtype, said.chunks, said.codec) == (
             source.info.shape,
@@ -205,12 +203,7 @@ def test_alignment(tmp_path: Path, compression: Any) -> None:
 
 def test_a_chunk_at_the_edge_is_padded_with_the_fill_value(tmp_path: Path) -> None:
     """Wrong if the scratch buffer of the chunk before showed through."""
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
-    values = ramp((3, 4), "<i2")
-    with sink.create() as catalog:
-        write_all(sink, catalog, {"/x": values})
-        catalog.finish()
-        catalog.commit()
+    save(tmp_path / "x.h5", {"x": ramp((3, 4), "<i2")}, {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
     with h5py.File(tmp_path / "x.h5") as file:
         raw = zlib.decompress(file["x"].id.read_direct_chunk((2, 3))[1])
         assert np.frombuffer(raw, "<i2").tolist() == [11, -7, -7, -7, -7, -7] and file["x"].fillvalue == -7

@@ -72,23 +72,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def names_of(*known: str) -> st.SearchStrategy[str]:
     """Known names, their relatives with percent signs, and what is put together from parts."""
     parts = (
-        "..",
-        ".",
-        "",
-        "home",
-        "else",
-        "deeper",
-        "door",
-        "%",
-        "%%",
-        "%b",
-        "%%b",
-        "%%%b",
-        "%d",
-        "x",
-        "in.h5",
-        "s.h5",
-        "\udcff",
+        *("..", ".", "", "home", "else", "deeper", "door", "x", "in.h5", "s.h5", "\udcff"),
+        *("%", "%%", "%b", "%%b", "%%%b", "%d"),
     )
     made = st.lists(st.sampled_from(parts), min_size=1, max_size=4).map("/".join)
     doubled = st.sampled_from(known).map(lambda name: name.replace("%", "%%"))
@@ -317,14 +302,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, told: str
     replace(tmp_path / "h/o", kind)
     with h5py.File(tmp_path / "h/a.h5", "w", libver="latest") as file:
         for name in ("external", "virtual"):
-            make(
-                file,
-                name,
-                name,
-                "o",
-                "x",
-                str(tmp_path / "h/o"),
-            )
+            make(file, name, name, "o", "x", str(tmp_path / "h/o"))
     for name in ("/external", "/virtual"):
         with pytest.raises(SourceError, match=expected):
             open_source(tmp_path / "h/a.h5", name, Access(allow_external=True))
