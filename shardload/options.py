@@ -119,7 +119,7 @@ def _choice(name: str, words: tuple[Any, ...], value: Any, meaning: str = "") ->
     return value
 
 
-def _sizes(name: str, words: tuple[Any, ...], sizes: Any) -> Any:
+def check_sizes(name: str, words: tuple[Any, ...], sizes: Any) -> Any:
     """A size for each axis, or one of some words."""
     if sizes is None or isinstance(sizes, str):
         return _choice(name, words, sizes, "or a size for each axis, such as (64, 64, 64)")
@@ -490,11 +490,11 @@ _DECLARED = (
     ),
     Option(
         "chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES,
-        partial(_sizes, "chunks", (AUTO, None)), **_OF_EACH,
+        partial(check_sizes, "chunks", (AUTO, None)), **_OF_EACH,
     ),
     Option(
         "shards", None, "Zarr: elements of a file along each axis, of several chunks. Or a dict by name.", _SAVES,
-        partial(_sizes, "shards", (None,)), **_OF_EACH,
+        partial(check_sizes, "shards", (None,)), **_OF_EACH,
     ),
     Option(
         "compression", None, "gzip, zstd, blosc, lz4, ... or a dict with level and shuffle. Or a dict by name.", _SAVES,

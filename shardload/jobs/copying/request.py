@@ -24,7 +24,7 @@ from shardload.formats.saving import SUFFIXES, check_target, format_for, make_si
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
-from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options
+from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options, check_sizes
 from shardload.planning.region import Region
 from shardload.planning.saving import growing_chunks
 from shardload.planning.schedule import SourceLayout
@@ -96,6 +96,8 @@ class CopyRequest:
         for name in keywords["dataset"]:
             if not name.strip("/ "):
                 raise ConfigError(f"dataset is {name!r}; expected the name of an array, such as '/rho', or '*'")
+        for name in ("chunks", "shards"):
+            keywords[name] = check_sizes(name, (KEEP, None), keywords.get(name, KEEP))
         dtype = OPTIONS["dtype"].check(keywords.get("dtype"))
         keywords["dtype"] = None if dtype is None else dtype.name
         keywords["mode"] = OPTIONS["mode"].check(keywords.get("mode", "w-"))
@@ -457,10 +459,9 @@ def _check_layout(request: CopyRequest, main: Sequence[SourceArray]) -> None:
     wants = request.compression != KEEP and Compression.of(request.compression) is not None
     in_one_piece = [array for array in main if array.spec.chunks is None and array.spec.shape]  # a number is not compressed
     if wants and in_one_piece and not any(array.spec.chunks is not None for array in main):
-        example = ",".join(str(min(n, 64) or 1) for n in in_one_piece[0].spec.shape)
+        example = tuple(min(n, 64) or 1 for n in in_one_piece[0].spec.shape)
         raise ConfigError(
-            f"compression is of chunks, and {in_one_piece[0].info} is in one piece. Pass chunks= too, such as "
-            f"chunks='{example}'"
+            f"compression is of chunks, and {in_one_piece[0].info} is in one piece. Pass chunks= too, such as chunks={example}"
         )
 
 
