@@ -551,6 +551,8 @@ def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str
     refused(time(0.36, 0.34), "then 2001-01-01T00:20:24", "Sort it")
     refused(time(np.nan, 0.34), "begins with nan", "would find wrong rows. Give each row its value")
     refused(time(0.34, np.nan), "then nan", "would find wrong rows. Give each row its value")
+    # Of what stays, not of the file: that goes on until 0.32.
+    refused(time(0.26, 0.28), "ends with 2001-01-01T00:16:48 before at=0.3, and", "begins with 2001-01-01T00:15:36", at=0.3)
     refused(time(0.30, 0.32), "begins with", at=0.32)
     refused(time(0.30, 0.32), "no date", at="soon")
     refused(time(0.30, 0.32), "dim is a number", at=0.3, dim=0)
@@ -561,6 +563,27 @@ def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str
     np.testing.assert_array_equal(found[0][1:], 2 * ramp((2, Y, X), "float32"))
     if path.suffix == ".h5":
         shardload.append(path, {"rho": rho, "time": time(0.36, 0.34)}, dim=0)  # by number: rows without an order
+
+
+def test_rows_that_stay_are_not_all_of_the_file(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if an error said that a file is as short as what stays of it, or of new rows that ascend that they are unsorted."""
+    path, rho = shared_tmp_path / "run.h5", ramp((3, Y), "float32")
+
+    def make_file() -> None:
+        with h5py.File(path, "w") as file:
+            time = file.create_dataset("time", data=np.arange(3.0), maxshape=(4,), chunks=(2,))
+            file.create_dataset("rho", data=rho, maxshape=(4, Y), chunks=(2, Y)).dims[0].attach_scale(time)
+            file["rho"].dims[0].label = "time"
+
+    on_root(ranks, make_file)
+
+    def refused(new: Any, *words: str, begin: float = 1.0) -> None:
+        tree = {"rho": new, "time": begin + np.arange(len(new))}
+        same_error(ranks, lambda: shardload.append(path, tree, dim="time", at=1.0), ConfigError, *words)
+
+    refused(np.ones((4, Y), "float32"), "has 1 elements before at=1.0 and may have 4 (its maxshape)")
+    refused(np.ones((2, Y), "float32"), "ends with 0.0 before at=1.0", "begins with -5.0", begin=-5.0)
+    refused(np.ones((2, Y + 1), "float32"), f"has the shape (3, {Y}) and can grow along axis 0")
 
 
 def test_replacing_is_killed(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

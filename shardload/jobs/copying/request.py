@@ -447,10 +447,9 @@ def _check_layout(request: CopyRequest, main: Sequence[SourceArray]) -> None:
     wants = request.compression != KEEP and Compression.of(request.compression) is not None
     in_one_piece = [array for array in main if array.spec.chunks is None and array.spec.shape]  # a number is not compressed
     if wants and in_one_piece and not any(array.spec.chunks is not None for array in main):
-        example = ",".join(str(min(n, 64) or 1) for n in in_one_piece[0].spec.shape)
+        example = tuple(min(n, 64) or 1 for n in in_one_piece[0].spec.shape)
         raise ConfigError(
-            f"compression is of chunks, and {in_one_piece[0].info} is in one piece. Pass chunks= too, such as "
-            f"chunks='{example}'"
+            f"compression is of chunks, and {in_one_piece[0].info} is in one piece. Pass chunks= too, such as chunks={example}"
         )
 
 

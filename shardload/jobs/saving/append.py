@@ -233,12 +233,14 @@ def _check_order(
     array: SavedArray, request: SaveRequest, new: Array, rises: bool | None, last: Any, attrs: Mapping[str, Any]
 ) -> None:
     values = np.concatenate([[last], new]).astype(np.asarray(last).dtype)
-    rises = bool(len(values) < 2 or values[1] > values[0]) if rises is None else rises
+    if rises is None:  # a single row so far: new ones that ascend begin before it, or go on from it
+        rises = bool(len(values) < 2 or values[1] > values[0] or values[-1] > values[-2])
     k = first_break(values, rises)
     if k is None:
         return
     before, after = as_dates(values[k - 1 : k + 1], attrs) or values[k - 1 : k + 1]
-    problem = f"ends with {before}, and what is to be appended begins with {after}"
+    place = "" if request.at is None else f" before at={request.at!r}"
+    problem = f"ends with {before}{place}, and what is to be appended begins with {after}"
     shown_at = after if isinstance(after, np.generic) else repr(after)
     fix = f"To replace the rows from there on, as after a restart from an older checkpoint: append(..., at={shown_at})"
     if k > 1:
@@ -303,14 +305,15 @@ def _check(request: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, i
             row = f". For a single row, give it that axis: jax.numpy.expand_dims(x, {axis})"
             fix = row if new == (*shape[:axis], *shape[axis + 1 :]) else ""
             raise ConfigError(
-                f"{where} has the shape {shape} and can grow along axis {axis} only; what is to be appended has {new}. Its "
-                f"other axes must be the same, and none without elements{fix}"
+                f"{where} has the shape {facts.get('stored_shape', shape)} and can grow along axis {axis} only; what is to be "
+                f"appended has {new}. Its other axes must be the same, and none without elements{fix}"
             )
         most = facts.get("maxshape", [None] * len(shape))[axis]
         if most is not None and shape[axis] + new[axis] > most:
+            place = "" if request.at is None else f" before at={request.at!r}"
             raise ConfigError(
-                f"axis {axis} of {where} has {shape[axis]} elements and may have {most} (its maxshape), so that {new[axis]} "
-                f"cannot be appended. {HOW_TO_GROW}"
+                f"axis {axis} of {where} has {shape[axis]} elements{place} and may have {most} (its maxshape), so that "
+                f"{new[axis]} cannot be appended. {HOW_TO_GROW}"
             )
         dtype, new_dtype = native_dtype(np.dtype(facts["dtype"])), native_dtype(array.dtype)
         # Of floating point they may be values: if nothing says where they come from.
