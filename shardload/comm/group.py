@@ -303,7 +303,7 @@ class Group:
         ------
         ConfigError
             If this thread is in a call already, if a signal handler has interrupted any other call of it, if another thread is
-            in a call for `timeout` seconds, if a call of this group was interrupted, or if this process is a fork that cannot call.
+            in a call for `timeout` seconds, if a call of this group was interrupted, or in a fork that cannot call.
         """
         self._check_fork()
         if is_in_a_call() and is_called_by_handler():
@@ -348,7 +348,7 @@ class Group:
             self._call_lock.release()
 
     def _check_fork(self) -> None:
-        """Raise ConfigError in a fork of a rank, and in one made during a call: no thread of it goes on that could end that call."""
+        """Raise ConfigError in a fork of a rank, and in one made during a call: no thread of it could end that call."""
         is_in_a_call = self._call_lock.locked()  # first: a thread of this process that is in a call has set `_pid` already
         if self._pid == os.getpid():
             return
@@ -356,7 +356,7 @@ class Group:
             what = f"from rank {self.rank} of {self.size}" if self.size > 1 else "while a thread was in a call of shardload"
             raise ConfigError(
                 f"process {os.getpid()} was forked {what}, and cannot make calls. Start processes by 'spawn' or 'forkserver' "
-                "(multiprocessing.get_context), or fork when no call is under way, in a process that is not one of several ranks"
+                "(multiprocessing.get_context), or fork one that is no rank of several, when no call is under way"
             )
         self._pid = os.getpid()
 

@@ -617,7 +617,7 @@ def test_a_call_that_waits_for_a_thread_which_waits_for_it() -> None:
     "size, is_in_a_call, says", [(1, True, "while a thread was in a call"), (2, False, "from rank 0 of 2")]
 )
 def test_a_fork_that_cannot_call_says_so(monkeypatch: pytest.MonkeyPatch, size: int, is_in_a_call: bool, says: str) -> None:
-    """Wrong if it waited for a thread that no fork has (`timeout` seconds, 15 minutes by default), or sent messages as the rank."""
+    """Wrong if it waited for a thread that no fork has (15 minutes by default), or sent messages as the rank."""
     group = Group(None)
     group.size = size
     parent = os.getpid()

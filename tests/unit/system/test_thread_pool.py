@@ -225,7 +225,7 @@ def test_interrupted_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch, star
 
 
 def test_a_pool_that_is_closed_twice_ends_a_thread_that_was_busy() -> None:
-    """Wrong if the second `close`, after Ctrl-C in the first, took out what tells the thread to end, and waited for it for ever."""
+    """Wrong if a `close` after an interrupted one took out what tells the thread to end, and waited for it for ever."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def work() -> None:
