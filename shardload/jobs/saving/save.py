@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 (see `_wait_at_exit`)
 import itertools
 import logging
+import os
 import pickle
 import threading
 import time
@@ -50,6 +51,7 @@ from shardload.units import PrintedReport, counted, format_nbytes, number_text
 _log = logging.getLogger("shardload")
 
 _unfinished: list[BackgroundSave] = []  # and those that have failed without a `wait`
+os.register_at_fork(after_in_child=_unfinished.clear)  # a fork does not have their threads
 
 Array = np.ndarray[Any, Any]
 
@@ -266,7 +268,7 @@ def _wait_at_exit() -> None:
 
 def _join_all() -> None:
     for save in list(_unfinished):
-        save._thread.join()
+        save._has_ended.wait()
 
 
 def wait_for_unfinished() -> None:
