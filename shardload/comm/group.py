@@ -240,6 +240,7 @@ class Group:
         self._machine: Topology | None = None
         self._call_lock = threading.Lock()
         self._calling_thread = 0  # id of the thread that is in a call
+        self._pid = os.getpid()
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
     def _messages(self, name: str) -> StoreMessages:
@@ -290,17 +291,18 @@ class Group:
         ------
         ConfigError
             If this thread is in a call already, if a signal handler has interrupted any other call of it, if another thread is
-            in a call for `timeout` seconds, or if a call of this group was interrupted.
+            in a call for `timeout` seconds, if a call of this group was interrupted, or in a fork that cannot call.
         """
-        if self._calling_thread == threading.get_ident():
-            raise ConfigError(
-                "this thread is in a call over the same communicator already (a function that was passed to it, such as "
-                "progress=, calls shardload): call it afterwards, or pass comm=MPI.COMM_WORLD.Dup()"
-            )
+        self._check_fork()
         if is_in_a_call() and is_called_by_handler():
             raise ConfigError(
                 "a signal handler calls shardload in the middle of another call of this thread, which has locks that the new "
                 "one may wait for. Set a flag in the handler, and call when that call has returned"
+            )
+        if self._calling_thread == threading.get_ident():
+            raise ConfigError(
+                "this thread is in a call over the same communicator already (a function that was passed to it, such as "
+                "progress=, calls shardload): call it afterwards, or pass comm=MPI.COMM_WORLD.Dup()"
             )
         refusal = None
         if not self._call_lock.acquire(blocking=False):
@@ -332,6 +334,19 @@ class Group:
         finally:
             self._calling_thread = 0
             self._call_lock.release()
+
+    def _check_fork(self) -> None:
+        """Raise ConfigError in a fork of a rank, and in one made during a call: no thread of it could end that call."""
+        is_in_a_call = self._call_lock.locked()  # first: a thread of this process that is in a call has set `_pid` already
+        if self._pid == os.getpid():
+            return
+        if self.size > 1 or is_in_a_call:
+            what = f"from rank {self.rank} of {self.size}" if self.size > 1 else "while a thread was in a call of shardload"
+            raise ConfigError(
+                f"process {os.getpid()} was forked {what}, and cannot make calls. Start processes by 'spawn' or 'forkserver' "
+                "(multiprocessing.get_context), or fork one that is no rank of several, when no call is under way"
+            )
+        self._pid = os.getpid()
 
     def next_tags(self) -> tuple[int, int]:
         """Two tags for the next exchange, the same on all ranks. Messages of an interrupted one match none of them."""

@@ -177,7 +177,7 @@ def check_communicator(comm: Any) -> None:
     if mpi is None or not isinstance(comm, mpi.Comm):
         raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
     if comm == mpi.COMM_NULL:
-        raise ConfigError("comm is COMM_NULL: this rank is not in it and must not make this call")
+        raise ConfigError("comm is COMM_NULL: this rank is not in it and must not make this call, or comm was freed")
     if comm.Is_inter():
         raise ConfigError("comm is an intercommunicator; expected an ordinary one such as MPI.COMM_WORLD")
 

@@ -44,8 +44,7 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         # A pool that is deleted without `close` must not leave idle threads behind.
-        self._end = weakref.finalize(self, _end, self._tasks, self._threads)
-        self._end.atexit = False
+        weakref.finalize(self, _end, self._tasks, self._threads).atexit = False
         # The last to be registered is the first to be called: this must come before what h5py does at exit.
         atexit.unregister(_end_if_held_up)
         atexit.register(_end_if_held_up)
@@ -79,11 +78,11 @@ class Pool:
         """
         self._is_closed = True
         with suppress(Empty):  # a thread may take the last one
-            while self._end.alive:  # closed again, what is in the queue tells threads to end
+            while True:
                 task = self._tasks.get_nowait()
                 if task is not None:
                     task[0].cancel()
-        self._end()
+        _end(self._tasks, self._threads)  # each time: a `close` after an interrupted one has taken out what that one put in
         _left.update(self._threads)
         deadline = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads if wait else ():

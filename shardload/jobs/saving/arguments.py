@@ -334,7 +334,7 @@ def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]
 def _checked(name: str, x: Any) -> Any:
     """The array, if it can be saved; what is NumPy's without what a subclass adds. ConfigError if it cannot."""
     if isinstance(x, jax.core.Tracer):
-        raise ConfigError(f"'{name}' is traced: it has no values yet. Call save outside of jax.jit")
+        raise ConfigError(f"'{name}' is traced: it has no values yet. Write it outside of jax.jit")
     if isinstance(x, (bool, int, float, complex, np.generic)):
         x = np.asarray(x)
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 (see `_wait_at_exit`)
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ from shardload.units import PrintedReport, counted, format_nbytes, number_text
 _log = logging.getLogger("shardload")
 
 _unfinished: list[BackgroundSave] = []  # and those that have failed without a `wait`
+os.register_at_fork(after_in_child=_unfinished.clear)  # a fork does not have their threads
 
 Array = np.ndarray[Any, Any]
 
@@ -202,7 +204,7 @@ class BackgroundSave:
         self.path, self._rank = path, rank
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._are_copied = threading.Event()
+        self._are_copied, self._has_ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(write,), name="shardload-save")
         _wait_at_exit()
         self._thread.start()
@@ -222,19 +224,20 @@ class BackgroundSave:
                 error,
             )
         finally:
+            self._has_ended.set()
             self._are_copied.set()
 
     @property
     def is_done(self) -> bool:
         """True if the file is there, or the save has failed. Collective: no; ranks may see it at different times."""
-        return not self._thread.is_alive()
+        return self._has_ended.is_set()
 
     def wait(self) -> SaveReport:
         """Wait until the file is there, and return the report; or raise the error of the save, which all ranks get.
 
         Collective: no. A rank that never calls it takes part in the save all the same.
         """
-        self._thread.join()
+        self._has_ended.wait()  # up to Python 3.12, a thread counts as ended after Ctrl-C in `join`
         if self in _unfinished:
             _unfinished.remove(self)
         if self._report is None:
@@ -259,7 +262,7 @@ def _wait_at_exit() -> None:
 
 def _join_all() -> None:
     for save in list(_unfinished):
-        save._thread.join()
+        save._has_ended.wait()
 
 
 def wait_for_unfinished() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -504,6 +506,9 @@ def waits(group: Group, at: threading.Event) -> None:
                 at.set()
             return lock.acquire(blocking, timeout)
 
+        def locked(self) -> bool:
+            return lock.locked()
+
         def release(self) -> None:
             lock.release()
 
@@ -589,6 +594,29 @@ def test_a_call_that_waits_for_a_thread_which_waits_for_it() -> None:
         thread.start()
         thread.join(20)
     assert "has been in a call over the same communicator for 0.01 s" in said[0]
+
+
+@pytest.mark.parametrize(
+    "size, is_in_a_call, says", [(1, True, "while a thread was in a call"), (2, False, "from rank 0 of 2")]
+)
+def test_a_fork_that_cannot_call_says_so(monkeypatch: pytest.MonkeyPatch, size: int, is_in_a_call: bool, says: str) -> None:
+    """Wrong if it waited for a thread that no fork has (15 minutes by default), or sent messages as the rank."""
+    group = Group(None)
+    group.size = size
+    parent = os.getpid()
+    with group.call() if is_in_a_call else nullcontext():
+        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+        with pytest.raises(ConfigError, match=f"{says}.*'spawn'"), group.call(timeout=0.01):
+            pass
+
+
+def test_threads_of_a_fork_made_between_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a call of one thread of the fork were taken for one that was under way at the fork."""
+    group = Group(None)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with group.call():
+        group._check_fork()
 
 
 class Alarm(Exception):

@@ -205,3 +205,20 @@ def test_interrupted_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch, star
             pool.submit(len, "ab")
     pool.close()
     assert not begun[0].is_alive() and (begun[0].ident is not None) == starts
+
+
+def test_a_pool_that_is_closed_twice_ends_a_thread_that_was_busy() -> None:
+    """Wrong if a `close` after an interrupted one took out what tells the thread to end, and waited for it for ever."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        goes_on.wait(20)
+
+    pool = Pool(1, "twice")
+    pool.submit(work)
+    assert begun.wait(20)
+    pool.close(wait=False)
+    pool.close(wait=False)
+    goes_on.set()
+    assert pool.close(seconds=20)
