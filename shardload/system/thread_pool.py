@@ -104,7 +104,9 @@ def _run(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ..
         result = call(*arguments)
     except BaseException as error:
         future.set_exception(error)
-        del future  # the error has this call in its traceback: neither would be freed before a garbage collection
+        # The error has this call in its traceback, and its variables lead back to the error: neither would be freed before a
+        # garbage collection. (`let_go` cannot clear them: who waits for the future may be there while this call still runs.)
+        del future, call, arguments
     else:
         future.set_result(result)
 
