@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -44,7 +45,8 @@ def run_copy(
     """
     rank = world_rank_and_size()[0]
     files, options["dataset"] = source_of(source, along, options["dataset"], options["allow_external"])
-    report = copy(files, target, only_plan=only_plan, **options)
+    with _notes_printed():
+        report = copy(files, target, only_plan=only_plan, **options)
     if rank:
         return
     if as_json:
@@ -66,6 +68,14 @@ def source_of(file: str, along: str | int | None, dataset: Any, allow_external: 
     return concat(path, along, dataset=names, allow_external=allow_external), names
 
 
+@contextmanager
+def _notes_printed() -> Iterator[None]:
+    """What is left out is no warning here: the command prints all notes of the report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LeftOutWarning)
+        yield
+
+
 def _as_json(report: CopyReport) -> str:
     document: dict[str, Any] = {"ok": True, "plan": report.plan.to_dict()}
     if report.written is not None:
@@ -79,8 +89,7 @@ def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_j
     if len(files) < 2:
         raise wrong("PART... WHOLE", "type the parts in their order, then the new file: shardload join a.nc b.nc whole.nc")
     *parts, whole = files
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LeftOutWarning)  # all notes are printed below
+    with _notes_printed():
         report = join(whole, parts, axis=axis, **options)
     if as_json:
         tell(json.dumps({"ok": True, **asdict(report)}, indent=2), out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -91,9 +92,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copy(comm: Any, source: Path | str, target: Path, **options: Any) -> shardload.CopyReport:
-    """The report, when all ranks have it."""
-    report = shardload.copy(str(source), str(target), timeout=60.0, comm=comm, progress=False, **options)
+    """The report, when all ranks have it. On rank 0, a warning has said what was left out."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("error")
+        warnings.simplefilter("always", shardload.LeftOutWarning)
+        report = shardload.copy(str(source), str(target), timeout=60.0, comm=comm, progress=False, **options)
     comm.barrier()
+    notes = report.plan.notes if comm.rank == 0 else ()
+    assert [str(warning.message) for warning in said] == [f"'{target}': {'; '.join(notes)}"] * bool(notes)
     return report
 
 

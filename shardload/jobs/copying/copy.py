@@ -32,7 +32,7 @@ from shardload.engine.call import Call, begin_request
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
-from shardload.errors import ConfigError, StallError, printable
+from shardload.errors import ConfigError, LeftOutWarning, StallError, printable
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.likeness import KEEP
 from shardload.formats.lookup import open_file
@@ -55,6 +55,7 @@ from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_
 from shardload.planning.shards import Shards
 from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory, plan_staging
 from shardload.storage.remote import without_secrets
+from shardload.system.caller import warn_once
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _BLOCKS_IN_CAP = 8
@@ -300,6 +301,11 @@ def copy(
     ConfigError, SourceError, VerifyError, PeerError, StallError
         As `save` does.
 
+    Warns
+    -----
+    LeftOutWarning
+        What is left out (`CopyReport.notes`), before anything is written.
+
     Examples
     --------
     >>> import h5py, numpy as np, shardload
@@ -319,6 +325,8 @@ def copy(
         sink, plan = _plan(call, request)
         if only_plan:
             return CopyReport(plan, notes=plan.notes)
+        if plan.notes:
+            warn_once(f"'{printable(request.target)}': {'; '.join(plan.notes)}", LeftOutWarning, call.group.rank)
         return _copy(call, request, sink, plan, started)
 
 
