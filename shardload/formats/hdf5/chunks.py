@@ -351,12 +351,17 @@ def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
 
 
 def list_chunks(
-    dataset: h5py.Dataset, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
+    dataset: h5py.Dataset,
+    take: Callable[[Ints, Ints, Ints, Ints], None],
+    at_once: int,
+    n_most: int | None = None,
+    few: Ints | None = None,
 ) -> None:
     """Give `take` what HDF5 says of all stored chunks, `at_once` at a time: first elements (a row each), offsets, sizes, masks.
 
     Where HDF5 says a wrong first element (`_true_place`), the true one is given. `n_most` is the number of chunks that the
-    dataset may have, if it is known.
+    dataset may have, if it is known. `few` are the first elements of those that matter, if they are few: where HDF5 finds them
+    by these, no others are given.
     """
     chunks: list[Any] = []
     true_place = _true_place(dataset)
@@ -375,8 +380,13 @@ def list_chunks(
             flush()
 
     with phil:
-        # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-        dataset.id.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
+        if few is not None and true_place is None:
+            # HDF5 goes through its index for each of them, in a twentieth of the time that a list of all takes.
+            infos = (dataset.id.get_chunk_info_by_coord(tuple(start)) for start in few.tolist())
+            chunks.extend(info for info in infos if info.byte_offset is not None)
+        else:
+            # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
+            dataset.id.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
         flush()
 
 

@@ -38,6 +38,7 @@ from shardload.storage.target import Change, NewFile, Target, WritableFile, as_w
 from shardload.system.steps import step_done
 
 _AT_ONCE = 4096  # chunks
+_FEW = 16  # chunks that HDF5 is asked for one by one
 _RENEWED_AFTER = 1 << 16  # chunks
 
 
@@ -455,4 +456,6 @@ class Hdf5PlacedChunks(PlacedChunks):
             numbers = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
             take(numbers, offsets[is_new], sizes[is_new], masks[is_new])
 
-        list_chunks(h5py.Dataset(dataset), number, _AT_ONCE)
+        # Of a file that grows step by step, each step would list all before it.
+        few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= _FEW else None
+        list_chunks(h5py.Dataset(dataset), number, _AT_ONCE, few=few)
