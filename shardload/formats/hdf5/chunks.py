@@ -68,6 +68,7 @@ _SUPERBLOCK_NBYTES, _HEADER_NBYTES = 48, 16  # at least
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings
 _MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 20 bytes each
 _LISTED_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
+FEW = 16  # chunks that HDF5 is asked for one by one: it goes through its index for each, in a twentieth of the time of a list
 _SHUFFLE, _CHECKSUM = 2, 3  # filters that give as many bytes as they take, and 4 more
 _NOWHERE = -1  # the offset of a missing chunk
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
@@ -381,7 +382,6 @@ def list_chunks(
 
     with phil:
         if few is not None and true_place is None:
-            # HDF5 goes through its index for each of them, in a twentieth of the time that a list of all takes.
             infos = (dataset.id.get_chunk_info_by_coord(tuple(start)) for start in few.tolist())
             chunks.extend(info for info in infos if info.byte_offset is not None)
         else:
@@ -456,7 +456,8 @@ class ChunkPlaces:
             def add(starts: Ints, *columns: Any) -> None:
                 table.add(starts // chunk, *columns)
 
-            list_chunks(self._dataset, add, _LISTED_AT_ONCE, math.prod(self.counts))
+            few = np.array(list(itertools.product(*box))) * chunk if table.offsets.size <= FEW else None
+            list_chunks(self._dataset, add, _LISTED_AT_ONCE, math.prod(self.counts), few)
         else:
             for part in cut_box(box, _MOST_ENTRIES):
                 positions, entries = self._tree.chunks_in(part)

@@ -747,7 +747,7 @@ def test_metadata_that_are_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, wrong: Any, error: Any, words: str, n_few: int
 ) -> None:
     """Wrong if what is written here were believed without having HDF5 read it, be there few new chunks or many."""
-    monkeypatch.setattr(hdf5_sink, "_FEW", n_few)
+    monkeypatch.setattr(hdf5_sink, "FEW", n_few)
     path, values = tmp_path / "x.h5", ramp((11, 40), "float32")
     with h5py.File(path, "w", libver="latest") as file:  # its last bytes are the chunk at the edge
         file.create_dataset("x", data=values[:5], chunks=(2, 40), maxshape=(None, 40), compression="gzip")
