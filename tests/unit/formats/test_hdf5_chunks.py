@@ -28,7 +28,8 @@ from shardload.formats.hdf5 import source as hdf5_source
 from shardload.formats.hdf5.chunks import list_chunks
 from shardload.formats.hdf5.opened import OpenFacts
 from shardload.formats.hdf5.source import Hdf5Contiguous, merged_axes, open_contiguous
-from shardload.formats.lookup import open_source
+from shardload.formats.lookup import open_file, open_source
+from shardload.jobs.described import read_values
 from shardload.planning.region import Region
 from shardload.storage.local import LocalFile
 from tests.tiers import examples
@@ -220,7 +221,9 @@ def test_a_few_chunks_are_found_without_a_list_of_all(tmp_path: Path, monkeypatc
             source.read_into(region, out)
             assert_same(out, data[first : last + 1])
             assert source.missing(region) == [(k, 0) for k in range(90, last + 1)]
-        assert len(starts) == n_listed
+        with open_file(str(path)) as file:  # as `append` reads the end of a coordinate
+            assert_same(read_values(file, "x", region), data[first : last + 1])
+        assert len(starts) == 2 * n_listed
 
 
 @pytest.mark.each_value
