@@ -1,7 +1,7 @@
 """Where are the chunks of an HDF5 dataset, and how do several threads decode them? The HDF5 library does one at a time.
 
 1. `ChunkPlaces` knows where each chunk is, which ones are missing, and whether the sizes that the file declares are possible.
-   It asks the file's own index (`ChunkTree`), or else HDF5, which lists all chunks in a microsecond each.
+   It asks the file's own index (`ChunkTree`), or else HDF5: for a few chunks, or a list of all in a microsecond each.
 2. `open_chunks` accepts a dataset if this package can do all that HDF5 would do: the type and every filter are known.
 3. `Hdf5Chunks` reads the bytes without HDF5 and without its lock, and undoes the filters (`stored_chunks`).
 
