@@ -44,6 +44,7 @@ def read_values(file: OpenFile, name: str, region: Region | None = None) -> Arra
     """Stored values of an array, or of a region of it, as the format's library reads them, in the machine's byte order."""
     with closing(file.open(name)) as source, as_source_error(source.info.path, name):
         region = Region.whole(source.info.shape) if region is None else region
+        source.expect(region)
         values = np.asarray(source.plain(region)).reshape(region.shape)
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 

@@ -1,7 +1,7 @@
 """Where are the chunks of an HDF5 dataset, and how do several threads decode them? The HDF5 library does one at a time.
 
 1. `ChunkPlaces` knows where each chunk is, which ones are missing, and whether the sizes that the file declares are possible.
-   It asks the file's own index (`ChunkTree`), or else HDF5, which lists all chunks in a microsecond each.
+   It asks the file's own index (`ChunkTree`), or else HDF5: for a few chunks, or a list of all in a microsecond each.
 2. `open_chunks` accepts a dataset if this package can do all that HDF5 would do: the type and every filter are known.
 3. `Hdf5Chunks` reads the bytes without HDF5 and without its lock, and undoes the filters (`stored_chunks`).
 
@@ -68,6 +68,7 @@ _SUPERBLOCK_NBYTES, _HEADER_NBYTES = 48, 16  # at least
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings
 _MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 20 bytes each
 _LISTED_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
+FEW = 8  # chunks that HDF5 is asked for one by one: it goes through its index for each, in a tenth of the time of a list
 _SHUFFLE, _CHECKSUM = 2, 3  # filters that give as many bytes as they take, and 4 more
 _NOWHERE = -1  # the offset of a missing chunk
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
@@ -345,12 +346,17 @@ def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
 
 
 def list_chunks(
-    dataset: h5py.Dataset, take: Callable[[Ints, Ints, Ints, Ints], None], at_once: int, n_most: int | None = None
+    dataset: h5py.Dataset,
+    take: Callable[[Ints, Ints, Ints, Ints], None],
+    at_once: int,
+    n_most: int | None = None,
+    few: Ints | None = None,
 ) -> None:
     """Give `take` what HDF5 says of all stored chunks, `at_once` at a time: first elements (a row each), offsets, sizes, masks.
 
     Where HDF5 says a wrong first element (`_true_place`), the true one is given. `n_most` is the number of chunks that the
-    dataset may have, if it is known.
+    dataset may have, if it is known. `few` are the first elements of those that matter, if they are few: where HDF5 finds them
+    by these, no others are given.
     """
     chunks: list[Any] = []
     true_place = _true_place(dataset)
@@ -369,8 +375,12 @@ def list_chunks(
             flush()
 
     with phil:
-        # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-        dataset.id.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
+        if few is not None and true_place is None:
+            infos = (dataset.id.get_chunk_info_by_coord(tuple(start)) for start in few.tolist())
+            chunks.extend(info for info in infos if info.byte_offset is not None)
+        else:
+            # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
+            dataset.id.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
         flush()
 
 
@@ -438,7 +448,8 @@ class ChunkPlaces:
             def add(starts: Ints, *columns: Any) -> None:
                 table.add(starts // chunk, *columns)
 
-            list_chunks(self._dataset, add, _LISTED_AT_ONCE, math.prod(self.counts))
+            few = np.array(list(itertools.product(*box))) * chunk if table.offsets.size <= FEW else None
+            list_chunks(self._dataset, add, _LISTED_AT_ONCE, math.prod(self.counts), few)
         else:
             for part in cut_box(box, _MOST_ENTRIES):
                 positions, entries = self._tree.chunks_in(part)

@@ -23,7 +23,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import native_dtype
-from shardload.formats.hdf5.chunks import list_chunks
+from shardload.formats.hdf5.chunks import FEW, list_chunks
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
 from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.filters import Hdf5Encoder
@@ -455,4 +455,6 @@ class Hdf5PlacedChunks(PlacedChunks):
             numbers = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
             take(numbers, offsets[is_new], sizes[is_new], masks[is_new])
 
-        list_chunks(h5py.Dataset(dataset), number, _AT_ONCE)
+        # Of a file that grows step by step, each step would list all before it.
+        few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= FEW else None
+        list_chunks(h5py.Dataset(dataset), number, _AT_ONCE, few=few)

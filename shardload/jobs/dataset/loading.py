@@ -197,8 +197,10 @@ def _of_each(argument: str, by_axis: Any, axes: Axes) -> dict[str, dict[str | No
 def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
     """The Dataset with decoded dates, and with all coordinates also along axes with padding."""
     data = {name: variable for name, variable in dataset.variables.items() if isinstance(variable.data, jax.Array)}
-    stand_ins = {name: np.broadcast_to(np.zeros((), p.dtype), p.shape) for name, p in plan.plans.items()}
-    coords_of_file = to_xarray(stand_ins, plan).drop_vars(list(data))
+    coords_of_file = dataset.drop_vars(list(data))
+    if any(each_plan.shape != each_plan.shape_global for each_plan in plan.leaves):
+        stand_ins = {name: np.broadcast_to(np.zeros((), p.dtype), p.shape) for name, p in plan.plans.items()}
+        coords_of_file = to_xarray(stand_ins, plan).drop_vars(list(data))
     try:
         unpadded = _decoded(xarray, coords_of_file)
     except (ArithmeticError, TypeError, ValueError) as error:

@@ -23,6 +23,7 @@ import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -306,8 +307,7 @@ class JoinedParts:
         for name, member in numbers.items():
             if name not in self._stored:
                 self._check_meaning(member)
-            if name not in self._joined:
-                self._check_same(member)
+        self._check_same([member for name, member in numbers.items() if name not in self._joined])
 
     def _find_axis(self) -> str | int:
         axis, stack, word = self._request.axis, self._request.stack, self._request.word
@@ -411,12 +411,7 @@ class JoinedParts:
 
     # --- 3: what is the same in all parts
 
-    def _check_same(self, member: _Member) -> None:
-        first, *further_parts = member.shapes
-        shape = member.shapes[first]
-        if missing := set(range(len(self._paths))) - set(member.shapes):
-            path = self._paths[min(missing)]
-            self._note(f"'{printable(member.name)}' is not in every part, such as '{path}'; it is that of the others")
+    def _check_same(self, members: Sequence[_Member]) -> None:
         fix = f"It does not have {self._axis_text}, so which are right? "
         if self._request.stack is None:
             fix += "If each part is one step, pass stack='time' for a new axis. "
@@ -424,15 +419,22 @@ class JoinedParts:
             fix += "Name the arrays to join with dataset="
         else:
             fix += "It is named in dataset=, or belongs to what is: leave that out, or join the parts that have the same"
-        at_once = max(1, _AT_ONCE_NBYTES // max(1, member.properties.dtype.itemsize))
-        for k in further_parts:
-            if member.shapes[k] != shape:
-                raise self._differs("shape", member, k, (shape, member.shapes[k]), fix=fix)
-        for region in Region.whole(shape).split(at_once) if further_parts else ():
-            values = self._read_region(first, member, region).tobytes()
-            for k in further_parts:
-                if self._read_region(k, member, region).tobytes() != values:
-                    raise self._differs("value", member, k, ("one", "another"), fix=fix)
+        for member in members:
+            if missing := set(range(len(self._paths))) - set(member.shapes):
+                path = self._paths[min(missing)]
+                self._note(f"'{printable(member.name)}' is not in every part, such as '{path}'; it is that of the others")
+            shape = next(iter(member.shapes.values()))
+            for k, other_shape in member.shapes.items():
+                if other_shape != shape:
+                    raise self._differs("shape", member, k, (shape, other_shape), fix=fix)
+        members = [member for member in members if len(member.shapes) > 1]
+        first_digests: dict[str, bytes] = {}
+        for k, path in enumerate(self._paths if members else ()):
+            with open_file(path, self._access) as file:  # once for all arrays
+                for member in (member for member in members if k in member.shapes):
+                    digest = _digest_of(file, member)
+                    if first_digests.setdefault(member.name, digest) != digest:
+                        raise self._differs("value", member, k, ("one", "another"), fix=fix)
 
     # --- 4: coordinates along the axis
 
@@ -485,13 +487,9 @@ class JoinedParts:
     def _read(self, k: int, member: _Member) -> Array:
         """The values of an array in a part that the new file stores itself; with the new axis, if it gets one."""
         if k not in member.values:
-            member.values[k] = self._read_region(k, member)
+            with open_file(self._paths[k], self._access) as file:
+                member.values[k] = read_values(file, member.name)
         return member.values[k].reshape(member.shapes[k])
-
-    def _read_region(self, k: int, member: _Member, region: Region | None = None) -> Array:
-        """The values of an array in a part, or those of a region of it."""
-        with open_file(self._paths[k], self._access) as file:
-            return read_values(file, member.name, region)
 
     def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
         """ConfigError unless the coordinate goes on in the direction that it has in each part."""
@@ -601,6 +599,15 @@ class JoinedParts:
         if keys := ", ".join(map(repr, sorted(differing - set(kept)))):
             self._usual_notes[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
         return {key: value for key, value in next(iter(attrs.values())).items() if key not in differing}
+
+
+def _digest_of(file: OpenFile, member: _Member) -> bytes:
+    """A checksum of the stored values of an array in a part."""
+    digest = blake2b()
+    at_once = max(1, _AT_ONCE_NBYTES // max(1, member.properties.dtype.itemsize))
+    for region in Region.whole(member.info.shape).split(at_once):
+        digest.update(read_values(file, member.name, region).tobytes())
+    return digest.digest()
 
 
 def _differing(attrs: Mapping[int, Mapping[str, Any]]) -> set[str]:

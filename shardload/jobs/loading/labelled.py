@@ -159,12 +159,12 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
                     f"{dim!r} has {first_length} elements in [{first_key!r}] and {n} in [{key!r}], so these arrays cannot "
                     f"share a Dataset. {_ONE_BY_ONE}"
                 )
-        for name, coordinate in array.coords.items():
-            if name in coords and not coords[name].identical(coordinate.variable):
+        for name, coordinate in array.coords.variables.items():
+            if name in coords and not coords[name].identical(coordinate):
                 raise ConfigError(
                     f"the arrays have different coordinates {name!r}, so they cannot share a Dataset. {_ONE_BY_ONE}"
                 )
-            coords[name] = coordinate.variable
+            coords[name] = coordinate
     coordinate_names = {name: coord.dataset for info in infos.values() for name, coord in info.coords.items()}
     for key in wrapped:
         if key in coords and coordinate_names[key] != infos[key].dataset:

@@ -7,6 +7,7 @@ import itertools
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from hypothesis import strategies as st
 from shardload.formats.access import Access
 from shardload.formats.contract.chunk_reader import ChunkReader, box_of
 from shardload.formats.contract.format import Source
+from shardload.formats.hdf5 import chunks as hdf5_chunks
 from shardload.formats.hdf5 import source as hdf5_source
+from shardload.formats.hdf5.chunks import list_chunks
 from shardload.formats.hdf5.opened import OpenFacts
 from shardload.formats.hdf5.source import Hdf5Contiguous, open_contiguous
-from shardload.formats.lookup import open_source
+from shardload.formats.lookup import open_file, open_source
+from shardload.jobs.described import read_values
 from shardload.planning.region import Region
 from shardload.storage.local import LocalFile
 from tests.tiers import examples
@@ -193,6 +197,33 @@ def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape:
         assert_same(found[f"{name} empty"], expected)
         expected[2:4, 3:6] = data[2:4, 3:6]
         assert_same(found[name], expected)
+
+
+@pytest.mark.parametrize("maxshape", [None, (None, 4)])
+def test_a_few_chunks_are_found_without_a_list_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maxshape: Any) -> None:
+    """Wrong if a cell of a large file took longer, the more chunks there are: HDF5's list takes a microsecond for each."""
+    path, data, starts = tmp_path / "a.h5", flat((100, 4), "float32"), list[int]()
+
+    def noting(dataset: Any, take: Any, *args: Any) -> None:
+        list_chunks(dataset, lambda rows, *more: (starts.extend(rows[:, 0].tolist()), take(rows, *more)), *args)
+
+    with h5py.File(path, "w", libver="latest") as file:
+        made = file.create_dataset("x", (100, 4), "float32", chunks=(1, 4), maxshape=maxshape, fillvalue=-1)
+        made[:90] = data[:90]
+    data[90:] = -1
+    monkeypatch.setattr(hdf5_chunks, "list_chunks", noting)
+    for first, last, n_listed in ((57, 57, 1), (88, 91, 2), (20, 60, 90)):
+        region = Region((first, 0), (last + 1, 4))
+        starts.clear()
+        with closing(open_source(str(path), "x")) as source:
+            source.expect(region)
+            out = np.empty(region.shape, "float32")
+            source.read_into(region, out)
+            assert_same(out, data[first : last + 1])
+            assert source.missing(region) == [(k, 0) for k in range(90, last + 1)]
+        with open_file(str(path)) as file:  # as `append` reads the end of a coordinate
+            assert_same(read_values(file, "x", region), data[first : last + 1])
+        assert len(starts) == 2 * n_listed
 
 
 @pytest.mark.each_value

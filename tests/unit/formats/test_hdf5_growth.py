@@ -23,6 +23,8 @@ import pytest
 import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.hdf5 import chunks as hdf5_chunks
+from shardload.formats.hdf5 import sink as hdf5_sink
 from shardload.formats.hdf5.growth import Hdf5Growth, read_file
 from shardload.formats.hdf5.ledger import Ledger
 from shardload.formats.hdf5.sink import LedgerSink
@@ -724,10 +726,12 @@ _place = LedgerSink.place
         (Ledger, "changes", lambda self: [(0, os.pread(self.file.descriptor, 512, 0))], SourceError, "shape"),
     ],
 )
+@pytest.mark.parametrize("n_few", [0, 16])
 def test_metadata_that_are_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, wrong: Any, error: Any, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, wrong: Any, error: Any, words: str, n_few: int
 ) -> None:
-    """Wrong if what is written here were believed without having HDF5 read it."""
+    """Wrong if what is written here were believed without having HDF5 read it, be there few new chunks or many."""
+    monkeypatch.setattr(hdf5_sink, "FEW", n_few)
     path, values = tmp_path / "x.h5", ramp((11, 40), "float32")
     with h5py.File(path, "w", libver="latest") as file:  # its last bytes are the chunk at the edge
         file.create_dataset("x", data=values[:5], chunks=(2, 40), maxshape=(None, 40), compression="gzip")
@@ -736,6 +740,27 @@ def test_metadata_that_are_wrong(
     with pytest.raises(error, match=words):
         grow(path, {"/x": values})
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_a_step_does_not_list_all_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libver: Any) -> None:
+    """Wrong if each of many appends made a list of all chunks of the file: they would take the longer, the more there are."""
+    path, values, starts = tmp_path / "x.h5", ramp((101, 4), "float32"), list[int]()
+
+    def list_chunks(dataset: Any, take: Any, *args: Any, **how: Any) -> None:
+        def noting(rows: Any, *more: Any) -> None:
+            starts.extend(rows[:, 0].tolist())
+            take(rows, *more)
+
+        hdf5_chunks.list_chunks(dataset, noting, *args, **how)
+
+    with h5py.File(path, "w", libver=libver) as file:
+        file.create_dataset("x", data=values[:100], chunks=(1, 4), maxshape=(None, 4))
+    monkeypatch.setattr(hdf5_sink, "list_chunks", list_chunks)
+    grow(path, {"/x": values})
+    assert starts == [100]
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["x"][...], values)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

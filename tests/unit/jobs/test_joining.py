@@ -18,7 +18,7 @@ import xarray as xr
 import shardload
 from shardload import ConfigError, SourceError
 from shardload.formats.access import Access
-from shardload.formats.lookup import open_source
+from shardload.formats.lookup import open_file, open_source
 from shardload.jobs.copying.request import CopyRequest, describe, find
 from shardload.planning.region import Region
 from shardload.storage.leftovers import find_leftover
@@ -164,6 +164,24 @@ def test_a_large_array_that_is_the_same_in_all_parts_is_not_copied(tmp_path: Pat
     with h5py.File(paths[1], "r+") as file:
         file["land"][2, 3] = 0  # the last element
     refused(r"the value of '/land' differs: one in .*y2001\.nc', another in .*y2002", str(tmp_path / "other.nc"), paths)
+
+
+def test_a_part_is_compared_in_one_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a part were opened for each array that must be the same in all: file servers take longest for that."""
+    paths, opened = climate(tmp_path, (2001, 2002, 2003)), list[str]()
+    for path in paths:
+        with h5py.File(path, "r+") as file:
+            for k in range(5):
+                file[f"same{k}"] = np.arange(4.0)
+
+    def noting(path: str, *args: Any) -> Any:
+        opened.append(path)
+        return open_file(path, *args)
+
+    monkeypatch.setattr("shardload.jobs.joining.parts.open_file", noting)
+    monkeypatch.setattr("shardload.jobs.joining.parts._STORED_NBYTES", 0)
+    shardload.concat(paths, "time", dataset=["t2m", *(f"same{k}" for k in range(5))])
+    assert sorted(set(opened)) == sorted(paths) and len(opened) <= 2 * len(paths)
 
 
 def test_steps_become_a_new_axis(tmp_path: Path) -> None:
