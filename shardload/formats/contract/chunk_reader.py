@@ -191,13 +191,15 @@ def copy_chunks(
     values : ndarray
         It has the axes of the box, then those of a chunk.
     box : sequence of range
-        The chunks, of a grid with `phase` elements of the first chunk before the array (none by default).
+        The chunks, by their numbers along each axis.
     cell : sequence of int
         Shape of a chunk.
     region : Region
         Inside of the box.
     out : ndarray
         Of the shape of the region.
+    phase : sequence of int, optional
+        Elements of the first chunk that lie before the array, along each axis. By default none.
     """
     ndim = len(box)
     cuts = [

@@ -6,7 +6,7 @@
    and writes the chunks of the target meanwhile.
 
 A round's slabs are arrays of their own for the engine: with blocks, and with pieces on one rank (`plan_direct`: nothing is
-sent) or on all (`Parallel`: each chunk is read by one rank, which sends parts to others).
+sent) or on all (`plan_shared`: each chunk is read by one rank, which sends parts to others).
 
 JAX is not needed, and not imported.
 """
