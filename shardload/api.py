@@ -466,8 +466,8 @@ def scatter(
     Raises
     ------
     ConfigError, SourceError, PeerError, StallError
-        On every rank, as `load` does. If `array()` raises on the root, every rank raises a PeerError with that text; on the root
-        the original error is its cause.
+        As `load` does, on every rank. If `array()` raises on the root, every rank raises a PeerError with that text, and on the
+        root the original error is its cause.
     """
     with ScatterCall(array, mesh, spec, keywords_of("scatter", locals())).begin() as call:
         return call.scatter()
