@@ -37,7 +37,7 @@ from shardload.formats.contract.chunk_reader import (
     chunks_met,
     fresh,
     read_by_chunks,
-    region_of,
+    region_in_box,
 )
 from shardload.formats.contract.format import ChangedError, Source
 from shardload.formats.hdf5.chunks import fill_value
@@ -461,7 +461,7 @@ class Tiles(ChunkReader):
         """The parts that a box of chunks meets, and which of these chunks each has."""
         chunks = self._chunks or ()
         check_box(box, [-(-n // c) for n, c in zip(self.shape, chunks, strict=True)])
-        region = region_of(box, chunks, Region.whole(self.shape))
+        region = region_in_box(box, chunks, Region.whole(self.shape))
         return [(k, tuple(chunks_met(common, chunks))) for k, common in self.meeting(region)]
 
     def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:
