@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.errors import ConfigError, ShardloadError, StallError
@@ -176,7 +176,7 @@ def begin_request(
     `read` returns the checked arguments. Gives the call and these, or None for them if they are wrong: then `Call.plan` raises
     the error on all ranks, and calls nothing that takes them.
     """
-    request: Any = None
+    request: Arguments | None = None
     error: BaseException | None = None
     try:
         request = read()
@@ -189,4 +189,4 @@ def begin_request(
     invocation = Invocation(kind, title, {}) if request is None else request.invocation(kind, title)
     with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
         del error  # see `Call.plan`
-        yield call, request
+        yield call, cast(Arguments, request)  # None is never looked at
