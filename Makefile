@@ -129,7 +129,7 @@ packages: ## the Debian packages that the tests need, as root
 	@.ci/install-packages
 
 # tests/stages.py has its stages, and says which run beside each other.
-test: setup ## all checks and tests, as CI runs them (6 minutes)
+test: setup ## all checks and tests, as CI runs them (5 minutes)
 	@MAKE='$(MAKE)' $(PY) -m tests.stages --began $(START)
 	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'
 	@for program in h5dump ncdump; do command -v $$program >/dev/null || printf '*** NOT RUN: tests with %s\n' $$program; done

@@ -267,7 +267,7 @@ def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = DEFAULTS.data
 
     Raises
     ------
-    ConfigError, SourceError, PeerError
+    ConfigError, SourceError, PeerError, StallError
         As `load` does.
     """
     keywords = with_defaults("plan", {"dataset": dataset, **options})
@@ -465,9 +465,9 @@ def scatter(
 
     Raises
     ------
-    ConfigError, SourceError, PeerError
-        On every rank. If `array()` raises on the root, every rank raises a PeerError with that text; on the root the original
-        error is its cause.
+    ConfigError, SourceError, PeerError, StallError
+        As `load` does, on every rank. If `array()` raises on the root, every rank raises a PeerError with that text, and on the
+        root the original error is its cause.
     """
     with ScatterCall(array, mesh, spec, keywords_of("scatter", locals())).begin() as call:
         return call.scatter()
@@ -529,8 +529,8 @@ def verify(
         If an element differs. The error names the device, the element and both values. On every rank.
     ConfigError
         If `x` cannot be that array, because its shape or dtype differs.
-    SourceError, PeerError
-        As `load` does.
+    SourceError, PeerError, StallError
+        As `load` does. (Ranks wait for 15 minutes.)
 
     Examples
     --------
@@ -698,7 +698,7 @@ def plan_save(path: Any, tree: Any, **options: Any) -> SavePlan:
 
     Raises
     ------
-    ConfigError, SourceError, PeerError
+    ConfigError, SourceError, PeerError, StallError
         As `save` does, as far as that is known before anything is written.
     """
     keywords = with_defaults("plan_save", options)

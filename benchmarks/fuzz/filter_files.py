@@ -87,7 +87,7 @@ class FilterCase:
     touched: tuple[int, ...] | None = None
 
     def write(self, folder: Path) -> str:
-        """Write what is not as it was; returns the path to load. `clean` undoes it."""
+        """Write what is not as it was; returns the path to load."""
         for name, data in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(data)

@@ -24,7 +24,7 @@ ROOMS = {
     "__main__": "python -m shardload",
     "cli": "the commands: what is typed in a shell, and what is printed",
     "testing": "does a format behave as a format must?",
-    "api": "the functions: load, plan, scatter, verify, save, append, mask, unpad",
+    "api": "the functions: load, plan, scatter, stream, verify, save, append, mask, unpad",
     "jobs": "one call: from its arguments to a plan, its execution and its report",
     "engine": "all ranks in one call: beginning, agreement, rounds",
     "arrays": "JAX's side: shardings, pieces to jax.Array, verification",
@@ -45,10 +45,10 @@ VALUES = {"arrays": "shards on devices", "transfer": "pieces ↔ blocks", "forma
 PLACES = {
     "cli": "a new command: one module",
     "api": "a new function: one wrapper of a job",
-    "transfer": "a new transport: one channel",
     "options": "a new option: one declaration",
     "formats": "a new format: one package",
     "storage": "an object store: one class",
+    "comm": "a new transport: one class",
 }
 INK, LINE, GREEN, BLUE = "#333333", "#999999", "#44aa88", "#4477aa"
 TALL, LOW, GAP = 0.72, 0.42, 0.13

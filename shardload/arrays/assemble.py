@@ -161,15 +161,15 @@ def has_host_memory(device: Any) -> bool:
     return bool(device.platform == "cpu")
 
 
-def device_values(data: jax.Array, region: Region, whole: Region) -> Array:
-    """The values of `region` on the device. `data` is the shard, which holds the region `whole`. On CPU they are a view."""
+def device_values(data: jax.Array, region: Region, shard_region: Region) -> Array:
+    """The values of `region` on the device. `data` is the shard, which holds `shard_region`. On CPU they are a view."""
     is_on_host = has_host_memory(next(iter(data.devices())))
-    return view_of(np.asarray(data), region, whole) if is_on_host else copy_from_device(data, region, whole)
+    return view_of(np.asarray(data), region, shard_region) if is_on_host else copy_from_device(data, region, shard_region)
 
 
-def copy_from_device(data: jax.Array, region: Region, whole: Region) -> Array:
-    """A copy of `region` alone, of a shard that holds the region `whole`."""
-    start = [a - o for a, o in zip(region.start, whole.start, strict=True)]
+def copy_from_device(data: jax.Array, region: Region, shard_region: Region) -> Array:
+    """A copy of `region` alone, of a shard that holds `shard_region`."""
+    start = [a - o for a, o in zip(region.start, shard_region.start, strict=True)]
     with plain_jax(Mesh(np.array(list(data.devices())), ("device",))):
         return np.asarray(jax.lax.dynamic_slice(data, start, region.shape))
 

@@ -73,12 +73,12 @@ class Truth:
         )
 
 
-def sample_regions(true: Region, chunks: Grid | None, itemsize: int, seed: int, most: int) -> Iterator[Region]:
+def sample_regions(within: Region, chunks: Grid | None, itemsize: int, seed: int, most: int) -> Iterator[Region]:
     """A few small random regions inside a region, each inside one chunk. The same arguments always give the same regions.
 
     Parameters
     ----------
-    true : Region
+    within : Region
         The region to pick from.
     chunks : Grid or None
         The chunks, so that each sample decodes one chunk; None if any region can be read by itself.
@@ -94,15 +94,15 @@ def sample_regions(true: Region, chunks: Grid | None, itemsize: int, seed: int, 
     >>> [str(r) for r in sample_regions(Region((4,), (12,)), Grid((16,), (5,), (0,)), 4, seed=0, most=2)]
     ['[5:10]']
     """
-    if not true.size:
+    if not within.size:
         return
-    random = np.random.default_rng([seed, *true.start, *true.stop])
+    random = np.random.default_rng([seed, *within.start, *within.stop])
     size = max(1, _REGION_NBYTES // itemsize)
     cost = size if chunks is None else math.prod(min(c, n) for c, n in zip(chunks.cell, chunks.shape, strict=True))
-    for _ in range(max(1, min(most, true.size // (_DECODED_AT_MOST * max(1, cost))))):
-        point = [int(random.integers(a, b)) for a, b in zip(true.start, true.stop, strict=True)]
+    for _ in range(max(1, min(most, within.size // (_DECODED_AT_MOST * max(1, cost))))):
+        point = [int(random.integers(a, b)) for a, b in zip(within.start, within.stop, strict=True)]
         element = Region(tuple(point), tuple(p + 1 for p in point))
-        cell = true if chunks is None else chunks.region(next(chunks.meeting(element))).intersect(true) or element
+        cell = within if chunks is None else chunks.region(next(chunks.meeting(element))).intersect(within) or element
         yield _around(point, cell, size, random)
 
 

@@ -32,6 +32,8 @@ def run_copy(
 
     Parameters
     ----------
+    out : file
+        Where to print.
     source, target : str
         The file, with or without the name of an array, or a pattern of files that are one; and the new file.
     along : str or None
@@ -40,7 +42,7 @@ def run_copy(
         True to print the plan and write nothing.
     as_json : bool
         Print one JSON document in place of text.
-    **given
+    **options
         Keywords of `shardload.copy`.
     """
     rank = world_rank_and_size()[0]

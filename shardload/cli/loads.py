@@ -64,6 +64,8 @@ def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_
 
     Parameters
     ----------
+    out : file
+        Where to print.
     file : str
         The file, with or without the name of the array.
     axes : mapping of str to int
@@ -72,7 +74,7 @@ def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_
         The parts of the PartitionSpec.
     as_json : bool
         Print one JSON document in place of text.
-    **how
+    **options
         Keywords of `shardload.plan`.
     """
     n_devices = math.prod(axes.values())

@@ -190,6 +190,8 @@ class CommunicatorAttribute:
     ----------
     value : object
         The value; None until it is made. Its `free`, if it has one, is called when the communicator is freed.
+    making : RLock
+        Held by the thread that makes it.
     """
 
     value: Any = None

@@ -12,11 +12,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.errors import ConfigError, ShardloadError, StallError
-from shardload.options import TIMEOUT
+from shardload.options import TIMEOUT, CallOptions
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.steps import steps_told_to
 
@@ -32,7 +32,7 @@ class Call:
     ----------
     group : Group
         The ranks.
-    asked : Invocation
+    invocation : Invocation
         What must be the same on every rank. After `plan` it includes the plan.
     """
 
@@ -153,17 +153,30 @@ def begin_call(
             del error, refusal  # see `Call.plan`
 
 
+class CheckedArguments(Protocol):
+    """What a call was asked for, read and checked."""
+
+    @property
+    def options(self) -> CallOptions:
+        """The options of the call."""
+
+    def invocation(self, kind: str, title: str, /) -> Invocation:
+        """What must be the same on every rank."""
+
+
+Arguments = TypeVar("Arguments", bound=CheckedArguments)
+
+
 @contextmanager
 def begin_request(
-    kind: str, title: str, read: Callable[[], Any], *, comm: Any, process: Callable[[], int] | None = None
-) -> Iterator[tuple[Call, Any]]:
+    kind: str, title: str, read: Callable[[], Arguments], *, comm: Any, process: Callable[[], int] | None = None
+) -> Iterator[tuple[Call, Arguments]]:
     """Read the arguments of a call, and begin it. Collective: yes.
 
-    `read` returns the checked arguments, an object with the ``options`` of the call, and with a method
-    ``invocation(kind, title)`` that says what must be the same on every rank. Gives the call and that object, or None for it if
-    the arguments are wrong: then `Call.plan` raises the error on all ranks.
+    `read` returns the checked arguments. Gives the call and these, or None for them if they are wrong: then `Call.plan` raises
+    the error on all ranks, and calls nothing that takes them.
     """
-    request: Any = None
+    request: Arguments | None = None
     error: BaseException | None = None
     try:
         request = read()
@@ -176,4 +189,4 @@ def begin_request(
     invocation = Invocation(kind, title, {}) if request is None else request.invocation(kind, title)
     with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
         del error  # see `Call.plan`
-        yield call, request
+        yield call, cast(Arguments, request)  # None is never looked at

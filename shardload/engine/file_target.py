@@ -72,8 +72,16 @@ class Chunk:
         Of the region's shape and the array's type, with any strides.
     array, number : int
         The number of the array, and of the chunk in its grid; of a contiguous array, of the first element.
+    nbytes, nbytes_stored : int
+        Bytes of its values, and of what is stored.
     is_sampled : bool
         Whether another rank shall decode it, to verify it.
+    stored : bytes-like or None
+        Its stored bytes, from when it is encoded until it is written.
+    offset : int
+        Where it is in the file; -1 until it has a place.
+    crc, values_crc : int
+        CRC-32 of the stored bytes, and of the values if it is sampled (else -1).
     """
 
     name: str

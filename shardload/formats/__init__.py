@@ -12,6 +12,8 @@ codecs       one object for each codec: decodes and encodes chunks
 labelling    reads the coordinates of an array
 concatenation  several files as one, in the place of a path
 sink, saving the opposite direction: a new file, which many ranks write (docs/design/save.md), or what an append adds to one
+likeness     which spec makes an array of a new file like one of another file
+netcdf       names and attributes that HDF5 holds, but the netCDF library does not read
 untrusted    opens a file in helper processes, which run `untrusted_process`
 
 The names that this package exports are for writing a format in a package of its own. CONTRIBUTING.md says how;

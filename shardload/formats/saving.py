@@ -110,7 +110,7 @@ def make_sink(
         for group in groups_above(name):
             if group in full_specs:
                 raise ConfigError(f"'{group}' and '{name}' are both arrays, and an array holds no other. Rename one of them")
-    for name in group_attrs or {}:  # (an axis that gets its name later is in the way later: see `name_axes`)
+    for name in group_attrs or {}:  # (an axis that gets its name later is in the way later: see `write_axis_names`)
         reason = refused_group(kind, name, full_specs)
         if reason is not None:
             raise ConfigError(f"a group is called {name!r}, {reason}. Leave its attributes out, or choose another name")

@@ -310,14 +310,14 @@ class Encoder:
         As in `ArrayInfo`.
     steps : sequence of callable
         Functions that encode the bytes of a chunk, in order. Each takes a flat array of bytes and returns something bytes-like.
+    is_placed_by_root : bool
+        True if the rank that created the file says where a chunk goes, because that depends on the sizes of other chunks.
+        Otherwise `Ticket.places` says it.
 
     Attributes
     ----------
     info : ArrayInfo
         The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding.
-    is_placed_by_root : bool
-        True if the rank that created the file says where a chunk goes, because that depends on the sizes of other chunks.
-        Otherwise `Ticket.places` says it.
     """
 
     def __init__(

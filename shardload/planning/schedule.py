@@ -452,7 +452,9 @@ def plan_shared(
     owners : Owners
         The ranks that own blocks.
     per_owner : int
-        Fewest blocks for each of them, as for `plan_blocks`; `per_shard` too.
+        Fewest blocks for each of them.
+    per_shard : sequence of int, optional
+        As for `plan_blocks`.
     """
     blocks = _cut_blocks(layout, max_nbytes, n_owners=owners.n, per_owner=per_owner, per_shard=per_shard)
     return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, owners)

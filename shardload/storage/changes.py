@@ -57,8 +57,8 @@ _BEFORE_NBYTES = MARK_NBYTES + len(GROWTH_MARK)
 
 def write_changes(path: str, begins: bytes, changes: Sequence[Change]) -> None:
     """Write changes into an existing file, behind its first 64 bytes, and wait until they are on disk."""
-    data = b"".join(new for _, new in changes)
-    header = {"places": [(offset, len(new)) for offset, new in changes], "crc32": zlib.crc32(data)}
+    data = b"".join(new_bytes for _, new_bytes in changes)
+    header = {"places": [(offset, len(new_bytes)) for offset, new_bytes in changes], "crc32": zlib.crc32(data)}
     with contextlib.closing(WritableFile(path)) as file:
         file.write_at(begins + GROWTH_MARK.encode() + json.dumps(header).encode() + b"\n" + data, 0)
         file.sync()
@@ -90,15 +90,15 @@ def make_changes(file: WritableFile, path: str) -> None:
     than it was: what was appended is lost.
     """
     (_, head), *changes = read_changes(path)
-    end = max((offset + len(new) for offset, new in changes), default=0)
+    end = max((offset + len(new_bytes) for offset, new_bytes in changes), default=0)
     if end > file.nbytes:
         raise SourceError(
             f"the file of '{path}' has {file.nbytes} bytes, and its changes end at byte {end}: it was cut", path=path
         )
     file.write_at(_mark(path, len(head)), 0)
     file.sync()
-    for offset, new in changes:
-        file.write_at(new, offset)
+    for offset, new_bytes in changes:
+        file.write_at(new_bytes, offset)
     file.sync()
     file.write_at(head, 0)
     file.sync()

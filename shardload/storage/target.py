@@ -320,31 +320,31 @@ class Target:
 
         For a moment the name is free: then the whole old store has that name, and the whole new one that of the temporary.
         """
-        old = f"{self._final}.{self.token}.replaced"
+        old_path = f"{self._final}.{self.token}.replaced"
         for n_more in reversed(range(_MOST_MEETINGS)):
             self._refuse()
             with contextlib.suppress(FileNotFoundError):
-                os.rename(self._final, old)
+                os.rename(self._final, old_path)
             try:
                 os.rename(temporary, self._final)
                 break
             except OSError as error:
                 if not n_more or error.errno not in _NOT_EMPTY:
-                    self._give_back_name(old, error)
+                    self._give_back_name(old_path, error)
                     raise
-            _remove(old)  # another save has taken the free name: its store is replaced, too
-        return old
+            _remove(old_path)  # another save has taken the free name: its store is replaced, too
+        return old_path
 
-    def _give_back_name(self, old: str, error: OSError) -> None:
+    def _give_back_name(self, old_path: str, error: OSError) -> None:
         """Give the old store its name back, which the new one could not get. SourceError if that fails, too."""
         try:
-            os.rename(old, self._final)
+            os.rename(old_path, self._final)
         except FileNotFoundError:  # nothing had the name
             pass
         except OSError:
             raise SourceError(
                 f"'{self.path}' is gone: the new store could not get the name ({error}), nor the old one get it back. "
-                f"That is whole, at '{old}'. Type: mv '{old}' '{self._final}'",
+                f"That is whole, at '{old_path}'. Type: mv '{old_path}' '{self._final}'",
                 path=self.path,
             ) from error
 

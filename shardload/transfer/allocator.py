@@ -121,10 +121,10 @@ def empty_pieces(arrays: Sequence[tuple[Sequence[tuple[int, ...]], np.dtype[Any]
     if not _CAN_KEEP or not large or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
         return [[aligned_empty(shape, dtype) for shape in shapes] for shapes, dtype in arrays]
     gc.collect(0)  # JAX releases the memory of deleted arrays at a garbage collection of Python, of any generation
-    taken = iter(_reserve.take(large))
+    large_arrays = iter(_reserve.take(large))
     return [
         [
-            next(taken).view(dtype).reshape(shape) if nbytes >= _WORTH_NBYTES else aligned_empty(shape, dtype)
+            next(large_arrays).view(dtype).reshape(shape) if nbytes >= _WORTH_NBYTES else aligned_empty(shape, dtype)
             for shape, nbytes in zip(shapes, of_array, strict=True)
         ]
         for (shapes, dtype), of_array in zip(arrays, sizes, strict=True)

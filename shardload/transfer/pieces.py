@@ -98,8 +98,8 @@ class ShardPieces:
         Which rank holds which shard, and what is in it.
     shape : tuple of int
         Shape of the array in the file.
-    room : sequence of ndarray
-        Memory for this rank's shards, ascending.
+    memory : sequence of ndarray
+        For this rank's shards, ascending.
     rank : int
         This rank.
 

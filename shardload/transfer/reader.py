@@ -24,7 +24,7 @@ import numpy as np
 from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.contract.array import settle_bools
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, as_chunks, copy_chunks, region_of
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, as_chunks, copy_chunks, region_in_box
 from shardload.formats.contract.format import Source
 from shardload.planning.region import Array, Region, cut_box, numbers_of
 from shardload.planning.schedule import Block, Part, SourceLayout
@@ -379,7 +379,7 @@ class BoxReader(SourceReader):
         """The boxes that parts of a block need. A box of which they need only some chunks is cut into smaller ones."""
         chunks = self._layout.chunks
         for box in boxes:
-            region = region_of(box, chunks.cell, block.region, chunks.phase)
+            region = region_in_box(box, chunks.cell, block.region, chunks.phase)
             parts_met = [(part, common) for part in block.parts if (common := part.region.intersect(region)) is not None]
             if not parts_met:  # it lies between the shards of this rank
                 continue

@@ -620,7 +620,7 @@ def test_a_copy_that_was_stopped_goes_on(comm: Any, shared_tmp_path: Path, stopp
     assert f"shardload copy IN {target} --resume" in str(find_leftover(str(left_of(target))))
     comm.barrier()
     report = copy(comm, before, target, staging=100_000, resume=True, verify="full", **options)
-    n_all = sum(int(np.prod(array.spec.grid)) for array in report.plan.found)
+    n_all = sum(int(np.prod(array.spec.grid)) for array in report.plan.sources)
     assert report.written is not None
     assert 0 < report.n_resumed < n_all
     assert report.written.n_chunks == report.written.n_read_back == n_all - report.n_resumed

@@ -5,6 +5,7 @@ The import linter reads the code; here each room is imported in a process in whi
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -89,6 +90,15 @@ def test_the_linter_s_layers_are_the_folders_and_modules_at_the_top() -> None:
     modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
     assert len(layers()) == len(folders) + len(modules) and set(layers()) == folders | modules
     assert len(modules) < 6  # and __init__
+
+
+def test_each_room_lists_its_modules() -> None:
+    """Wrong if a module were added, or renamed, and the list in the `__init__` of its folder did not follow."""
+    for init in (ROOT / "shardload").glob("*/**/__init__.py"):
+        listed = set(re.findall(r"\w+", ast.get_docstring(ast.parse(init.read_text())) or ""))
+        modules = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
+        folders = {path.parent.name for path in init.parent.glob("*/__init__.py")}
+        assert modules | folders <= listed, f"{init.parent.name}: {sorted((modules | folders) - listed)}"
 
 
 def test_the_tests_have_the_rooms_of_the_package() -> None:

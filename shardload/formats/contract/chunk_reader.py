@@ -126,7 +126,7 @@ def read_by_chunks(
     missing, room, memory = list[tuple[int, ...]](), Scratch(), Scratch()
     most = max(1, _AT_ONCE_NBYTES // max(1, math.prod(chunk_shape) * out.dtype.itemsize))
     for box in cut_box(chunks_met(region, chunk_shape), most):
-        common = region_of(box, chunk_shape, region)
+        common = region_in_box(box, chunk_shape, region)
         into: Any = (*common.slices(region.start), ...)
         values = as_chunks(out[into], box, chunk_shape)
         is_in_place = values is not None
@@ -144,11 +144,11 @@ def read_by_chunks(
     return missing
 
 
-def region_of(box: Sequence[range], cell: Sequence[int], within: Region, phase: Sequence[int] | None = None) -> Region:
+def region_in_box(box: Sequence[range], cell: Sequence[int], within: Region, phase: Sequence[int] | None = None) -> Region:
     """Where a region and a box of chunks meet. The grid of chunks begins `phase` elements before the array.
 
     >>> within = Region((5,), (20,))
-    >>> str(region_of((range(1, 3),), (4,), within)), str(region_of((range(1, 3),), (4,), within, phase=(3,)))
+    >>> str(region_in_box((range(1, 3),), (4,), within)), str(region_in_box((range(1, 3),), (4,), within, phase=(3,)))
     ('[5:12]', '[5:9]')
     """
     axes = list(zip(box, cell, phase or (0,) * len(box), within.start, within.stop, strict=True))
@@ -191,13 +191,15 @@ def copy_chunks(
     values : ndarray
         It has the axes of the box, then those of a chunk.
     box : sequence of range
-        The chunks, of a grid with `phase` elements of the first chunk before the array (none by default).
+        The chunks, by their numbers along each axis.
     cell : sequence of int
         Shape of a chunk.
     region : Region
         Inside of the box.
     out : ndarray
         Of the shape of the region.
+    phase : sequence of int, optional
+        Elements of the first chunk that lie before the array, along each axis. By default none.
     """
     ndim = len(box)
     cuts = [
@@ -235,7 +237,7 @@ def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Itera
     ['[0:1, 1:20]', '[0:1, 20:30]', '[1:2, 1:20]', '[1:2, 20:30]']
     """
     for box in cut_box(chunks_met(region, chunk_shape), most):
-        yield region_of(box, chunk_shape, region)
+        yield region_in_box(box, chunk_shape, region)
 
 
 def index_in_parts(array: Any, region: Region, parts: Callable[[Region], Iterator[Region]]) -> np.ndarray[Any, np.dtype[Any]]:

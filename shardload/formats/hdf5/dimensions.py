@@ -141,7 +141,7 @@ def _groups(name: str) -> Iterator[str]:
         yield name
 
 
-def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: bool) -> None:
+def write_axis_names(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: bool) -> None:
     """Give the axes of all arrays their names. ConfigError if two axes of one name have different lengths."""
     lengths: dict[str, tuple[int, str, bool]] = {}
     scale_of: dict[tuple[str, int], str] = {}

@@ -1,7 +1,7 @@
 """How does an HDF5 file say that its arrays lie in other files? By virtual datasets, whose parts are arrays of other files.
 
 1. `JoinedFile` is a sink of all that is not values: groups, datasets, attributes, names of axes. Virtual datasets among its
-   arrays are given by their `Placed` parts.
+   arrays are given by their parts (`PlacedPart`).
 2. `JoinedFile.write` makes the file as a save does, under a temporary name. It is opened there again, as a load would, and each
    part is looked up: HDF5 itself takes fill values for one that it does not find.
 3. Then it gets its name.
@@ -61,10 +61,12 @@ class JoinedFile(Hdf5Sink):
 
     Parameters
     ----------
-    path, specs, mode, is_netcdf, attrs, group_attrs
+    path, specs
         As for `Hdf5Sink`. An array of `specs` that lies in other files has no chunks here.
     parts : mapping of str to sequence of PlacedPart
         The parts of each array that lies in other files. Together they hold each of its elements once.
+    **options
+        The other arguments of `Hdf5Sink`.
     """
 
     def __init__(

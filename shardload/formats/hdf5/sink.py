@@ -24,7 +24,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import native_dtype
 from shardload.formats.hdf5.chunks import FEW, list_chunks
-from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, netcdf_names, write_attrs
+from shardload.formats.hdf5.dimensions import check_netcdf, netcdf_names, write_attrs, write_axis_names
 from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.filters import Hdf5Encoder
 from shardload.formats.hdf5.ledger import Ledger, limit_cache
@@ -321,7 +321,7 @@ class Hdf5Sink(LedgerSink):
         for name, group_attrs in self._group_attrs.items():
             if name.strip("/"):
                 write_attrs(self._group(file, name.strip("/")), name, group_attrs, is_netcdf=self.is_netcdf)
-        name_axes(file, {self.stored_names[name]: spec for name, spec in specs.items()}, is_netcdf=self.is_netcdf)
+        write_axis_names(file, {self.stored_names[name]: spec for name, spec in specs.items()}, is_netcdf=self.is_netcdf)
 
     def _group(self, file: h5py.File, name: str) -> h5py.Group:
         """A group, made with those above it if they are not there. The netCDF library writes only to a file of which every

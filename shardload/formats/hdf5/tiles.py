@@ -37,7 +37,7 @@ from shardload.formats.contract.chunk_reader import (
     chunks_met,
     fresh,
     read_by_chunks,
-    region_of,
+    region_in_box,
 )
 from shardload.formats.contract.format import ChangedError, Source
 from shardload.formats.hdf5.chunks import fill_value
@@ -313,8 +313,8 @@ class Tiles(ChunkReader):
     def meeting(self, region: Region) -> Iterator[tuple[int, Region]]:
         """The tiles that a non-empty region meets, and what it has in common with each."""
         low, high = np.asarray(region.start, dtype=np.int64), np.asarray(region.stop, dtype=np.int64)
-        met = ((self._start < high) & (self._stop > low)).all(axis=1)
-        for k in np.flatnonzero(met).tolist():
+        is_met = ((self._start < high) & (self._stop > low)).all(axis=1)
+        for k in np.flatnonzero(is_met).tolist():
             common = self._boxes[k].region.intersect(region)
             if common is not None:
                 yield k, common
@@ -364,11 +364,11 @@ class Tiles(ChunkReader):
 
     def _read(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
         """As `read_into`; returns the missing chunks."""
-        met = list(self.meeting(region))
-        missing = self._uncovered(region, [common for _, common in met])
-        if sum(common.size for _, common in met) < region.size:
+        tiles_met = list(self.meeting(region))
+        missing = self._uncovered(region, [common for _, common in tiles_met])
+        if sum(common.size for _, common in tiles_met) < region.size:
             out[...] = self._fill
-        for k, common in met:
+        for k, common in tiles_met:
             box = self._boxes[k]
             in_part = box.inside(common)
             into = out[common.slices(region.start)] if region.ndim else out
@@ -461,7 +461,7 @@ class Tiles(ChunkReader):
         """The parts that a box of chunks meets, and which of these chunks each has."""
         chunks = self._chunks or ()
         check_box(box, [-(-n // c) for n, c in zip(self.shape, chunks, strict=True)])
-        region = region_of(box, chunks, Region.whole(self.shape))
+        region = region_in_box(box, chunks, Region.whole(self.shape))
         return [(k, tuple(chunks_met(common, chunks))) for k, common in self.meeting(region)]
 
     def decode(self, encoded: Encoded, out: np.ndarray[Any, Any]) -> None:

@@ -6,7 +6,7 @@
    and writes the chunks of the target meanwhile.
 
 A round's slabs are arrays of their own for the engine: with blocks, and with pieces on one rank (`plan_direct`: nothing is
-sent) or on all (`Parallel`: each chunk is read by one rank, which sends parts to others).
+sent) or on all (`plan_shared`: each chunk is read by one rank, which sends parts to others).
 
 JAX is not needed, and not imported.
 """
@@ -75,7 +75,7 @@ class CopyPlan(PrintedReport):
     ----------
     target : str
         The new file.
-    found : tuple of SourceArray
+    sources : tuple of SourceArray
         The arrays, with their specs in the target as it will be.
     arrays : tuple of SlabLayout
         Their slabs.
@@ -90,7 +90,7 @@ class CopyPlan(PrintedReport):
     """
 
     target: str
-    found: tuple[SourceArray, ...]
+    sources: tuple[SourceArray, ...]
     arrays: tuple[SlabLayout, ...]
     memory: RoundMemory
     staging_nbytes: int
@@ -105,10 +105,10 @@ class CopyPlan(PrintedReport):
 
     def __str__(self) -> str:
         """Text for people, of several lines."""
-        arrays, ranks = counted(len(self.found), "array"), counted(self.n_ranks, "rank")
+        arrays, ranks = counted(len(self.sources), "array"), counted(self.n_ranks, "rank")
         rounds = counted(self.n_rounds, "round")
         lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{printable(self.target)}' on {ranks}, {rounds}"]
-        for array, slab_layout in zip(self.found, self.arrays, strict=True):
+        for array, slab_layout in zip(self.sources, self.arrays, strict=True):
             slabs = slab_layout.slabs
             way = "all ranks read a slab together" if slab_layout.is_together else "each slab is read by one rank"
             if slabs.n_cells == 1 and not slab_layout.is_together:
@@ -147,7 +147,7 @@ class CopyPlan(PrintedReport):
                 "is_together": slab_layout.is_together,
                 "decoded": slab_layout.factor,
             }
-            for array, slab_layout in zip(self.found, self.arrays, strict=True)
+            for array, slab_layout in zip(self.sources, self.arrays, strict=True)
         ]
         sizes = {"nbytes": self.nbytes, "staging_nbytes": self.staging_nbytes, "memory_nbytes": self.memory.nbytes}
         return {"arrays": arrays, **sizes, "n_ranks": self.n_ranks, "n_rounds": self.n_rounds, "notes": self.notes}
@@ -230,7 +230,7 @@ class CopyReport(PrintedReport):
         if written is None:
             return str(plan)
         stored, rate = format_nbytes(written.nbytes_stored), format_nbytes(int(written.nbytes / seconds))
-        text = f"{counted(len(plan.found), 'array')}, {format_nbytes(plan.nbytes)} ({stored} stored) in "
+        text = f"{counted(len(plan.sources), 'array')}, {format_nbytes(plan.nbytes)} ({stored} stored) in "
         text += f"{number_text(seconds, 3)} s, {rate}/s on {counted(plan.n_ranks, 'rank')}"
         if written.n_read_back:
             text += f"; {written.n_read_back:,} of {written.n_chunks:,} chunks read back, {written.n_decoded:,} decoded"
@@ -270,16 +270,18 @@ def copy(
 
     Parameters
     ----------
-    source, target : str or PathLike
-        The file, with or without the name of an array (``"in.h5:/rho"``), and the new one. Or what `concat` returns.
+    source : str or PathLike
+        The file, with or without the name of an array (``"in.h5:/rho"``); or what `concat` returns.
+    target : str or PathLike
+        The new file, as `path` of `save`.
     dataset : str or sequence of str
         Names of arrays, and patterns such as ``"group/*"``; by default all arrays.
     select, dtype : object, optional
         As in `load`. By names of axes, a selection counts for every array that has them.
     chunks, shards : tuple of int, "keep" or None
-        A size for each axis; None: in one piece.
+        A size for each axis. ``"keep"``: those of the source. None: in one piece, or without shards.
     compression : str, dict, "keep" or None
-        As in `save`.
+        As in `save`. ``"keep"``: that of the source. None: none.
     unlimited : str, int or tuple of them
         Axes that can grow, beside those that can in the source.
     format, mode, staging, verify, progress, timeout, comm
@@ -346,8 +348,8 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
         on_root.append(sink)
         return [array.for_others() for array in arrays if not array.is_text], notes
 
-    def make(found: tuple[list[SourceArray], list[str]]) -> tuple[Sink, CopyPlan]:
-        arrays, notes = found
+    def make(arrays_and_notes: tuple[list[SourceArray], list[str]]) -> tuple[Sink, CopyPlan]:
+        arrays, notes = arrays_and_notes
         sink = on_root[0] if on_root else new_sink(request, arrays, None, n_nodes)
         return sink, plan_copy(request, arrays, sink, group.size, group.machine, notes)
 
@@ -386,7 +388,7 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
     n_decoded, *missing = group.agree(None, [source.n_decoded, *source.n_missing])
     not_stored = [
         f"{counted(n, 'chunk')} of {array.info} {'are' if n != 1 else 'is'} not stored, and the copy has the fill value"
-        for array, n in zip(plan.found, missing, strict=True)
+        for array, n in zip(plan.sources, missing, strict=True)
         if n
     ]
     seconds = time.perf_counter() - started
@@ -426,13 +428,13 @@ class CopySource(FileSource):
         super().__init__(group.rank, request.options.checksums)
         self._n_ranks, self._request, self._plan, self._done = group.size, request, plan, done
         self._grids: list[Grid] = []  # each array cut into what is written as a chunk
-        for array, slab_layout in zip(plan.found, plan.arrays, strict=True):
+        for array, slab_layout in zip(plan.sources, plan.arrays, strict=True):
             cell = tuple(max(1, n) for n in array.spec.chunks or slab_layout.array.unit)
             self._grids.append(Grid(array.spec.shape, cell, (0,) * len(cell)))
         self._file: OpenFile | None = None
-        self.kept = KeptSources(group.rank, self._open_array, [array.state for array in plan.found], SINCE_FOUND)
+        self.kept = KeptSources(group.rank, self._open_array, [array.state for array in plan.sources], SINCE_FOUND)
         self.n_decoded = 0
-        self.n_missing = [0] * len(plan.found)
+        self.n_missing = [0] * len(plan.sources)
 
     def __enter__(self) -> CopySource:
         return self
@@ -454,7 +456,7 @@ class CopySource(FileSource):
             self.n_missing[move.array] += move.producer.counters.chunks_missing
 
     def _open_array(self, array: int) -> Source:
-        info = self._plan.found[array].info
+        info = self._plan.sources[array].info
         if self._file is None:
             self._file = open_file(self._request.source, self._request.options.access, info)
         return as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
@@ -490,7 +492,7 @@ class CopySource(FileSource):
             yield Round(moves, staging, is_together, partial(self._chunks, moves, [slab for _, slab in slabs]))
 
     def _move(self, array: int, slab: Region, is_together: bool) -> FileMove:
-        layout = self._plan.found[array].layout(slab)
+        layout = self._plan.sources[array].layout(slab)
         most = self._plan.memory.moving_nbytes // _BLOCKS_IN_CAP
         if is_together:
             shards = self._plan.arrays[array].pieces(slab, self._n_ranks)
@@ -498,7 +500,7 @@ class CopySource(FileSource):
         else:
             shards = Shards(slab.shape, (1,) * slab.ndim, np.array([[self._rank]], dtype=np.int64))
             schedule = plan_direct(layout, shards, self._n_ranks, max_nbytes=most)
-        return FileMove(array, schedule, self._plan.found[array].info, layout)
+        return FileMove(array, schedule, self._plan.sources[array].info, layout)
 
     def _chunks(self, moves: Sequence[FileMove], slabs: Sequence[Region]) -> Iterator[Chunk]:
         """The chunks of the target that lie in this rank's pieces of slabs."""
@@ -508,7 +510,7 @@ class CopySource(FileSource):
                 for region in map(chunks.region, chunks.meeting(piece.region.moved(slab.start))):
                     if not self._is_done(move.array, region):
                         values = piece.view(region.moved(tuple(-start for start in slab.start)))
-                        yield Chunk(self._plan.found[move.array].full_name, region, values)
+                        yield Chunk(self._plan.sources[move.array].full_name, region, values)
 
     def _is_done(self, array: int, region: Region) -> bool:
         """Whether all chunks of the target that meet a region are there already."""
@@ -532,12 +534,12 @@ def find_done(group: Group, sink: Sink, plan: CopyPlan) -> list[Bools]:
         is_there = sink.take_up()
         if is_there is None:
             return b""
-        return np.packbits(np.concatenate([is_there[array.full_name].reshape(-1) for array in plan.found])).tobytes()
+        return np.packbits(np.concatenate([is_there[array.full_name].reshape(-1) for array in plan.sources])).tobytes()
 
     message = group.tell(look, 0)
     if not len(message):
         return []
-    grids = [array.spec.grid for array in plan.found]
+    grids = [array.spec.grid for array in plan.sources]
     sizes = list(map(math.prod, grids))
     bits = np.unpackbits(np.frombuffer(message, dtype=np.uint8), count=sum(sizes)).astype(bool)
     return [part.reshape(grid) for part, grid in zip(np.split(bits, np.cumsum(sizes)[:-1]), grids, strict=True)]

@@ -96,20 +96,20 @@ def join(
         If a part cannot be opened, or the file cannot be written.
     """
     request = PartsRequest.check(parts, axis, stack=stack, dataset=dataset, allow_external=allow_external, progress=progress)
-    whole = os.path.expanduser(os.fspath(path))
-    if not whole.lower().endswith(_SUFFIXES):
+    target = os.path.expanduser(os.fspath(path))
+    if not target.lower().endswith(_SUFFIXES):
         raise ConfigError(
-            f"'{whole}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "
+            f"'{target}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "
             f"{', '.join(_SUFFIXES)}"
         )
     joined = JoinedParts(request)
-    if os.path.realpath(whole) in map(os.path.realpath, joined.paths):
-        raise ConfigError(f"'{whole}' is the new file, and one of the parts. Choose another name")
-    joined.look(whole)
+    if os.path.realpath(target) in map(os.path.realpath, joined.paths):
+        raise ConfigError(f"'{target}' is the new file, and one of the parts. Choose another name")
+    joined.look(target)
     joined.check()
-    joined.describe(format_for(whole))
-    _protect_values(whole, joined.places, request.options.access)
-    folder = os.path.dirname(os.path.realpath(whole))  # mode "w" replaces what a link leads to
+    joined.describe(format_for(target))
+    _protect_values(target, joined.places, request.options.access)
+    folder = os.path.dirname(os.path.realpath(target))  # mode "w" replaces what a link leads to
     names, outside = {}, set()
     for part in joined.paths:
         real = os.path.realpath(part)
@@ -117,12 +117,12 @@ def join(
         names[part] = os.path.relpath(real, folder) if is_inside else real
         if not is_inside:
             outside.add(part)
-    file = joined.file(whole, names, mode)
+    file = joined.file(target, names, mode)
     if joined.news:
-        warn_once(f"'{whole}': {'; '.join(joined.news)}", LeftOutWarning, 0)
-    file.write(joined.values, lambda: joined.check_unchanged(whole))
-    needs_external = any(part.path in outside for placed in joined.places.values() for part in placed)
-    return JoinReport(whole, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, needs_external)
+        warn_once(f"'{target}': {'; '.join(joined.news)}", LeftOutWarning, 0)
+    file.write(joined.values, lambda: joined.check_unchanged(target))
+    needs_external = any(part.path in outside for places in joined.places.values() for part in places)
+    return JoinReport(target, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, needs_external)
 
 
 def _protect_values(path: str, virtual: Collection[str], access: Access) -> None:
@@ -188,6 +188,8 @@ def concat(
         No file matches, or they do not belong together, or are in another order.
     SourceError
         A file cannot be opened, or changed meanwhile.
+    PeerError, StallError
+        As `load` does.
 
     Examples
     --------

@@ -181,24 +181,24 @@ class JoinedParts:
         return f"the axis {self.axis!r}" if isinstance(self.axis, str) else f"an axis {self.axis}"
 
     def _differs(
-        self, what: str, member: _Member, k: int, values: tuple[Any, Any], k0: int | None = None, fix: str = ""
+        self, aspect: str, member: _Member, k: int, values: tuple[Any, Any], first_k: int | None = None, fix: str = ""
     ) -> ConfigError:
         """The error about an array that is not the same in two parts."""
-        first = self._paths[next(iter(member.shapes)) if k0 is None else k0]
+        first = self._paths[next(iter(member.shapes)) if first_k is None else first_k]
         fix = fix or "Join those that are alike, or name the arrays to join with dataset="
         return ConfigError(
-            f"the {what} of '{printable(member.name)}' differs: {values[0]} in '{first}', {values[1]} in '{self._paths[k]}'. "
+            f"the {aspect} of '{printable(member.name)}' differs: {values[0]} in '{first}', {values[1]} in '{self._paths[k]}'. "
             f"{fix}"
         )
 
     # --- 1: what is in the parts
 
-    def look(self, whole: str) -> None:
-        """Take in all parts. `whole` is what they will be, for the progress bar."""
+    def look(self, title: str) -> None:
+        """Take in all parts. `title` says what they will be, for the progress bar."""
         self._check_apart()
         empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
         progress = self._request.options.progress
-        with progress_of(progress, f"parts of {whole}", len(self._paths), is_bytes=False) as advance:
+        with progress_of(progress, f"parts of {title}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
                 self.versions[path] = state_of(path)
                 with Finder(self._access, tells=True) as finder:
@@ -263,19 +263,19 @@ class JoinedParts:
         is_coordinate = info.is_coordinate or properties.dims == (info.dataset.rpartition("/")[2],)
         is_stacked = self._request.stack is not None and not is_coordinate and properties.texts is None
         if is_stacked:
-            new: dict[str, Any] = {"dims": (self._request.stack, *properties.dims), "unlimited": ()}
-            new["scales"] = ((), *properties.scales) if properties.scales else ()
-            new["axis_labels"] = ("", *properties.axis_labels) if properties.axis_labels else ()
-            info, properties = replace(info, shape=(1, *info.shape)), replace(properties, **new)
+            changed: dict[str, Any] = {"dims": (self._request.stack, *properties.dims), "unlimited": ()}
+            changed["scales"] = ((), *properties.scales) if properties.scales else ()
+            changed["axis_labels"] = ("", *properties.axis_labels) if properties.axis_labels else ()
+            info, properties = replace(info, shape=(1, *info.shape)), replace(properties, **changed)
         member = self._members.setdefault(info.dataset, _Member(info, properties, is_stacked=is_stacked))
         first = member.properties
-        for what, was, now in (
+        for aspect, in_first, in_this in (
             ("type", first.dtype, properties.dtype),
             ("number of axes", len(member.info.shape), len(info.shape)),
             ("names of axes", first.dims, properties.dims),
         ):
-            if was != now and first.texts is None:
-                raise self._differs(what, member, k, (was, now))
+            if in_first != in_this and first.texts is None:
+                raise self._differs(aspect, member, k, (in_first, in_this))
         member.shapes[k], member.attrs[k] = info.shape, properties.attrs
         member.codecs.add(info.codec)
         if properties.texts is not None:
@@ -400,14 +400,14 @@ class JoinedParts:
                 "the arrays to join with dataset="
             )
 
-    def _check_meaning(self, member: _Member, but: Collection[str] = ()) -> None:
+    def _check_meaning(self, member: _Member, excepted: Collection[str] = ()) -> None:
         """Units, flags and packing must be the same in all parts: the new file has them once."""
-        for key in sorted(_differing(member.attrs) & _MEANING - set(but)):
+        for key in sorted(_differing(member.attrs) & _MEANING - set(excepted)):
             values = {k: as_text(attrs.get(key)) for k, attrs in member.attrs.items()}
-            k0 = next(iter(values))
-            k = next(k for k, value in values.items() if not same_value(value, values[k0]))
+            first_k = next(iter(values))
+            k = next(k for k, value in values.items() if not same_value(value, values[first_k]))
             fix = "Joined, the numbers of one of them would mean something else. Load each file for itself: docs/many-files.md"
-            raise self._differs(f"attribute {key!r}", member, k, (repr(values[k0]), repr(values[k])), k0, fix)
+            raise self._differs(f"attribute {key!r}", member, k, (repr(values[first_k]), repr(values[k])), first_k, fix)
 
     # --- 3: what is the same in all parts
 
@@ -446,13 +446,13 @@ class JoinedParts:
                 blocks = self._counted(member, member)
                 self._check_direction(member, blocks)
                 self._stored[name] = np.concatenate(blocks)
-                self._check_meaning(member, but=_TIME)
+                self._check_meaning(member, excepted=_TIME)
                 for other in bounds_of(name, member.properties):
                     bounds = self._members.get(other)
                     reference = bounds if bounds is not None and any("units" in a for a in bounds.attrs.values()) else member
                     if bounds is not None and other in self._joined and _differing(reference.attrs) & _TIME:
                         self._stored[other] = np.concatenate(self._counted(bounds, reference), axis=self._joined[other])
-                        self._check_meaning(bounds, but=_TIME)
+                        self._check_meaning(bounds, excepted=_TIME)
             elif name not in self._stored and not member.shape_in_part(member.info.shape):
                 self._check_meaning(member)  # HDF5 has no virtual numbers without axes
                 self._stored[name] = np.concatenate([self._read(k, member) for k in member.shapes], axis=axis)
@@ -560,12 +560,12 @@ class JoinedParts:
         attrs = groups.pop("/", {})
         return JoinedFile(path, self.specs, places, mode=mode, is_netcdf=is_netcdf, attrs=attrs, group_attrs=groups)
 
-    def check_unchanged(self, what: str) -> None:
+    def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
         for path, version in self.versions.items():
             if state_of(path) != version:
                 raise SourceError(
-                    f"'{path}' has changed while it was joined, or was replaced. '{what}' was not made, because what it says "
+                    f"'{path}' has changed while it was joined, or was replaced. '{title}' was not made, because what it says "
                     "of that part may be old. Join the files again when nothing writes to them any more",
                     path=path,
                 )
@@ -587,17 +587,17 @@ class JoinedParts:
         return spec
 
     def _attrs_of(self, group: str, attrs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        what = "the file" if group == "/" else f"group '{group}'"
+        owner = "the file" if group == "/" else f"group '{group}'"
         everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
-        accepted, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(what, everywhere))
+        accepted, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(owner, everywhere))
         self._note(*(f"{name} was left out" for name in notes))
         return accepted
 
-    def _common(self, what: str, attrs: Mapping[int, Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
+    def _common(self, owner: str, attrs: Mapping[int, Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
         """The attributes that are the same in all parts that have an array or a group. The others are noted."""
         differing = _differing(attrs)
         if keys := ", ".join(map(repr, sorted(differing - set(kept)))):
-            self._usual_notes[f"attributes of {what} that differ from part to part were left out: {keys}"] = None
+            self._usual_notes[f"attributes of {owner} that differ from part to part were left out: {keys}"] = None
         return {key: value for key, value in next(iter(attrs.values())).items() if key not in differing}
 
 

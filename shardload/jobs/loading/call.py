@@ -360,18 +360,18 @@ class LoadCall:
             request = replace(request, by_name={name: cut for name, cut in by_name.items() if name in info.dims})
         return request.for_axes(info, [info.dims[axis] for axis in selection.kept])
 
-    def _grow(self, found: list[Any]) -> list[Any]:
-        """Replace the patterns by their arrays. `found` has what `_find_all` has found for each place."""
-        patterns = {k: found[k] for k, place in enumerate(self.tree.places) if place.is_pattern}
+    def _grow(self, arrays_by_place: list[Any]) -> list[Any]:
+        """Replace the patterns by their arrays. `arrays_by_place` has what `_find_all` returns for each place."""
+        patterns = {k: arrays_by_place[k] for k, place in enumerate(self.tree.places) if place.is_pattern}
         self.left_out = [info for _, left_out in patterns.values() for info in left_out]
-        by_place = {id(place): array for place, array in zip(self.tree.places, found, strict=True)}
+        by_place = {id(place): array for place, array in zip(self.tree.places, arrays_by_place, strict=True)}
         tree = self.tree.grow({k: arrays for k, (arrays, _) in patterns.items()})
         requests = read_requests(tree, self._mesh, self._spec, self._keywords)
         for k, place in enumerate(tree.places):
             if place.array is not None and not place.array.info.shape:  # no axis that could be cut: the spec is of the others
                 sharding = requests[k].sharding
-                whole = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
-                requests[k] = replace(requests[k], sharding=whole)
+                uncut = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+                requests[k] = replace(requests[k], sharding=uncut)
         self.tree, self.requests = tree, requests
         return [by_place[id(place)] if place.array is None else place.array for place in tree.places]
 

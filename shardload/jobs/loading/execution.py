@@ -34,7 +34,7 @@ from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource
 from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, join_proven, phases_of, staging_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
-from shardload.options import FILE, FULL, INDEX, Options
+from shardload.options import FILE, FULL, INDEX, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
 from shardload.storage.remote import Counts, counts
@@ -64,7 +64,8 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
     """
     started = time.perf_counter()
     invocation = replace(agreed, kind="execute", title=f"execute() of the plan for {_name_of(loads)}")
-    with begin_call(invocation, comm=comm, timeout=loads[0].options.timeout) as call:
+    options: CallOptions = loads[0].options
+    with begin_call(invocation, comm=comm, timeout=options.timeout) as call:
         call.settle()
         return Loader(call.group, loads, call.invocation, tuning).run(started)
 
@@ -91,7 +92,7 @@ class Loader:
 
     def __init__(self, group: Group, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> None:
         self._group, self._loads, self._agreed, self._tuning = group, list(loads), agreed, tuning
-        self._options = loads[0].options
+        self._options: CallOptions = loads[0].options
         self._name = _name_of(loads)
 
     def run(self, started: float) -> Loaded:

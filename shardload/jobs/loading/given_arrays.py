@@ -275,10 +275,10 @@ def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any)
 
 def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     """The tree `like`, with values from a file. `keywords` are the options of `load`. Collective: yes."""
-    named = list(named_leaves(like))
-    leaves = dict(named)
-    if len(leaves) < len(named):
-        (twice, _), *_ = (Counter(name for name, _ in named)).most_common(1)
+    named_arrays = list(named_leaves(like))
+    leaves = dict(named_arrays)
+    if len(leaves) < len(named_arrays):
+        (twice, _), *_ = (Counter(name for name, _ in named_arrays)).most_common(1)
         raise ConfigError(f"two arrays in `like` are called '/{twice}', and a file has one of a name. Rename one of them")
     if not isinstance(path, (str, os.PathLike)) or not leaves:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")

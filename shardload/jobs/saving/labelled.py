@@ -301,8 +301,8 @@ def _encode(
 ) -> tuple[dict[str, tuple[Any, dict[str, Any]]], Mapping[str, Any]]:
     """The values and attributes that a file has of each variable, as xarray writes them; and its own attributes."""
     xarray = sys.modules["xarray"]
-    whole = _dataset_of(content, values, shapes, plans)
-    variables, of_file = xarray.conventions.encode_dataset_coordinates(whole)
+    dataset = _dataset_of(content, values, shapes, plans)
+    variables, of_file = xarray.conventions.encode_dataset_coordinates(dataset)
     for name, variable in variables.items():
         if isinstance(values[name], jax.Array):  # attributes do not depend on values, so the encoders get none
             variables[name] = variable._replace(data=np.zeros((0,) * variable.ndim, variable.dtype))

@@ -64,6 +64,8 @@ class SavePlan(PrintedReport):
         Cap on each process's host memory beyond the arrays.
     memory_nbytes : int
         Bytes of it that are planned for.
+    verify : str
+        How the new file will be verified, as in `save`.
     nbytes : int
         Bytes of the values.
     """

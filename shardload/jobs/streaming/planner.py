@@ -137,7 +137,7 @@ class LeafRequest:
 
 def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     """The stream's axis among those of the selected array. ConfigError if it is none of them."""
-    kept = selection.kept
+    kept_axes = selection.kept
     n, names = len(info.shape), [name for name in info.dims if name is not None]
     if isinstance(along, str):
         if along not in names:
@@ -152,11 +152,11 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
         axis = along + n if along < 0 else along
         if not 0 <= axis < n:
             raise ConfigError(f"along is {along}, but {info} has shape {info.shape}: pass an axis of it")
-    if axis not in kept:
+    if axis not in kept_axes:
         raise ConfigError(
             f"select takes one index of axis {axis} of {info}, along which the stream goes: pass a slice, or another along="
         )
-    return int(kept.index(axis))
+    return int(kept_axes.index(axis))
 
 
 def _cuts_of(leaves: Sequence[LeafRequest]) -> list[tuple[Any, ...]]:
@@ -504,8 +504,8 @@ def find_gaps(values: Steps) -> IntArray:
 
 def _median_of_known(differences: np.ndarray[Any, np.dtype[np.float64]]) -> float:
     """The median without NaN; 0 if all are."""
-    known = differences[~np.isnan(differences)]
-    return float(np.median(known)) if len(known) else 0.0
+    without_nan = differences[~np.isnan(differences)]
+    return float(np.median(without_nan)) if len(without_nan) else 0.0
 
 
 def coordinate_of(array: StreamArray) -> tuple[str, Mapping[str, Any], Steps] | None:

@@ -178,10 +178,10 @@ class StreamCall(LoadCall):
         entries = [*spec]
         if has_window:
             if any(entries[has_batch : has_batch + 1]):
-                whole = [*entries[:has_batch], None, *entries[has_batch + 1 :]]
+                entries_to_pass = [*entries[:has_batch], None, *entries[has_batch + 1 :]]
                 raise ConfigError(
                     f"the spec{where.removeprefix('array ')} {spec_text(spec)} cuts the axis of the window, axis "
-                    f"{int(has_batch)} of a batch, which stays whole: pass {spec_text(whole)}"
+                    f"{int(has_batch)} of a batch, which stays whole: pass {spec_text(entries_to_pass)}"
                 )
             del entries[has_batch : has_batch + 1]
         if not has_batch:

@@ -161,16 +161,16 @@ def _endpoints(config: Mapping[str, Any], kind: str) -> list[str]:
     """The addresses of servers that options name; of S3 without any, those of environment variables. ConfigError for what is no
     address, at which obstore panics.
     """
-    said = {f"storage's {name!r}": str(value) for name, value in config.items() if _ENDPOINT.fullmatch(name)}
-    if kind == "S3Store" and not said:
-        said = {name: os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ}
-    for name, value in said.items():
+    addresses = {f"storage's {name!r}": str(value) for name, value in config.items() if _ENDPOINT.fullmatch(name)}
+    if kind == "S3Store" and not addresses:
+        addresses = {name: os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ}
+    for name, value in addresses.items():
         if not re.match(r"https?://[^/\s]", value):
             raise ConfigError(
                 f"{name} is no address of a server: it must begin with 'https://' or 'http://', as 'https://minio.example.org' "
                 "does"
             )
-    return list(said.values())
+    return list(addresses.values())
 
 
 def _count(value: Any) -> int:
