@@ -1,7 +1,7 @@
 """Which elements of a file's array did the caller ask for, also by values of a coordinate?
 
 A `Selection` converts regions of the selected array to regions of the file. `select_axes` makes one from a NumPy-style index.
-`name_axes` makes such an index from a selection by names of axes: ``{"time": -1, "lat": near(52.5)}``.
+`positional_index` makes such an index from a selection by names of axes: ``{"time": -1, "lat": near(52.5)}``.
 """
 
 from __future__ import annotations
@@ -194,8 +194,16 @@ def near(value: Any, within: Any = None) -> Near:
 
     Examples
     --------
-    >>> name_axes({"lat": near(52.4)}, ("time", "lat"), {"lat": np.array([50.0, 52.5, 55.0])})
-    (slice(None, None, None), 1)
+    >>> import h5py, jax, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> with h5py.File("t.h5", "w") as file:
+    ...     file["lat"] = np.array([55.0, 52.5, 50.0])
+    ...     file["lat"].make_scale("lat")
+    ...     file["t"] = np.arange(6, dtype="f4").reshape(2, 3)
+    ...     file["t"].dims[1].attach_scale(file["lat"])
+    >>> mesh = Mesh(np.array(jax.devices()), "a")
+    >>> shardload.load("t.h5:/t", mesh, P(), select={"lat": shardload.near(52.4)})
+    Array([1., 4.], dtype=float32)
     """
     return Near(value, within)
 
@@ -214,8 +222,17 @@ def between(low: Any, high: Any) -> Between:
 
     Examples
     --------
-    >>> name_axes({"lat": between(50, 53)}, ("time", "lat"), {"lat": np.array([55.0, 52.5, 50.0])})
-    (slice(None, None, None), slice(1, 3, None))
+    >>> import h5py, jax, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> with h5py.File("t.h5", "w") as file:
+    ...     file["lat"] = np.array([55.0, 52.5, 50.0])
+    ...     file["lat"].make_scale("lat")
+    ...     file["t"] = np.arange(6, dtype="f4").reshape(2, 3)
+    ...     file["t"].dims[1].attach_scale(file["lat"])
+    >>> mesh = Mesh(np.array(jax.devices()), "a")
+    >>> shardload.load("t.h5:/t", mesh, P(), select={"lat": shardload.between(50, 53)})
+    Array([[1., 2.],
+           [4., 5.]], dtype=float32)
     """
     return Between(low, high)
 
@@ -237,7 +254,7 @@ def named_coordinates(select: Any) -> set[str]:
     return set[str]().union(*map(named_coordinates, select)) if isinstance(select, list | tuple) else set()
 
 
-def name_axes(
+def positional_index(
     select: Mapping[str, Any],
     dims: Sequence[str | None],
     coordinates: Mapping[str, np.ndarray[Any, Any] | None],

@@ -28,7 +28,7 @@ from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions,
 from shardload.planning.region import Region
 from shardload.planning.saving import growing_chunks, page_nbytes
 from shardload.planning.schedule import SourceLayout
-from shardload.planning.selection import Between, Near, Selection, name_axes, needs_coordinates, select_axes
+from shardload.planning.selection import Between, Near, Selection, needs_coordinates, positional_index, select_axes
 from shardload.storage.remote import without_secrets
 from shardload.values.dates import has_dates, in_numbers
 
@@ -348,7 +348,7 @@ def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described
             values = read_values(file, name)
             try:
                 numbers = in_numbers(part, dim, properties.attrs, values.dtype) if has_dates(part) else part
-                selected += name_axes({dim: numbers}, (dim,), {dim: values})
+                selected += positional_index({dim: numbers}, (dim,), {dim: values})
             except ValueError as error:
                 raise ConfigError(f"{error} ({info})") from None
         if not selected or selected.count(selected[0]) < len(selected):

@@ -29,7 +29,7 @@ from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, choose_mode, count_readers
 from shardload.planning.region import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
 from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
-from shardload.planning.selection import Between, Near, Selection, name_axes, select_axes
+from shardload.planning.selection import Between, Near, Selection, positional_index, select_axes
 from shardload.planning.shards import Shards
 from shardload.planning.staging import ample_staging, least_staging
 from shardload.planning.tuning import Tuning, default_tuning
@@ -109,7 +109,7 @@ def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
         values = coords[name].values if name in coords else None
         if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
             parts[name] = in_numbers(part, name, coords[name].attrs, values.dtype)
-    return name_axes(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
+    return positional_index(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
 
 
 def plan_array(

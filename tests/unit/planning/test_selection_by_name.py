@@ -13,7 +13,7 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.selection import between, name_axes, near, select_axes
+from shardload.planning.selection import between, near, positional_index, select_axes
 
 DIMS = ("time", "lat", "lon")
 SHAPE = (4, 5, 7)
@@ -22,7 +22,7 @@ ARRAY = xr.DataArray(np.arange(140).reshape(SHAPE), dims=DIMS, coords=COORDS)
 
 
 def selected(select: dict[str, Any]) -> np.ndarray[Any, Any]:
-    selection = select_axes(name_axes(select, DIMS, COORDS), SHAPE)
+    selection = select_axes(positional_index(select, DIMS, COORDS), SHAPE)
     return selection.drop_axes(ARRAY.values[selection.region.slices()])
 
 
@@ -67,8 +67,12 @@ def test_between_is_a_slice_of_labels(low: float, left: float, width: float) -> 
 
 
 def test_ends_are_included() -> None:
-    assert name_axes({"lat": between(45, 55), "lon": between(1, 8)}, DIMS, COORDS) == (slice(None), slice(1, 4), slice(1, 5))
-    assert name_axes({"lat": near(47, within=2)}, DIMS, COORDS)[1] == 3
+    assert positional_index({"lat": between(45, 55), "lon": between(1, 8)}, DIMS, COORDS) == (
+        slice(None),
+        slice(1, 4),
+        slice(1, 5),
+    )
+    assert positional_index({"lat": near(47, within=2)}, DIMS, COORDS)[1] == 3
 
 
 @given(
@@ -83,23 +87,25 @@ def test_large_integers_are_compared_exactly(base: int, offsets: list[int], offs
         numbers = sorted({min(max(base + n, ends.min), ends.max) for n in offsets})
         coords = {"id": np.array(numbers, dtype)}
         distances = [abs(n - base - offset) for n in numbers]
-        assert name_axes({"id": near(base + offset)}, ("id",), coords) == (distances.index(min(distances)),)
+        assert positional_index({"id": near(base + offset)}, ("id",), coords) == (distances.index(min(distances)),)
         inside = [k for k, n in enumerate(numbers) if base - 1 <= n <= base + offset]
         if inside:
             wanted = slice(inside[0], inside[-1] + 1)
-            assert name_axes({"id": between(base - 1, base + offset)}, ("id",), coords) == (wanted,)
+            assert positional_index({"id": between(base - 1, base + offset)}, ("id",), coords) == (wanted,)
     whole = {"id": np.array([3, 5, 8], "i2")}
-    assert name_axes({"id": near(6.6)}, ("id",), whole) == (2,) and name_axes({"id": near(4)}, ("id",), whole) == (0,)
-    assert name_axes({"id": between(3.5, math.inf)}, ("id",), whole) == (slice(1, 3),)
+    assert positional_index({"id": near(6.6)}, ("id",), whole) == (2,) and positional_index(
+        {"id": near(4)}, ("id",), whole
+    ) == (0,)
+    assert positional_index({"id": between(3.5, math.inf)}, ("id",), whole) == (slice(1, 3),)
 
 
 @pytest.mark.parametrize("of", [float, np.float64, lambda x: Fraction(str(x))])
 def test_bounds_of_any_type_of_number(of: Callable[[float], Any]) -> None:
     """Wrong if NumPy's 0.3 of 64 bits left out the coordinate 0.3 of 32 bits, which Python's 0.3 includes."""
     coords = {"x": np.array([0.1, 0.2, 0.3, 0.4], "f4")}
-    assert name_axes({"x": between(of(0.1), of(0.3))}, ("x",), coords) == (slice(0, 3),)
-    assert name_axes({"x": near(of(0.3))}, ("x",), coords) == (2,)
-    assert name_axes({"x": between(of(0.2), of(1e300))}, ("x",), coords) == (slice(1, 4),)
+    assert positional_index({"x": between(of(0.1), of(0.3))}, ("x",), coords) == (slice(0, 3),)
+    assert positional_index({"x": near(of(0.3))}, ("x",), coords) == (2,)
+    assert positional_index({"x": between(of(0.2), of(1e300))}, ("x",), coords) == (slice(1, 4),)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +129,17 @@ def test_bounds_of_any_type_of_number(of: Callable[[float], Any]) -> None:
 )
 def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        name_axes(select, DIMS, COORDS)
+        positional_index(select, DIMS, COORDS)
 
 
 def test_coordinates_of_another_length_than_their_axis() -> None:
     """Wrong if -1 were taken for the last step, where the axis of a netCDF file goes on after this array."""
     for part in (-1, slice(-2, None), slice(1, -1), near(50), between(45, 55)):
         with pytest.raises(ValueError, match="'lat', which has 4 elements in the array, but its coordinate 5"):
-            name_axes({"lat": part}, DIMS, COORDS, (4, 4, 7))
+            positional_index({"lat": part}, DIMS, COORDS, (4, 4, 7))
     for plain in (2, slice(1, 2), slice(1, None), slice(None)):  # the same whatever the length; edges are one more
-        assert name_axes({"lat": plain}, DIMS, COORDS, (4, 4, 7))[1] == plain
-    assert name_axes({"lat": near(50)}, DIMS, COORDS, (4, 5, 6))[1] == 2, "an axis that is not named"
+        assert positional_index({"lat": plain}, DIMS, COORDS, (4, 4, 7))[1] == plain
+    assert positional_index({"lat": near(50)}, DIMS, COORDS, (4, 5, 6))[1] == 2, "an axis that is not named"
 
 
 def test_numbers_that_float64_does_not_have() -> None:
@@ -141,18 +147,20 @@ def test_numbers_that_float64_does_not_have() -> None:
     for values in (COORDS["lat"], COORDS["lon"], COORDS["lat"].astype("f2")):
         known = {"x": values}
         with pytest.raises(ValueError, match="none of its coordinates is a number near it"):
-            name_axes({"x": near(10**400)}, ("x",), known)
-        assert name_axes({"x": between(-(10**400), Fraction(10**400))}, ("x",), known) == (slice(0, values.size),)
-        assert name_axes({"x": near(20, within=10**400)}, ("x",), known) == name_axes({"x": near(20)}, ("x",), known)
+            positional_index({"x": near(10**400)}, ("x",), known)
+        assert positional_index({"x": between(-(10**400), Fraction(10**400))}, ("x",), known) == (slice(0, values.size),)
+        assert positional_index({"x": near(20, within=10**400)}, ("x",), known) == positional_index(
+            {"x": near(20)}, ("x",), known
+        )
         for part in (near(np.timedelta64(3, "s")), between(np.timedelta64(3, "s"), np.timedelta64(4, "s"))):
             with pytest.raises(ValueError, match="expected numbers in the units of the coordinate"):
-                name_axes({"x": part}, ("x",), known)
+                positional_index({"x": part}, ("x",), known)
 
 
 def test_names_that_are_not_clear() -> None:
     with pytest.raises(ValueError, match="has 2 axes of that name"):
-        name_axes({"x": 0}, ("x", "x"), {})
+        positional_index({"x": 0}, ("x", "x"), {})
     with pytest.raises(ValueError, match="has no names of axes; pass positions"):
-        name_axes({"x": 0}, (None, None), {})
+        positional_index({"x": 0}, (None, None), {})
     with pytest.raises(ValueError, match="not beside each other"):
-        name_axes({"x": between(0, 1)}, ("x",), {"x": np.array([0.0, 5.0, 1.0])})
+        positional_index({"x": between(0, 1)}, ("x",), {"x": np.array([0.0, 5.0, 1.0])})

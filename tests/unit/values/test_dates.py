@@ -15,7 +15,7 @@ import xarray as xr
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardload.planning.selection import Near, between, name_axes, near
+from shardload.planning.selection import Near, between, near, positional_index
 from shardload.values.dates import as_dates, has_dates, in_numbers, is_dates, numbers_of_dates
 
 CALENDARS = ("standard", "gregorian", "proleptic_gregorian", "noleap", "365_day", "360_day", "all_leap", "366_day", "julian")
@@ -139,7 +139,7 @@ def by_xarray(values: Any, units: str, calendar: str) -> xr.DataArray:
 
 
 def position(part: Any, values: Any, units: str, calendar: str) -> Any:
-    return name_axes(
+    return positional_index(
         {"time": in_numbers(part, "time", {"units": units, "calendar": calendar}, values.dtype)}, ("time",), {"time": values}
     )[0]
 
