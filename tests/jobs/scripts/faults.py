@@ -124,7 +124,8 @@ met = [0]  # how often it has happened
 def file_of(reader: Any) -> str | None:
     """The file of a reader of chunks; None for anything else."""
     if isinstance(reader, Hdf5Chunks):
-        return os.fsdecode(h5py.h5f.get_name(reader._identifier))
+        path = os.readlink(f"/proc/self/fd/{reader._stored.descriptor}")
+        return os.path.relpath(path.removesuffix(" (deleted)"))
     return os.path.normpath(reader._folder.path) if isinstance(reader, ZarrChunks) else None
 
 

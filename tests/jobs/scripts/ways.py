@@ -54,7 +54,7 @@ def counted(kind: type, method: str, name: str) -> None:
 
 
 counted(channels.Channel, "expect", "senders")
-counted(channels.Channel, "_offer", "notes sent")
+counted(channels.Channels, "offer", "notes sent")
 counted(MpiTransport, "send", "messages sent")
 counted(channels.Channel, "_copy", "tiles taken")
 counted(BoxReader, "_read", "boxes decoded")
