@@ -186,7 +186,7 @@ def _() -> None:
 
 @case("no memory for a block on rank 2")
 def _() -> None:
-    patched("shardload.transfer.buffers", "aligned_empty", full, lambda: load("fine.h5", readers="parallel"), (2,))
+    patched("shardload.transfer.buffers", "aligned_bytes", full, lambda: load("fine.h5", readers="parallel"), (2,))
 
 
 @case("no memory to pack on rank 0")
