@@ -52,6 +52,7 @@ class Faults:
     latency: float = 0.0  # seconds before each answer
     has_etag: bool = True
     has_ranges: bool = True
+    has_length: bool = True  # else the connection's end is that of the body
     has_date: bool = True
     status: int = 0  # this status for each request, with `code` of S3
     code: str = ""
@@ -193,7 +194,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._say(key, 416, "InvalidRange")
                 return
         body = content[first : last + 1]
-        headers = {"Content-Length": str(len(body))}
+        headers = {"Content-Length": str(len(body))} if faults.has_length else {"Connection": "close"}
         if status == 206:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         if faults.has_etag:

@@ -75,7 +75,7 @@ class Ahead:
     Parameters
     ----------
     run : callable
-        Calls a function in a fetch thread.
+        Calls a function in a thread that sends no requests: the function may wait for their answers (the index of a shard).
     """
 
     def __init__(self, run: Callable[[Callable[[], None]], Any]) -> None:

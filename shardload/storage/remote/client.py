@@ -74,7 +74,7 @@ class _Process:
     def __init__(self) -> None:
         self.pid, self.lock, self.counts = os.getpid(), threading.Lock(), Counts()
         self.pool = Pool(128, "shardload_fetch")  # each client has fewer under way
-        self.ahead = Ahead(self.pool.submit)
+        self.ahead = Ahead(Pool(1, "shardload_ahead").submit)
 
 
 _process: _Process | None = None
@@ -210,8 +210,9 @@ class Client:
             if most is not None and answered_pin.nbytes > most:
                 return np.empty(0, dtype=np.uint8), answered_pin
             data = np.frombuffer(result.bytes(), dtype=np.uint8)
-            if len(data) != result.range[1] - result.range[0]:
-                raise EOFError("its body was cut short")
+            n_promised = result.range[1] - result.range[0]
+            if len(data) != n_promised:
+                raise EOFError(f"{len(data)} bytes came, and its head promised {n_promised}")
             return data, answered_pin
 
         is_small = isinstance(extent, tuple) and extent[1] - extent[0] <= _SMALL_NBYTES
@@ -330,6 +331,12 @@ _CAUSES_WITHOUT_STATUS = (  # words of obstore's errors, in that order; what to 
     (
         "Range request not supported|NotPartial",
         "the server does not answer with a range of it, but with all. Download it, and load the file",
+        False,
+    ),
+    (
+        "UnexpectedRange|ContentRange|MissingContentLength",
+        "the server's answer does not say how long it is, or which range, or it is another range than was asked for. Download "
+        "it, and load the file",
         False,
     ),
     ("Could not parse path", "its key has an empty, '.' or '..' part, which is not supported", False),

@@ -116,11 +116,12 @@ class RemoteObject:
 
     def look(self, ahead: int) -> None:
         """Ask for its first bytes, or for its last ones if `ahead` is negative, and keep them: see `ObjectFolder.open`."""
-        if ahead < 0 and self._open_client.has_suffixes:
-            data, pin = self._ask_first({"suffix": -ahead})
-            self._first_bytes = pin.nbytes - len(data), data
+        if ahead < 0 and not self._open_client.has_suffixes:
+            offset = max(0, self.nbytes + ahead)
+            self._first_bytes = offset, self._ask_first((offset, self.nbytes))[0]
         else:
-            self._first_bytes = 0, self._ask_first((0, max(1, ahead)))[0]
+            data, pin = self._ask_first({"suffix": -ahead} if ahead < 0 else (0, max(1, ahead)))
+            self._first_bytes = pin.nbytes - len(data) if ahead < 0 else 0, data
 
     @property
     def nbytes(self) -> int:
@@ -368,7 +369,9 @@ class RemoteFolder:
             return data
         content = np.empty(pin.nbytes, dtype=np.uint8)
         content[: len(data)] = data
-        RemoteObject(self._client, key, pin).read_into(content[len(data) :], len(data))
+        # Not by `read_into`, which waits for whoever fetches ahead: that may be who needs this content.
+        for begin, end, _ in plan_pieces(np.array([len(data)]), np.array([pin.nbytes - len(data)])):
+            content[begin:end] = self._client.get(key, (begin, end), pin).result()[0]
         return content
 
     def __del__(self) -> None:

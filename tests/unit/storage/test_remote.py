@@ -10,6 +10,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Event
 
 import numpy as np
 import pytest
@@ -206,6 +207,35 @@ def test_memory_of_what_is_fetched_ahead_is_bounded():
         assert ahead()._nbytes == 0
 
 
+@pytest.mark.parametrize("what", ["a large object", "the end of an object, on Azure", "a byte, while many reads make room"])
+def test_who_fetches_ahead_may_read_what_says_where_chunks_are(server, monkeypatch, what):
+    """The index of a shard, or a table of references. Wrong if that read waited for whoever fetches ahead, which is itself; or
+    if all fetch threads waited for their turn to fetch ahead, so that none was left for a request.
+    """
+    monkeypatch.setattr(client, "_process", client._Process())  # one that hangs is left behind
+    monkeypatch.setattr(client.Client, "has_suffixes", not what.endswith("Azure"))
+    folder = open_remote("s3://bucket", server.storage)
+    begun, goes_on, ended, contents = Event(), Event(), Event(), list[bytes]()
+
+    def places():
+        begun.set()
+        goes_on.wait(60)
+        if what == "a large object":
+            contents.append(bytes(folder.read_many(["s/c/1"], 1 << 26)[0]))
+        else:
+            contents.append(read(folder.open("s/c/1", -1000), len(DATA) - 1000, 1000))
+        ended.set()
+        yield from ()
+
+    expect(places())
+    begun.wait(60)
+    for _ in range(200):
+        ahead().add(1)
+        ahead().add(-1)
+    goes_on.set()
+    assert ended.wait(20) and contents in ([DATA], [DATA[-1000:]])
+
+
 def test_a_folder_that_could_not_be_begun_removes_nothing(server):
     """Wrong if objects of another job were removed after a mark could not be put: there is no `If-None-Match` here."""
     folder = NewRemoteFolder("s3://bucket/s", "w-", server.storage)
@@ -325,6 +355,7 @@ CAUSES = {
     "no such bucket": {"status": 404, "code": "NoSuchBucket"},
     "who you are": {"status": 401},
     "does not answer with a range": {"has_ranges": False},
+    "does not say how long it is": {"has_length": False},
     "the server answers 418": {"status": 418},
 }
 
