@@ -189,6 +189,17 @@ def test_a_dataset_with_padding_is_saved_without_it(comm: Any, shared_tmp_path: 
         xr.testing.assert_equal(saved.load(), 2 * opened(paths))
 
 
+def test_dates_with_padding_are_saved_in_the_units_of_the_file(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if padding dropped what is known of the dates: xarray would choose units and a type of its own."""
+    paths, out = write(comm, shared_tmp_path, 3), shared_tmp_path / "out.nc"
+    mesh, select = mesh_of(names=("a",)), {"time": slice(0, 5)}
+    ds = shardload.load_dataset(paths, mesh, {"time": "a"}, along="time", dataset="t", select=select, pad=float("nan"))
+    shardload.save(out, ds)
+    with netCDF4.Dataset(out) as file:
+        assert file["time"].units == UNITS and file["time"].dtype == "i8"
+        np.testing.assert_array_equal(file["time"][:], np.arange(5) * 24 + 29 * 24)
+
+
 def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> None:
     path = str(shared_tmp_path / "g.h5")
 
