@@ -143,6 +143,20 @@ def as_dates(numbers: Iterable[Any], attrs: Mapping[str, Any]) -> list[str]:
         return []
 
 
+def in_full(units: Any) -> Any:
+    """Units of time in a word that xarray's encoder has, too; others as they are.
+
+    >>> in_full("hr since 2000-01-01")
+    'hours since 2000-01-01'
+    """
+    match = _UNITS.fullmatch(units) if isinstance(units, str) else None
+    length = _SECONDS.get(match[1].lower()) if match else None
+    if match is None or length is None:
+        return units
+    word = next(word for word, seconds in _SECONDS.items() if seconds == length and word.endswith("s"))
+    return f"{word} since {match[2]}"
+
+
 def is_dates(values: Any) -> bool:
     """True for a NumPy array of dates (``datetime64``, or objects of `datetime` or cftime) or of spans of time."""
     if not isinstance(values, np.ndarray):

@@ -189,6 +189,17 @@ def test_a_dataset_with_padding_is_saved_without_it(comm: Any, shared_tmp_path: 
         xr.testing.assert_equal(saved.load(), 2 * opened(paths))
 
 
+def test_dates_with_padding_are_saved_in_the_units_of_the_file(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if padding dropped what is known of the dates: xarray would choose units and a type of its own."""
+    paths, out = write(comm, shared_tmp_path, 3), shared_tmp_path / "out.nc"
+    mesh, select = mesh_of(names=("a",)), {"time": slice(0, 5)}
+    ds = shardload.load_dataset(paths, mesh, {"time": "a"}, along="time", dataset="t", select=select, pad=float("nan"))
+    shardload.save(out, ds)
+    with netCDF4.Dataset(out) as file:
+        assert file["time"].units == UNITS and file["time"].dtype == "i8"
+        np.testing.assert_array_equal(file["time"][:], np.arange(5) * 24 + 29 * 24)
+
+
 def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> None:
     path = str(shared_tmp_path / "g.h5")
 
@@ -255,3 +266,19 @@ def test_odd_variables_of_netcdf(comm: Any, shared_tmp_path: Path) -> None:
         for name in ("x", "y"):
             assert ds[name].dims == expected[name].dims == ("y", "x")
             np.testing.assert_array_equal(shardload.unpad(ds, numpy=True)[name], expected[name])
+
+
+def test_short_words_of_units_are_saved(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the units of the file went to xarray's encoder as they are: it fails with KeyError: 'hs'."""
+    path, saved = shared_tmp_path / "short.nc", shared_tmp_path / "saved.nc"
+    times = {word: (word, np.arange(3.0), {"units": f"{word} since 2000-01-01 12:00"}) for word in ("h", "hr", "sec", "day")}
+    made = xr.Dataset({f"t_{word}": (word, np.arange(3.0)) for word in times}, times)
+    on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
+    shardload.save(saved, shardload.load_dataset(path, mesh_of(), dtype="float32"))
+
+    def look() -> None:
+        found, expected = (xr.load_dataset(name, engine="h5netcdf") for name in (saved, path))
+        xr.testing.assert_equal(found, expected)
+        assert found.hr.encoding["units"].startswith("hours since 2000-01-01")
+
+    on_root(comm, look)

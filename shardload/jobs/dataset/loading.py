@@ -215,12 +215,9 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
     coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
     tails = {dim: (0, dataset.sizes[dim] - n) for dim, n in unpadded.sizes.items() if dataset.sizes.get(dim, n) != n}
     for name, variable in unpadded.variables.items() if tails else ():
-        from shardload.jobs.dataset.padded_index import PaddedIndex  # imports xarray
+        from shardload.jobs.dataset.padded_index import PaddedIndex, pad_variable  # imports xarray
 
-        tails_of_variable = {dim: tail for dim, tail in tails.items() if dim in variable.dims}
-        coords[name] = variable.to_base_variable()
-        if tails_of_variable:  # xarray does not pad a single number, not even by nothing
-            coords[name] = coords[name].pad(tails_of_variable)
+        coords[name] = pad_variable(variable, {dim: tail for dim, tail in tails.items() if dim in variable.dims})
         if name in tails and name in indexes:
             indexes[name] = PaddedIndex(indexes[name], dataset.sizes[name])
     decoded = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), dataset.attrs)

@@ -6,7 +6,17 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
+from xarray import Variable
 from xarray.indexes import Index, PandasIndex
+
+
+def pad_variable(variable: Variable, tails: Mapping[Any, tuple[int, int]]) -> Variable:
+    """A variable with NaN or NaT behind its values. It keeps its encoding, in which `save` finds the units of dates."""
+    padded = variable.to_base_variable()
+    if tails:  # xarray does not pad a single number, not even by nothing
+        padded = padded.pad(tails)
+        padded.encoding = variable.encoding
+    return padded
 
 
 class PaddedIndex(Index):
@@ -27,7 +37,7 @@ class PaddedIndex(Index):
         """Its coordinate: padding is NaN or NaT."""
         tail = {self.unpadded.dim: (0, self.n - self.n_unpadded)}
         unpadded = self.unpadded.create_variables(variables)
-        return {name: variable.to_base_variable().pad(tail) for name, variable in unpadded.items()}
+        return {name: pad_variable(variable, tail) for name, variable in unpadded.items()}
 
     def sel(self, labels: dict[Any, Any], method: Any = None, tolerance: Any = None) -> Any:
         """See `xarray.Index`."""

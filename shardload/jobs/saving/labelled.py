@@ -25,6 +25,7 @@ from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.trees import ArrayTree
 from shardload.options import AUTO, OPTIONS
+from shardload.values.dates import in_full
 from shardload.values.decoding import PACKING, VALID_RANGE
 
 # One value of these is for the arrays that are no coordinates.
@@ -349,6 +350,8 @@ def _plain_variable(variable: Any, x: Any, was_packed: bool) -> Any:
     }
     if encoding.get("_FillValue", 0) is not None:
         encoding.pop("_FillValue", None)
+    if "units" in encoding:
+        encoding["units"] = in_full(encoding["units"])  # xarray reads "h since", and cannot write it
     return sys.modules["xarray"].Variable(variable.dims, x, attrs, encoding)
 
 
