@@ -99,7 +99,7 @@ class ReferenceFolder:
         content = stored.read_at_most(0, _FIRST_NBYTES)  # as the first read of an object at a URL: one request
         _check_size(stored.nbytes)
         content += stored.read_at_most(len(content), stored.nbytes - len(content))
-        self._version = stored.version if is_remote(path) else None
+        self.opened_in = stored.version if is_remote(path) else None
         stored.close()
         self._tables = _Tables(folder, self.name, content) if is_folder else None
         self._references = _references_in(content) if self._tables is None else self._tables.metadata
@@ -107,9 +107,13 @@ class ReferenceFolder:
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
 
     def version(self, key: str) -> tuple[int, ...] | None:
-        """See `ObjectFolder`: that of the set."""
-        file = self._path if self._tables is None else os.path.join(self._path, _OF_PARQUET)
-        return (self._version or state_of(file)) if key in self._references else None
+        """See `ObjectFolder`: that of the set now. At a URL, `opened_in` is that which was read."""
+        if key not in self._references:
+            return None
+        name = "" if self._tables is None else _OF_PARQUET
+        if is_remote(self._path):
+            return open_remote(self._path, self._access.storage).version(name)
+        return state_of(os.path.join(self._path, name) if name else self._path)
 
     def place(self, key: str) -> tuple[StoredObject, int, int] | None:
         """The object that has a value, its offset there, and its bytes; None if there is none."""

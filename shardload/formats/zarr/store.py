@@ -60,7 +60,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     fence : Fence
         For a store that is a folder: where its files may be.
     opened_in : tuple of int, optional
-        The state of a zip file before it was opened.
+        The state of a zip file, or of a set of references, before it was opened.
     folder : ObjectFolder, optional
         What is read in place of the store.
 
@@ -108,7 +108,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """A file of metadata; None if it does not exist. Errors are those of `get`."""
         if isinstance(self.folder, RemoteFolder):
             return self._read_remote(key)
-        self._states.setdefault(key, self.state(key))
+        if self._opened_in is None:
+            self._states.setdefault(key, self.state(key))
         value = self._value(key, None) if self._is_here else sync(self.get(key, default_buffer_prototype()))
         return value if value is None or isinstance(value, bytes) else bytes(value.to_bytes())
 
@@ -318,7 +319,8 @@ def open_store(path: str, access: Access = STRICT) -> WatchedStore:
         nothing = zarr.storage.MemoryStore(read_only=True)
         if is_url and not without_secrets(path).rstrip("/").lower().endswith(SUFFIXES):
             return WatchedStore(nothing, folder=open_remote(path, access.storage))
-        return WatchedStore(nothing, folder=ReferenceFolder(path, access))
+        references = ReferenceFolder(path, access)
+        return WatchedStore(nothing, opened_in=references.opened_in, folder=references)
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, access.allow_external))
     opened_in = state_of(path)

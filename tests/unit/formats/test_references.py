@@ -196,6 +196,24 @@ def test_parquet_at_a_url(tmp_path: Path) -> None:
             list_arrays("s3://b/in/none.parq", Access(storage=storage))
 
 
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_set_that_was_replaced_is_noticed(tmp_path: Path, name: str, is_remote: bool) -> None:
+    """Wrong if the set told the version that it had read: old references would take bytes of the new targets."""
+    pytest.importorskip("obstore")
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b/refs.json", "")
+    in_parquet(tmp_path / "b/refs.json")
+    with ObjectServer(tmp_path) as server:
+        path = f"s3://b/{name}" if is_remote else str(tmp_path / "b" / name)
+        access = Access(storage=StorageOptions(server.storage))
+        with closing(open_source(path, "x", access)) as source:
+            assert source.opened_in() == source.state() is not None
+            document = tmp_path / "b" / name / (".zmetadata" if name.endswith("parq") else "")
+            document.write_bytes(document.read_bytes() + b" ")
+            assert source.opened_in() != source.state()
+
+
 def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     write(tmp_path / "refs.json", "x.h5")
