@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.collectives import Bytes, Collectives
+from shardload.system.undo import Undo
 
 HANDLE_SIZE = 5
 _TOKEN_NBYTES = 4096  # a whole page, so that the data begins on a page boundary
@@ -95,15 +96,12 @@ class Segment:
     def create(cls, nbytes: int) -> Segment:
         """Make a segment. OSError if this system cannot (AttributeError if it has no memfd)."""
         descriptor = os.memfd_create("shardload", os.MFD_CLOEXEC)
-        try:
+        with Undo(lambda: os.close(descriptor)):
             size = _TOKEN_NBYTES + nbytes
             os.ftruncate(descriptor, size)
             os.posix_fallocate(descriptor, 0, size)  # all pages in one call, instead of one by one during the first load
             memory = mmap.mmap(descriptor, size)
             bell = Bell()
-        except BaseException:
-            os.close(descriptor)
-            raise
         handle = np.array([os.getpid(), descriptor, nbytes, secrets.randbits(62), bell.descriptor], dtype=np.int64)
         segment = cls(memory, handle, descriptor, bell)
         segment._token[0] = handle[3]

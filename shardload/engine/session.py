@@ -31,6 +31,7 @@ from shardload.comm.shared_memory import Segment
 from shardload.planning.region import aligned
 from shardload.planning.staging import Staging
 from shardload.system.interruption import FirstError
+from shardload.system.undo import Undo
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Outgoing, exchange
@@ -203,7 +204,7 @@ class Session:
         elif begun.round is not round_:
             raise ValueError("another round is begun: a defect in shardload")
 
-        try:
+        with Undo(begun.drop):
             if (error := begun.errors.take()) is not None:
                 self.errors.keep(error)
             if round_.is_shared:
@@ -211,24 +212,17 @@ class Session:
             # A thread of the target may have failed since: the others expect what this rank sends all the same.
             if round_.moves and (round_.is_shared or not self.errors):
                 self._exchange(begun, tags, partial(self._begin_next, round_, source, target, coming))
-        except BaseException:
-            begun.drop()
-            raise
         with self.errors:  # other ranks still wait for this rank
             begun.opened.close()
 
     def _begin(self, round_: Round, source: SourceEndpoint, target: TargetEndpoint) -> _BegunRound:
         """Make memory for a round, and what stages its blocks. Not collective; what fails is kept."""
         begun, moves = _BegunRound(round_, Outgoing((), self.group.rank)), round_.moves
-        try:
-            with begun.errors:
-                target.make_room(moves)
-                if moves:
-                    source.stage(moves, self._resources(round_), begun.opened)
-                    begun.outgoing = Outgoing(moves, self.group.rank)
-        except BaseException:
-            begun.drop()
-            raise
+        with Undo(begun.drop), begun.errors:
+            target.make_room(moves)
+            if moves:
+                source.stage(moves, self._resources(round_), begun.opened)
+                begun.outgoing = Outgoing(moves, self.group.rank)
         return begun
 
     def _begin_next(

@@ -32,6 +32,7 @@ from shardload.formats.contract.format import Source
 from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
 from shardload.storage.remote import is_remote
+from shardload.system.undo import Undo
 from shardload.transfer.checksum import checksum
 from shardload.transfer.read_errors import Naming
 
@@ -245,11 +246,8 @@ class KeptSources:
         if number not in self._opened:
             source = self._open_array(number)
             state, info = source.opened_in(), source.info
-            try:
+            with Undo(source.close):
                 check_same_version(str(info), self._states[number], state, info, self._what_changed)
-            except SourceError:
-                source.close()
-                raise
             self._opened[number] = source, state
         return self._opened[number][0]
 

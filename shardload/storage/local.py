@@ -21,6 +21,7 @@ import numpy as np
 
 from shardload.storage.objects import Bytes, Content, Ranges, read_content
 from shardload.system.steps import step_done
+from shardload.system.undo import Undo
 
 _TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe would wait for its writer
 TARGET_HINT = "pass allow_external=True if you trust it"
@@ -121,12 +122,9 @@ def open_file(path: str) -> int:
     """
     _check_is_file(os.stat(path).st_mode, path)
     descriptor = os.open(path, _TO_READ)
-    try:
+    with Undo(lambda: os.close(descriptor)):
         _check_is_file(os.fstat(descriptor).st_mode, path)
-        return descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
+    return descriptor
 
 
 def _check_is_file(mode: int, path: str) -> None:

@@ -50,6 +50,7 @@ from shardload.formats.hdf5.tiles import PartMetadata, PartOpener, Versions, fin
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.local import Fence, NotAFileError, OutsideError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
+from shardload.system.undo import Undo
 
 FileVersions = tuple[tuple[str, tuple[int, ...]], ...]
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
@@ -97,15 +98,12 @@ class Hdf5File(OpenFile):
         is_linked: bool = False,
     ) -> Hdf5Source:
         """The source of an open dataset, which has this name for the caller. Closing it closes what `closing` has."""
-        try:
+        with Undo(closing.close):
             others = look_through(dataset, self._fence, self._access, planned is not None and planned.parts is not None)
             info = self._describe(dataset, name, others, planned=planned)
             open_part = self._opener_of_parts(dataset) if others.is_virtual else None
             kind = StoreSource if dataset.facts.is_in_store else Hdf5Source
             return kind(dataset, info, others, open_part, closing.close, is_linked)
-        except BaseException:
-            closing.close()
-            raise
 
     def _opener_of_parts(self, virtual: OpenDataset) -> PartOpener:
         """Opens the parts of a virtual dataset, each by its name in HDF5 (not that in netCDF), as if it were loaded from its

@@ -38,6 +38,7 @@ from shardload.formats.hdf5.filters import Filters, refuse_filters
 from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, OpenFacts, close_all, decoded, encoded, has_signature
 from shardload.formats.hdf5.tiles import Names, PartMetadata, version_of
 from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, real_path_of, state_of, why_not_a_file
+from shardload.system.undo import Undo
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
@@ -136,11 +137,8 @@ def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[OpenFac
         If the target cannot be opened.
     """
     opened: list[OpenFacts] = []
-    try:
+    with Undo(lambda: close_all(opened)):
         identifier, address = _walk(facts, encoded(name), fence, opened)
-    except BaseException:
-        close_all(opened)
-        raise
     if isinstance(identifier, h5py.h5d.DatasetID):
         return (opened or [facts])[-1].dataset(identifier, address), opened
     return h5py.Group(identifier) if isinstance(identifier, h5py.h5g.GroupID) else identifier, opened

@@ -36,6 +36,7 @@ from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import Ints, ObjectFolder
 from shardload.storage.target import Change, NewFile, Target, WritableFile, as_write_error, check_mark
 from shardload.system.steps import step_done
+from shardload.system.undo import Undo
 
 _AT_ONCE = 4096  # chunks
 _RENEWED_AFTER = 1 << 16  # chunks
@@ -280,15 +281,12 @@ class Hdf5Sink(LedgerSink):
         early = [chunks[name] for name, array in self.arrays.items() if not array.is_placed_by_root]
         file = NewFile(self.path, self.mode)
         self.begin(file, chunks)
-        try:
+        with Undo(self.abandon):
             with self.calls():
                 self.describe(self.open_library("w", track_order=self.is_netcdf or None))
                 for placed in early:
                     placed.note_all(self.library[placed.stored_name].id)
             _reserve(file, early)
-        except BaseException:
-            self.abandon()
-            raise
         self.ticket = Ticket(file.temporary, {placed.name: Places.of(placed.offsets) for placed in early})
         return self
 

@@ -45,6 +45,7 @@ from shardload.formats.hdf5.filters import Filters
 from shardload.formats.hdf5.opened import OpenDataset, type_of_values
 from shardload.planning.region import Region
 from shardload.storage.local import state_of
+from shardload.system.undo import Undo
 
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.COMPOUND, h5py.h5t.ENUM, getattr(h5py.h5t, "COMPLEX", None))
 _MOST_OPEN = 8  # parts: with hundreds of open objects, HDF5 takes a millisecond to close a file
@@ -341,7 +342,7 @@ class Tiles(ChunkReader):
         """Open a part. ChangedError if it has changed since it was looked at."""
         box = self._boxes[k]
         source, files = self._open_part(*box.names)
-        try:
+        with Undo(source.close):
             expected, state = tuple(self._parts["versions"][k]), version_of(files)
             if state != expected:
                 changed = f"had {expected[0]} bytes and has {state[0]}" if state[0] != expected[0] else "has another time"
@@ -353,9 +354,6 @@ class Tiles(ChunkReader):
             if wanted is not None:
                 source.expect(box.inside(wanted))
             return _Part(source, source.chunk_reader())
-        except BaseException:
-            source.close()
-            raise
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of a non-empty region into `out`, as `Source.read_into` does."""

@@ -86,20 +86,20 @@ class ReferenceFolder:
 
     def __init__(self, path: str, access: Access) -> None:
         self.name, self._path, self._access = without_secrets(path).rstrip("/"), path.rstrip("/"), access
-        is_folder = self.name.lower().endswith(_PARQUET_SUFFIXES) if is_remote(path) else os.path.isdir(path)
+        self._remote = remote = open_remote(path, access.storage) if is_remote(path) else None
+        is_folder = os.path.isdir(path) if remote is None else self.name.lower().endswith(_PARQUET_SUFFIXES)
         stored: Any
         if is_folder:
-            fence = Fence.around_store(path, access.allow_external)
-            folder = open_remote(path, access.storage) if is_remote(path) else LocalFolder(path, fence)
+            folder = remote or LocalFolder(path, Fence.around_store(path, access.allow_external))
             stored = folder.open(_OF_PARQUET, _FIRST_NBYTES)
             if stored is None:
                 raise FileNotFoundError(f"there is no {_OF_PARQUET}, which a set of references in Parquet has")
         else:
-            stored = open_remote(path, access.storage).object() if is_remote(path) else LocalFile(access.open_file(path), path)
+            stored = LocalFile(access.open_file(path), path) if remote is None else remote.object()
         content = stored.read_at_most(0, _FIRST_NBYTES)  # as the first read of an object at a URL: one request
         _check_size(stored.nbytes)
         content += stored.read_at_most(len(content), stored.nbytes - len(content))
-        self.opened_in = stored.version if is_remote(path) else None
+        self.opened_in = None if remote is None else stored.version
         stored.close()
         self._tables = _Tables(folder, self.name, content) if is_folder else None
         self._references = _references_in(content) if self._tables is None else self._tables.metadata
@@ -111,8 +111,8 @@ class ReferenceFolder:
         if key not in self._references:
             return None
         name = "" if self._tables is None else _OF_PARQUET
-        if is_remote(self._path):
-            return open_remote(self._path, self._access.storage).version(name)
+        if self._remote is not None:
+            return self._remote.version(name)
         return state_of(os.path.join(self._path, name) if name else self._path)
 
     def place(self, key: str) -> tuple[StoredObject, int, int] | None:

@@ -187,7 +187,7 @@ def plan_copy(
     memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
     slabs = tuple(plan_slab_layout(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
-    return CopyPlan(request.target, arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
+    return CopyPlan(without_secrets(request.target), arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
 
 
 def _runs(layout: SourceLayout) -> Grid:
@@ -328,7 +328,7 @@ def copy(
         if only_plan:
             return CopyReport(plan, notes=plan.notes)
         if plan.notes:
-            warn_once(f"'{printable(request.target)}': {'; '.join(plan.notes)}", LeftOutWarning, call.group.rank)
+            warn_once(f"'{printable(plan.target)}': {'; '.join(plan.notes)}", LeftOutWarning, call.group.rank)
         return _copy(call, request, sink, plan, started)
 
 

@@ -370,8 +370,9 @@ class RemoteFolder:
         content = np.empty(pin.nbytes, dtype=np.uint8)
         content[: len(data)] = data
         # Not by `read_into`, which waits for whoever fetches ahead: that may be who needs this content.
-        for begin, end, _ in plan_pieces(np.array([len(data)]), np.array([pin.nbytes - len(data)])):
-            content[begin:end] = self._client.get(key, (begin, end), pin).result()[0]
+        rest = RemoteObject(self._client, key, pin)._fetch(np.array([len(data)]), np.array([pin.nbytes - len(data)]))
+        for piece in rest:
+            content[piece.start : piece.stop] = piece.answer.result()[0]
         return content
 
     def __del__(self) -> None:
