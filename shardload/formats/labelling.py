@@ -23,8 +23,9 @@ from shardload.planning.region import Region
 from shardload.system.scratch import scratch_of_its_own
 from shardload.values.decoding import decoding_of
 
-SMALL_NBYTES = 1 << 16  # of the values of one coordinate
-_MOST_COORDS, _MOST_ALL_NBYTES = 32, 1 << 18
+SMALL_NBYTES = 1 << 16  # of the values of one coordinate, where they are shown
+COORDINATE_NBYTES = 1 << 24  # where they are needed
+_MOST_COORDS, _MOST_LARGE_COORDS = 32, 4  # of an array
 _MOST_ATTRS_OF_COORDINATE = 1 << 13
 _MOST_ATTRS_NBYTES, _MOST_ATTRS_IN_FULL = 1 << 16, 1 << 18
 _DAMAGED = (LookupError, OSError, RuntimeError, TypeError, ValueError)  # names and attributes
@@ -91,7 +92,7 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, l
     """
     if labeller is None:
         with scratch_of_its_own(), Finder(access) as finder:
-            return read_labels(path_or_object, info, access, Labeller(finder, of_groups=True))
+            return read_labels(path_or_object, info, access, Labeller(finder, COORDINATE_NBYTES, of_groups=True))
     labels = labeller.label(path_or_object, info).labels
     return labels if isinstance(labels, Labels) else Labels((None,) * len(info.shape), info.attributes)
 
@@ -103,7 +104,7 @@ def read_now(labels: Iterable[OnDemand]) -> None:
         for on_demand in labels:
             access = on_demand.access
             if access not in labellers:
-                labellers[access] = Labeller(finders.enter_context(Finder(access)), of_groups=True)
+                labellers[access] = Labeller(finders.enter_context(Finder(access)), COORDINATE_NBYTES, of_groups=True)
             on_demand.read_by(labellers[access])
 
 
@@ -117,7 +118,7 @@ class Labeller:
     finder : Finder
         Opens the files.
     small_nbytes : int
-        The most bytes of values of a coordinate.
+        The most bytes of values of a coordinate. All that an array has together take four times as many at most.
     names : collection of str, optional
         For a selection by names (`Labels.is_brief`): the only coordinates to read. Attributes are not read then.
     axis : str or int, optional
@@ -198,7 +199,7 @@ class Labeller:
     def _read(self, coords: Mapping[str, Coordinate], path: str) -> dict[str, Coordinate]:
         """Coordinates with what their arrays say. Those that cannot be opened are left out."""
         read_coords: dict[str, Coordinate] = {}
-        left_nbytes = max(_MOST_ALL_NBYTES, self._small_nbytes)
+        left_nbytes = _MOST_LARGE_COORDS * self._small_nbytes
         for name, coordinate in list(coords.items())[:_MOST_COORDS] if os.path.exists(path) or "://" in path else ():
             file = self._finder.file(path)
             key = file, coordinate.dataset

@@ -440,7 +440,11 @@ class NewRemoteFolder(RemoteFolder):
         try:
             self._put_new(*self._last_object)
         except FileExistsError:
-            raise ConfigError(f"'{self.name}' was saved by somebody else meanwhile. Choose another name") from None
+            self._remove_mark()  # `discard` would remove what the other job has put
+            raise ConfigError(
+                f"'{self.name}' was saved by another program meanwhile, and has chunks of both. Save to another name, and that "
+                "program, too"
+            ) from None
         self._remove_mark()
 
     def _put_new(self, key: str, data: bytes) -> None:

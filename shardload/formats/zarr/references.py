@@ -167,7 +167,7 @@ class ReferenceFolder:
         """Open an object. A name without a scheme is that of a file beside the set."""
         above = posixpath.dirname(self.name)
         if is_remote(self._path) and "://" not in url and not url.startswith("/"):
-            url = f"{above}/{url}"
+            url = f"{above}/{url.removeprefix('./')}"
         if is_remote(url):
             is_inside = url.startswith(f"{above}/") and ".." not in unquote(url).split("/")
             if not is_inside and not self._access.allow_external:

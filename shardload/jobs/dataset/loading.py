@@ -10,6 +10,8 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -19,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from shardload.arrays.padding import loaded_as
 from shardload.comm.group import Invocation
-from shardload.engine.call import begin_call
+from shardload.engine.call import begin_request
 from shardload.errors import ConfigError, LeftOutWarning, SourceError
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import some
@@ -28,7 +30,7 @@ from shardload.jobs.contents import open as open_contents
 from shardload.jobs.joining.join import concat
 from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.labelled import import_xarray, to_xarray
-from shardload.options import OPTIONS, with_defaults
+from shardload.options import CallOptions, Options, with_defaults
 from shardload.planning.selection import Near
 from shardload.storage.remote import without_secrets
 from shardload.system.caller import warn_once
@@ -113,13 +115,12 @@ def load_dataset(
     keywords = with_defaults("plan", options)
     if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
         files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "timeout", "comm")})
-    names = [dataset] if isinstance(dataset, str) else dataset
-    text = without_secrets(str(files))
-    invocation = Invocation("load_dataset", f"load_dataset of {text}"[:80], {"path": text, "dataset": repr(names)})
-    opens = {name: keywords[name] for name in _OPENS}
+    names = (dataset,) if isinstance(dataset, str) else None if dataset is None else tuple(dataset)
+    read = partial(_DatasetRequest.check, files, names, **{name: keywords[name] for name in (*_OPENS, "timeout")})
+    title = f"load_dataset of {without_secrets(str(files))}"[:80]
     axes_by_full_name: Axes
-    with begin_call(invocation, comm=keywords["comm"], timeout=OPTIONS["timeout"].check(keywords["timeout"])) as call:
-        axes_by_full_name, mappings = call.plan(lambda: _variables(files, names, opens), lambda found: found, str)
+    with begin_request("load_dataset", title, read, comm=keywords["comm"]) as (call, request):
+        axes_by_full_name, mappings = call.plan(lambda: _variables(request), lambda variables: variables, str)
     full_names = {name.rpartition("/")[2]: name for name in axes_by_full_name}
     if len(full_names) < len(axes_by_full_name):
         raise ConfigError(
@@ -137,7 +138,8 @@ def load_dataset(
     if dtype is not None and not isinstance(dtype, Mapping) and mappings:
         keywords["dtype"] = {name: None if full_name in mappings else dtype for name, full_name in full_names.items()}
     path = files if isinstance(files, Concatenation) else split_path(os.fspath(files))[0]
-    with LoadCall("plan", path, mesh, spec if isinstance(spec, PartitionSpec) else specs, keywords).begin() as load_call:
+    spec = spec if isinstance(spec, PartitionSpec) else specs
+    with LoadCall("plan", path, mesh, spec, keywords, is_labelled=True).begin() as load_call:
         plan: Any = load_call.hand_out(load_call.plan())
     if any(any(each_plan.extent.halo) for each_plan in plan.leaves):
         raise ConfigError("load_dataset takes no halo, with which rows are in an array more than once: use load and to_xarray")
@@ -152,11 +154,32 @@ def _is_one_file(files: Any) -> bool:
     return "*" not in path if "://" in path else not glob.has_magic(path) or os.path.exists(path)
 
 
-def _variables(path: Any, names: Sequence[str] | None, opens: Mapping[str, Any]) -> tuple[Axes, list[str]]:
+@dataclass(frozen=True)
+class _DatasetRequest:
+    """Which variables of which file a call asks for, None: all; and how the file is opened."""
+
+    path: Any
+    names: tuple[str, ...] | None
+    options: CallOptions
+    opens: Mapping[str, Any]
+
+    @classmethod
+    def check(cls, path: Any, names: tuple[str, ...] | None, **keywords: Any) -> _DatasetRequest:
+        """The request, with its options checked."""
+        return cls(path, names, Options.check(**keywords), {name: keywords[name] for name in _OPENS})
+
+    def invocation(self, kind: str, title: str) -> Invocation:
+        """See `engine.call.begin_request`."""
+        asked_for = {"path": without_secrets(str(self.path)), "dataset": repr(self.names)}
+        return Invocation(kind, title, asked_for | self.options.describe(*_OPENS, "timeout"))
+
+
+def _variables(request: _DatasetRequest) -> tuple[Axes, list[str]]:
     """The full names of the variables to load, and the names of their axes; and those whose value means nothing. Runs on
     rank 0.
     """
-    contents, group = open_contents(path, **opens), (split_path(str(path))[1] or "").strip("/")
+    path, names = request.path, request.names
+    contents, group = open_contents(path, **request.opens), (split_path(str(path))[1] or "").strip("/")
     group = f"/{group}" if group else ""
     if names is not None:
         try:

@@ -498,11 +498,14 @@ class JoinedParts:
         if rises is None:
             return
         for (k, block), (k_next, after) in itertools.pairwise(not_empty):
-            if first_break(np.concatenate([block[-1:], after[:1]]), rises) is not None:
+            border = np.concatenate([block[-1:], after[:1]])
+            if first_break(border, rises) is not None:
+                fix = "Pass the parts in their order, each once"
+                if np.isnan(border).any():
+                    fix = "Where it is NaN nobody can say whether the order is right: write its values into the files"
                 raise ConfigError(
                     f"'{printable(member.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, "
-                    f"and '{self._paths[k_next]}', the next one, begins with {after[0]}. Pass the parts in their order, each "
-                    "once"
+                    f"and '{self._paths[k_next]}', the next one, begins with {after[0]}. {fix}"
                 )
 
     # --- 5: what they are together

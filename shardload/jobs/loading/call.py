@@ -33,7 +33,7 @@ from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand, some
 from shardload.formats.contract.format import Source
-from shardload.formats.labelling import SMALL_NBYTES, Labeller, read_labels
+from shardload.formats.labelling import COORDINATE_NBYTES, SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import SINCE_SELECT, check_same_version, check_unchanged
@@ -53,7 +53,6 @@ from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait
 from shardload.units import format_nbytes
 
-SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 _SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
 _PER_ARRAY = {  # arguments that may differ from array to array
     "path",
@@ -73,6 +72,8 @@ class LoadCall:
         The arguments as the caller passed them.
     keywords : mapping
         The options of that function, as the caller passed them.
+    is_labelled : bool
+        Whether the names, attributes and coordinates of the arrays are found with them, and told to all ranks.
 
     Attributes
     ----------
@@ -84,8 +85,10 @@ class LoadCall:
         Arrays that are no part of the tree, although a pattern stands for them: they hold no numbers.
     """
 
-    def __init__(self, kind: str, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
-        self.kind = kind
+    def __init__(
+        self, kind: str, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any], *, is_labelled: bool = False
+    ) -> None:
+        self.kind, self._is_labelled = kind, is_labelled
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
         self.left_out: list[ArrayInfo] = []
         self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
@@ -271,9 +274,11 @@ class LoadCall:
         return any(is_named) or any(request.by_name is not None for request in self.requests)
 
     def _labeller(self, finder: Finder) -> Labeller | None:
-        """The reader of names of axes and coordinates; None if neither a selection nor a spec needs them."""
+        """The reader of names of axes and coordinates; None if nobody needs them."""
+        if self._is_labelled:
+            return Labeller(finder, COORDINATE_NBYTES, of_groups=True)
         selections = self._selections
-        most_nbytes = SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
+        most_nbytes = COORDINATE_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
         return Labeller(finder, most_nbytes, named_coordinates(selections)) if self._is_by_name else None
 
     def _find_all(self, finder: Finder) -> Any:

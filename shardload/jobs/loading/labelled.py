@@ -14,14 +14,15 @@ import jax
 import numpy as np
 
 from shardload.arrays.padding import version_of
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, LeftOutWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo, Labels, Note, OnDemand, names_in, some
-from shardload.formats.labelling import read_now
+from shardload.formats.labelling import COORDINATE_NBYTES, read_now
 from shardload.jobs.consistency import version_of_state
 from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.trees import Where, node_of, rebuilt, text_of
 from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once
+from shardload.units import format_nbytes
 from shardload.values.decoding import ATTRIBUTES, VALID_RANGE
 
 _NAMES_OF_COORDINATES = "coordinates"  # an attribute that objects of xarray do not have: their coordinates say it
@@ -31,7 +32,7 @@ _ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, pl
 def to_xarray(tree: Any, plan: Any) -> Any:
     """Wrap loaded arrays with the names of their axes, their coordinates and attributes.
 
-    The values are not copied, and stay sharded. Coordinates are those that the plan knows (at most 64 KiB each), cut as the
+    The values are not copied, and stay sharded. Coordinates are those that the plan knows (at most 16 MiB each), cut as the
     array was selected. Attributes that were applied by `decode` are in ``encoding``, as xarray has them. Along an axis with
     padding, floating point coordinates go on with NaN; others are left out, and so are all along an axis with a halo.
 
@@ -49,6 +50,11 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     xarray.DataArray, or a tree of them
         A dict of arrays with names as keys becomes an `xarray.Dataset`; what is a coordinate of the others becomes one there.
         Its attributes are those of the file, or of the group that the arrays are in; of several groups, those alike in all.
+
+    Warns
+    -----
+    LeftOutWarning
+        On rank 0: names the coordinates that are left out because they are too large, or hold no numbers.
 
     Raises
     ------
@@ -78,7 +84,7 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     infos = [each_plan.info for each_plan in _plans_of(plan)]
     read_now(info.labels for info in infos if isinstance(info.labels, OnDemand))
     wrapped = _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
-    _warn_of_long_attributes(infos, isinstance(plan, Plan))
+    _warn_of_left_out(infos, isinstance(plan, Plan))
     return wrapped
 
 
@@ -99,8 +105,14 @@ def _plans_of(plan: Any) -> list[Plan]:
     return [leaf for leaf in leaves if isinstance(leaf, Plan)]
 
 
-def _warn_of_long_attributes(infos: Sequence[ArrayInfo], is_single: bool) -> None:
-    """Say which attributes the objects of xarray do not have, because a plan does not: they are too long, or cannot be read."""
+def _warn_of_left_out(infos: Sequence[ArrayInfo], is_single: bool) -> None:
+    """Say which coordinates and attributes the objects of xarray do not have, because a plan does not."""
+    rank = jax.process_index()
+    coords = {coord.dataset for info in infos for coord in info.coords.values() if coord.values is None}
+    coords -= {info.dataset for info in infos}
+    if coords:
+        why = f"they hold no numbers, or more than {format_nbytes(COORDINATE_NBYTES)} of them"
+        warn_once(f"left out coordinates, because {why}: {some(sorted(coords))}", LeftOutWarning, rank)
     left_out: dict[str, None] = {}
     for info in infos:
         owners = {info.dataset: info.attrs} | ({} if is_single else {"the group": info.group_attrs})
@@ -112,7 +124,7 @@ def _warn_of_long_attributes(infos: Sequence[ArrayInfo], is_single: bool) -> Non
         names = some(list(left_out))
         hint = "Set them by hand, or save with like= or copy the file"
         text = f"left out attributes that are too long, or cannot be read: {names}. {hint}"
-        warn_once(text, UserWarning, jax.process_index())
+        warn_once(text, UserWarning, rank)
 
 
 def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import Properties, some
-from shardload.formats.labelling import SMALL_NBYTES
+from shardload.formats.labelling import COORDINATE_NBYTES
 from shardload.formats.likeness import KEEP, Overrides, named_beside, spec_like
 from shardload.formats.lookup import find_array, open_file
 from shardload.formats.netcdf import NETCDF_TYPES
@@ -26,7 +26,7 @@ from shardload.options import AUTO
 from shardload.planning.selection import select_axes
 from shardload.values.decoding import OF_STORED, PACKING
 
-_MOST_NBYTES = 1 << 20  # of the values of all that belongs to an array
+_MOST_NBYTES = 4 * COORDINATE_NBYTES  # of the values of all that belongs to an array
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _read(path: str, access: Access) -> Model:
         values, room = {}, _MOST_NBYTES
         for name, array in described.items():
             nbytes = int(np.prod(array.info.shape)) * array.properties.dtype.itemsize
-            if name == info.dataset or array.properties.texts is not None or nbytes > min(SMALL_NBYTES, room):
+            if name == info.dataset or array.properties.texts is not None or nbytes > min(COORDINATE_NBYTES, room):
                 continue
             try:
                 values[name] = read_values(file, name)

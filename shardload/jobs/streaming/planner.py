@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardload.arrays.sharding import cuts_of, read_spec, spec_text
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.labelling import COORDINATE_NBYTES
 from shardload.jobs.consistency import State
-from shardload.jobs.loading.call import SEARCHED_NBYTES
 from shardload.jobs.loading.planner import PlannedRanks, lay_out_shards, max_block_nbytes, source_layout_of, staging_for
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
@@ -519,9 +519,9 @@ def coordinate_of(array: StreamArray) -> tuple[str, Mapping[str, Any], Steps] | 
     if name is None or name not in info.coords:
         return None
     values = info.coords[name].values
-    if values is None and info.shape[axis] * 8 > SEARCHED_NBYTES:
+    if values is None and info.shape[axis] * 8 > COORDINATE_NBYTES:
         raise ConfigError(
-            f"{name!r} of {info} has {info.shape[axis]:,} values; up to {SEARCHED_NBYTES // 8:,} are searched for gaps. Pass "
+            f"{name!r} of {info} has {info.shape[axis]:,} values; up to {COORDINATE_NBYTES // 8:,} are searched for gaps. Pass "
             "gaps='ignore' if it has none, or if they are no matter"
         )
     if values is None or values.shape != (info.shape[axis],) or values.dtype.kind not in "iuf":

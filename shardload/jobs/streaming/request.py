@@ -22,10 +22,10 @@ from shardload.comm.mpi import check_threads
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.labelling import Labeller
+from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
 from shardload.formats.lookup import Finder, open_source
 from shardload.jobs.consistency import State, checksum_of_samples
-from shardload.jobs.loading.call import SEARCHED_NBYTES, LoadCall
+from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
@@ -122,7 +122,7 @@ class StreamCall(LoadCall):
         looks_at_steps = (len(steps) > 1 or len(self.windows) > 1) and self._keywords["gaps"] != IGNORE
         if not (looks_at_steps or isinstance(along, str) or self.stacks or self._is_by_name):
             return None
-        return Labeller(finder, SEARCHED_NBYTES, names, axis=along if looks_at_steps else None)
+        return Labeller(finder, COORDINATE_NBYTES, names, axis=along if looks_at_steps else None)
 
     def _find_all(self, finder: Finder) -> Any:
         """See `LoadCall`; and a checksum of some values of each array, which tells its file from others, and its state."""

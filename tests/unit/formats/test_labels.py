@@ -442,7 +442,7 @@ def test_of_large_coordinates_each_array_has_what_it_has_room_for(tmp_path: Path
     x, y = np.arange(3.0), np.arange(5.0)
     made = xr.Dataset({"v": (("x", "y"), np.zeros((3, 5))), "w": (("y",), np.zeros(5))}, {"x": x, "y": y})
     path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, made)
-    monkeypatch.setattr("shardload.formats.labelling._MOST_ALL_NBYTES", 40)
+    monkeypatch.setattr("shardload.formats.labelling._MOST_LARGE_COORDS", 1)
     with Finder(Access()) as finder:
         labeller = Labeller(finder, small_nbytes=40)
         for name, has_values in (("v", {"x": True, "y": False}), ("w", {"y": True}), ("v", {"x": True, "y": False})):
