@@ -15,7 +15,7 @@ from shardload.cli.arguments import as_typed
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Coordinate, some
-from shardload.formats.labelling import list_labelled, read_labels
+from shardload.formats.labelling import labelling, read_labels
 from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.contents import arrays_in, groups_of
 from shardload.options import Options
@@ -33,11 +33,11 @@ def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
     """Print what is in a file, a group or an array. `trust` is what the file may do, as in `load`."""
     path, access, width = split_path(file)[0], Options.check(**trust).access, width_of(out)
     if (leftover := find_leftover(path)) is not None:
-        arrays = list_labelled(path, access, _MOST_LABELLED) if leftover.is_whole else []
+        arrays = _arrays_in(path, access)[0] if leftover.is_whole else []
         lines = [*_leftover_lines(leftover, width), *(_table(leftover.path, arrays, width) if leftover.is_whole else [])]
         tell(_leftover_json(leftover, arrays) if as_json else "\n".join(lines), out)
         return
-    arrays, name, is_one = arrays_in(file, access, _MOST_LABELLED)
+    arrays, name, is_one = _arrays_in(file, access)
     if is_one and arrays[0].labels is None and not arrays[0].refused:
         arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:
@@ -54,6 +54,12 @@ def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
         for leftover in [] if "://" in path else leftovers_beside(path):  # of saves that were killed, or go on now
             lines += _leftover_lines(leftover, width)
     tell("\n".join(lines), out)
+
+
+def _arrays_in(path: str, access: Access) -> tuple[list[ArrayInfo], str, bool]:
+    """See `arrays_in`."""
+    with labelling(access) as labeller:
+        return arrays_in(path, labeller, _MOST_LABELLED)
 
 
 _COLUMNS = (

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,15 @@ from shardload.formats.contract.array import LONGEST_NAME, MIXED, MOST_ATTRS, Ar
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import Finder, as_path, naming_what_is_gone, open_object, split_path
 from shardload.planning.region import Region
+from shardload.storage.remote import is_remote
 from shardload.system.scratch import scratch_of_its_own
+from shardload.system.thread_pool import Pool
 from shardload.values.decoding import decoding_of
 
 SMALL_NBYTES = 1 << 16  # of the values of one coordinate, where they are shown
 COORDINATE_NBYTES = 1 << 24  # where they are needed
 _MOST_COORDS, _MOST_LARGE_COORDS = 32, 4  # of an array
+_MOST_AT_ONCE = 16  # arrays at a URL
 _MOST_ATTRS_OF_COORDINATE = 1 << 13
 _MOST_ATTRS_NBYTES, _MOST_ATTRS_IN_FULL = 1 << 16, 1 << 18
 _DAMAGED = (LookupError, OSError, RuntimeError, TypeError, ValueError)  # names and attributes
@@ -53,31 +56,11 @@ def bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_IN_FULL) ->
     return attributes
 
 
-def list_labelled(path: str, access: Access, most: int, group: str = "") -> list[ArrayInfo]:
-    """The arrays of a file below a group (empty: the root), to which links may lead (`OpenFile.list_linked`); none if there is
-    no such group. If there are at most `most`, every array that can be loaded has its labels.
-
-    Collective: no. Raises what `list_arrays` raises, and SourceError if a link has no target or leads outside.
-    """
-    with scratch_of_its_own(), Finder(access) as finder:  # (which opens the file once)
-        file = finder.file(split_path(path)[0])
-        infos = file.list_arrays()
-        if group:
-            infos = [info for info in infos if info.dataset.startswith(f"{group}/")] or file.list_linked(group)
-        return infos if len(infos) > most else _all_labelled(infos, path, finder)
-
-
-def _all_labelled(infos: Iterable[ArrayInfo], path: str, finder: Finder) -> list[ArrayInfo]:
-    """Arrays with their labels. One that cannot be loaded may still have attributes that matter (CF's grid mapping)."""
-    labeller, with_labels = Labeller(finder), []
-    for info in infos:
-        try:
-            with_labels.append(info if info.dtype.startswith("unknown") else labeller.label(path, info))
-        except SourceError:
-            if info.refused is None:
-                raise
-            with_labels.append(info)
-    return with_labels
+@contextmanager
+def labelling(access: Access, small_nbytes: int = SMALL_NBYTES, *, of_groups: bool = False) -> Iterator[Labeller]:
+    """A `Labeller` of files that it opens, each once, for this process alone."""
+    with scratch_of_its_own(), Finder(access) as finder:
+        yield Labeller(finder, small_nbytes, of_groups=of_groups)
 
 
 def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, labeller: Labeller | None = None) -> Labels:
@@ -91,8 +74,8 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, l
         If the array cannot be opened any more.
     """
     if labeller is None:
-        with scratch_of_its_own(), Finder(access) as finder:
-            return read_labels(path_or_object, info, access, Labeller(finder, COORDINATE_NBYTES, of_groups=True))
+        with labelling(access, COORDINATE_NBYTES, of_groups=True) as labeller:
+            return read_labels(path_or_object, info, access, labeller)
     labels = labeller.label(path_or_object, info).labels
     return labels if isinstance(labels, Labels) else Labels((None,) * len(info.shape), info.attributes)
 
@@ -135,10 +118,39 @@ class Labeller:
         of_groups: bool = False,
         axis: str | int | None = None,
     ) -> None:
-        self._finder, self._small_nbytes, self._names, self._of_groups = finder, small_nbytes, names, of_groups
+        self.finder, self._small_nbytes, self._names, self._of_groups = finder, small_nbytes, names, of_groups
         self._axis = axis
         # Each with the bytes of its stored values; None for what cannot be opened. Many arrays have the same coordinates.
         self._coordinates: dict[tuple[OpenFile, str], tuple[Coordinate, int] | None] = {}
+
+    def label_all(self, path: str, infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:
+        """Arrays of a file, each with its labels if it can be loaded. Of a Zarr store at a URL they are read all at once."""
+        if not is_remote(path) or not all(info.format.startswith("Zarr") for info in infos):
+            return [self._label_if_possible(path, info) for info in infos]
+        pool = Pool(_MOST_AT_ONCE, "shardload-labels")  # each answer takes long
+        try:
+            self._read_coordinates(self.finder.file(path), infos, pool)
+            return [future.result() for future in [pool.submit(self._label_if_possible, path, info) for info in infos]]
+        finally:
+            pool.close()
+
+    def _label_if_possible(self, path: str, info: ArrayInfo) -> ArrayInfo:
+        """An array with its labels. One that cannot be loaded may still have attributes that matter (CF's grid mapping)."""
+        try:
+            return info if info.dtype.startswith("unknown") else self.label(path, info)
+        except SourceError:
+            if info.refused is None:
+                raise
+            return info
+
+    def _read_coordinates(self, file: OpenFile, infos: Iterable[ArrayInfo], pool: Pool) -> None:
+        """Read all coordinates that these arrays have at once."""
+        names = dict[str, None]()
+        for info in infos:
+            with suppress(*_DAMAGED, SourceError), closing(file.open(info.dataset)) as source:  # `label` says why
+                names |= dict.fromkeys(coord.dataset for coord in _coords_of(info, source.labels()).values())
+        futures = {name: pool.submit(self._coordinate, file, name) for name in names}
+        self._coordinates |= {(file, name): future.result() for name, future in futures.items()}
 
     def label(self, path_or_object: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
         """The same `info`, with labels. `source` is the array, if it is open in this process.
@@ -150,12 +162,12 @@ class Labeller:
         """
         path = as_path(path_or_object)
         if path is None:
-            return self._add(info, open_object(path_or_object, self._finder.access), info.path)
+            return self._add(info, open_object(path_or_object, self.finder.access), info.path)
         path = split_path(path)[0]
         with naming_what_is_gone(info.path, info.dataset):
             if source is not None:
                 return self._add(info, source, path)
-            with closing(self._finder.file(path).open(info.dataset)) as opened:
+            with closing(self.finder.file(path).open(info.dataset)) as opened:
                 return self._add(info, opened, path)
 
     def _add(self, info: ArrayInfo, source: Source, path: str) -> ArrayInfo:
@@ -173,10 +185,7 @@ class Labeller:
 
     def _labels(self, info: ArrayInfo, source: Source, path: str) -> Labels:
         labels = source.labels()
-        coords = dict(labels.coords)
-        base_name = info.dataset.rpartition("/")[2]
-        if labels.dims == (base_name,):  # the coordinate of an axis is its own coordinate
-            coords[base_name] = Coordinate(info.dataset)
+        coords = _coords_of(info, labels)
         if self._names is not None:
             axis = self._axis
             if isinstance(axis, int):
@@ -201,7 +210,7 @@ class Labeller:
         read_coords: dict[str, Coordinate] = {}
         left_nbytes = _MOST_LARGE_COORDS * self._small_nbytes
         for name, coordinate in list(coords.items())[:_MOST_COORDS] if os.path.exists(path) or "://" in path else ():
-            file = self._finder.file(path)
+            file = self.finder.file(path)
             key = file, coordinate.dataset
             if key not in self._coordinates:
                 self._coordinates[key] = self._coordinate(file, coordinate.dataset)
@@ -227,6 +236,12 @@ class Labeller:
             values = _values_of(source) if nbytes <= self._small_nbytes else None
             labels = source.labels()
         return Coordinate(dataset, labels.dims, bounded(labels.attrs, _MOST_ATTRS_OF_COORDINATE), values), nbytes
+
+
+def _coords_of(info: ArrayInfo, labels: Labels) -> dict[str, Coordinate]:
+    """Where the coordinates of an array are, by name. The coordinate of an axis is its own coordinate."""
+    base_name = info.dataset.rpartition("/")[2]
+    return {**labels.coords, base_name: Coordinate(info.dataset)} if labels.dims == (base_name,) else dict(labels.coords)
 
 
 def _values_of(source: Source) -> np.ndarray[Any, Any] | None:

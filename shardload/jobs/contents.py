@@ -16,13 +16,13 @@ from typing import Any
 from shardload.errors import ConfigError, ShardloadError, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, OnDemand, json_value, some
-from shardload.formats.labelling import list_labelled, read_labels, read_now
+from shardload.formats.labelling import Labeller, labelling, read_labels, read_now
 from shardload.formats.lookup import absolute, find_array, open_file, split_path
 from shardload.options import Options
 from shardload.storage.remote import is_remote, with_store, without_secrets
 
 _MOST_VALUES = 1 << 16  # of an attribute
-_MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
+MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
 
 
 class Contents(Mapping[str, ArrayInfo]):
@@ -144,30 +144,37 @@ def open(  # a public name: `shardload.open`
         raise ConfigError(f"open takes the path of a file, found {type(path).__name__}. Pass the path, such as 'data.nc'")
     options = Options.check(allow_external=allow_external, untrusted=untrusted, allow_filters=allow_filters, storage=storage)
     access = options.access
-    infos, name, _ = arrays_in(os.fspath(path), access, _MOST_LABELLED)
+    with labelling(access) as labeller:
+        infos, name, _ = arrays_in(os.fspath(path), labeller, MOST_LABELLED)
     file_path = split_path(os.fspath(path))[0]
     return Contents(file_path, [_on_demand(file_path, info, access) for info in infos], name or "/", access)
 
 
-def arrays_in(path: str, access: Access, n_labelled: int) -> tuple[list[ArrayInfo], str, bool]:
+def arrays_in(path: str, labeller: Labeller, n_labelled: int) -> tuple[list[ArrayInfo], str, bool]:
     """The arrays that a path names: all of a file, those below a group, or one. Also that name (empty for a file), and whether
     it is that of an array. Labels are read if there are at most `n_labelled` arrays.
     """
-    file, name = split_path(path)
+    access, (file, name) = labeller.finder.access, split_path(path)
     full = "/" + (name or "").strip("/")
+
+    def labelled(infos: list[ArrayInfo]) -> list[ArrayInfo]:
+        return infos if len(infos) > n_labelled else labeller.label_all(file, infos)
+
     try:
-        infos = list_labelled(file, access, n_labelled)
+        opened = labeller.finder.file(file)
+        infos = opened.list_arrays()
     except SourceError:
         if name is None or not is_remote(file):
             raise
         return [find_array(file, full, access, is_counted=True)], full, True  # of a server that lists nothing
     if name is None:
-        return infos, "", False
+        return labelled(infos), "", False
     group = full.removesuffix("*").rstrip("/")
     if with_name := [info for info in infos if info.dataset == full]:  # also what `find_array` refuses
-        return with_name, full, True
-    if (below := list_labelled(file, access, n_labelled, group)) or (group or "/") in groups_of(file, access)[0]:
-        return below, group or "/", False
+        return labelled(with_name), full, True
+    below = [info for info in infos if info.dataset.startswith(f"{group}/")] or opened.list_linked(group)
+    if below or (group or "/") in groups_of(file, access)[0]:
+        return labelled(below), group or "/", False
     return [find_array(file, full, access, is_counted=True)], full, True
 
 

@@ -29,10 +29,12 @@ from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
 from shardload.storage.remote import RemoteFolder
+from shardload.system.thread_pool import Pool
 
 # The most shards that are kept, each with its open file and its index. Many systems allow 1024 open files. An object of a store
 # is no open file, and must be kept if it was fetched ahead.
 _MOST_SHARDS, _MOST_REMOTE_SHARDS = 64, 4096
+_MOST_OPENED_AHEAD, _MOST_AHEAD_NBYTES = 32, 1 << 22  # shards of a store whose indices are fetched together, and their bytes
 
 # Offset and length, in a shard's index, of a missing chunk.
 _MISSING = 2**64 - 1
@@ -182,9 +184,8 @@ class ShardFiles(ZarrChunks):
     def locate(self, box: Sequence[range]) -> list[ChunkRanges]:
         """Where the chunks of a box are in the shards that have them."""
         numbers = np.arange(math.prod(map(len, box))).reshape(tuple(map(len, box)))
-        shards_met = [range(axis.start // n, -(-axis.stop // n)) for axis, n in zip(box, self._per_shard, strict=True)]
         of_shards: list[ChunkRanges] = []
-        for position in itertools.product(*shards_met):
+        for position in self._shards_met(box):
             shard = self._shard(position)
             if shard.stored is None or shard.index is None:
                 continue
@@ -203,6 +204,35 @@ class ShardFiles(ZarrChunks):
             stored_numbers = None if has_all else numbers[tuple(in_box)].reshape(-1)[is_stored]
             of_shards.append(ChunkRanges(shard.stored, offsets, sizes, stored_numbers))
         return of_shards
+
+    def _shards_met(self, box: Sequence[range]) -> Iterator[tuple[int, ...]]:
+        """The positions of the shards that have chunks of a box."""
+        axes = zip(box, self._per_shard, strict=True)
+        return itertools.product(*(range(axis.start // n, -(-axis.stop // n)) for axis, n in axes))
+
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """See `ChunkReader`."""
+        super().expect(self._opened_ahead(boxes) if isinstance(self._folder, RemoteFolder) else boxes)
+
+    def _opened_ahead(self, boxes: Iterator[Sequence[range]]) -> Iterator[Sequence[range]]:
+        """The same boxes. The indices of the next few shards are fetched together: each answer takes long."""
+        n = max(1, min(_MOST_OPENED_AHEAD, self._most_kept, _MOST_AHEAD_NBYTES // self._index_nbytes))
+        pool = Pool(n, "shardload_indices")
+        try:
+            while True:
+                batch, positions = list[Sequence[range]](), dict[tuple[int, ...], None]()
+                for box in boxes:
+                    batch.append(box)
+                    positions |= dict.fromkeys(self._shards_met(box))
+                    if len(positions) >= n:
+                        break
+                if not batch:
+                    return
+                for future in [pool.submit(self._shard, position) for position in positions]:
+                    future.result()
+                yield from batch
+        finally:
+            pool.close(wait=False)
 
     def close(self) -> None:
         """Close the shards that are kept open."""

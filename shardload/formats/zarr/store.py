@@ -129,12 +129,19 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         return content
 
     def _fetch_nodes(self, folders: Iterable[str]) -> None:
-        """Fetch the metadata of some folders at a URL, all at once: those of format 2 where there are none of format 3."""
+        """Fetch the metadata of some folders at a URL, all at once; of format 2 only what format 3 lacks."""
         if isinstance(self.folder, RemoteFolder):
-            documents = {folder: os.path.join(folder, "zarr.json") for folder in folders}
-            self._fetch(list(documents.values()))
-            others = [folder for folder, key in documents.items() if not isinstance(self._remote_files[key][0], bytes)]
-            self._fetch([os.path.join(folder, name) for folder in others for name in NODE_FILES])
+            documents = [os.path.join(folder, "zarr.json") for folder in folders]
+            if self._is_format_3:
+                self._fetch(documents)
+                documents = [key for key in documents if not isinstance(self._remote_files[key][0], bytes)]
+            self._fetch([os.path.join(os.path.dirname(key), name) for key in documents for name in NODE_FILES])
+
+    @property
+    def _is_format_3(self) -> bool:
+        """True if the first metadata file at a URL that was found is one of format 3."""
+        first = next((key for key, (content, _) in self._remote_files.items() if isinstance(content, bytes)), "")
+        return first.endswith("zarr.json")
 
     def _fetch(self, keys: Sequence[str]) -> None:
         """Fetch files of metadata at a URL, and keep them, unless they were fetched before."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -20,24 +20,25 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardload.arrays.padding import loaded_as
-from shardload.comm.group import Invocation
-from shardload.engine.call import begin_request
 from shardload.errors import ConfigError, LeftOutWarning, SourceError
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import some
-from shardload.formats.lookup import split_path
-from shardload.jobs.contents import open as open_contents
+from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
+from shardload.formats.lookup import Finder, split_path
+from shardload.jobs.contents import Contents, arrays_in
 from shardload.jobs.joining.join import concat
-from shardload.jobs.loading.call import LoadCall
+from shardload.jobs.loading.call import LoadCall, look_at
+from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.labelled import import_xarray, to_xarray
-from shardload.options import CallOptions, Options, with_defaults
+from shardload.jobs.loading.request import read_requests
+from shardload.jobs.trees import ArrayTree, Place
+from shardload.options import with_defaults
 from shardload.planning.selection import Near
-from shardload.storage.remote import without_secrets
+from shardload.storage.remote import with_store
 from shardload.system.caller import warn_once
 
 _OF_COORDINATES = ("bounds", "climatology")  # attributes of coordinates that name other arrays
 _CONTAINERS = ("grid_mapping", "mesh", "geometry")  # attributes that name variables of which only the attributes mean something
-_OPENS = ("allow_external", "untrusted", "allow_filters", "storage")
 Axes = dict[str, list[str | None]]
 
 
@@ -112,35 +113,13 @@ def load_dataset(
     (('time', 'lat'), '2000-01-01T06', 2.0)
     """
     xarray = import_xarray("load_dataset")
-    keywords = with_defaults("plan", options)
+    keywords = with_defaults("load", {**options, "select": select, "decode": decode})
+    files, keywords["storage"] = with_store(files, keywords["storage"])
     if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
         files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "timeout", "comm")})
     names = (dataset,) if isinstance(dataset, str) else None if dataset is None else tuple(dataset)
-    read = partial(_DatasetRequest.check, files, names, **{name: keywords[name] for name in (*_OPENS, "timeout")})
-    title = f"load_dataset of {without_secrets(str(files))}"[:80]
-    axes_by_full_name: Axes
-    with begin_request("load_dataset", title, read, comm=keywords["comm"]) as (call, request):
-        axes_by_full_name, mappings = call.plan(lambda: _variables(request), lambda variables: variables, str)
-    full_names = {name.rpartition("/")[2]: name for name in axes_by_full_name}
-    if len(full_names) < len(axes_by_full_name):
-        raise ConfigError(
-            f"dataset is {names!r}; variables of several groups have the same last name, and a Dataset has each name once. "
-            "Load one group after the other"
-        )
-    axes = {name: axes_by_full_name[full_names[name]] for name in full_names}
-    parts, cuts = _of_each("select", select, axes), _of_each("spec", None if isinstance(spec, PartitionSpec) else spec, axes)
-    keywords |= {"dataset": full_names, "select": {name: part or None for name, part in parts.items()}, "decode": decode}
-    specs = {  # integers and `near` drop an axis
-        name: PartitionSpec(*(cuts[name].get(dim) for dim in dims if not isinstance(parts[name].get(dim), Integral | Near)))
-        for name, dims in axes.items()
-    }
-    dtype = keywords["dtype"]
-    if dtype is not None and not isinstance(dtype, Mapping) and mappings:
-        keywords["dtype"] = {name: None if full_name in mappings else dtype for name, full_name in full_names.items()}
-    path = files if isinstance(files, Concatenation) else split_path(os.fspath(files))[0]
-    spec = spec if isinstance(spec, PartitionSpec) else specs
-    with LoadCall("plan", path, mesh, spec, keywords, is_labelled=True).begin() as load_call:
-        plan: Any = load_call.hand_out(load_call.plan())
+    with DatasetCall(files, names, mesh, spec, keywords).begin() as call:
+        plan: Any = call.hand_out(call.plan())
     if any(any(each_plan.extent.halo) for each_plan in plan.leaves):
         raise ConfigError("load_dataset takes no halo, with which rows are in an array more than once: use load and to_xarray")
     return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)
@@ -154,56 +133,90 @@ def _is_one_file(files: Any) -> bool:
     return "*" not in path if "://" in path else not glob.has_magic(path) or os.path.exists(path)
 
 
-@dataclass(frozen=True)
-class _DatasetRequest:
-    """Which variables of which file a call asks for, None: all; and how the file is opened."""
+class DatasetCall(LoadCall):
+    """The call of `load_dataset`. Rank 0 finds the variables, their axes and coordinates, and tells all ranks.
 
-    path: Any
-    names: tuple[str, ...] | None
-    options: CallOptions
-    opens: Mapping[str, Any]
-
-    @classmethod
-    def check(cls, path: Any, names: tuple[str, ...] | None, **keywords: Any) -> _DatasetRequest:
-        """The request, with its options checked."""
-        return cls(path, names, Options.check(**keywords), {name: keywords[name] for name in _OPENS})
-
-    def invocation(self, kind: str, title: str) -> Invocation:
-        """See `engine.call.begin_request`."""
-        asked_for = {"path": without_secrets(str(self.path)), "dataset": repr(self.names)}
-        return Invocation(kind, title, asked_for | self.options.describe(*_OPENS, "timeout"))
-
-
-def _variables(request: _DatasetRequest) -> tuple[Axes, list[str]]:
-    """The full names of the variables to load, and the names of their axes; and those whose value means nothing. Runs on
-    rank 0.
+    Parameters
+    ----------
+    path : str or Concatenation
+        The file, perhaps with a group.
+    names : tuple of str, optional
+        The variables; None: all.
+    mesh, spec, keywords : object, object, mapping
+        As for `LoadCall`; `spec` and ``select`` may name axes that some variables lack.
     """
-    path, names = request.path, request.names
-    contents, group = open_contents(path, **request.opens), (split_path(str(path))[1] or "").strip("/")
-    group = f"/{group}" if group else ""
-    if names is not None:
-        try:
-            return {info.dataset: list(info.dims) for info in (contents[f"{group}/{name}"] for name in names)}, []
-        except KeyError as error:
-            raise ConfigError(error.args[0]) from None
-    infos = [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
-    coords = [coord for info in infos for coord in info.coords.values()]
-    not_data = {coord.dataset for coord in coords} | {
-        f"{group}/{coord.attrs.get(k)}" for coord in coords for k in _OF_COORDINATES
-    }
-    data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
-    twice = [name for name, dims in data.items() if len(set(filter(None, dims))) < len([dim for dim in dims if dim])]
-    data = {name: dims for name, dims in data.items() if name not in twice}
-    refused = [info.dataset for info in infos if info.refused]
-    for left_out, why in ((refused, "they hold no numbers"), (twice, "they have an axis twice")):
-        if left_out:
-            warn_once(f"'{contents.path}': left out, because {why}: {some(left_out)}", LeftOutWarning, 0)
-    if not data:
-        raise ConfigError(
-            f"'{path}' has no data variables in its group '{group}/'; its arrays are {some(list(contents)) or 'none'}"
-        )
-    words = {word.rstrip(":") for info in infos for key in _CONTAINERS for word in str(info.attrs.get(key, "")).split()}
-    return data, [name for name in data if name.rpartition("/")[2] in words and not data[name]]
+
+    def __init__(self, path: Any, names: tuple[str, ...] | None, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
+        self._full_path, self._names = path, names
+        file, group = (path, None) if isinstance(path, Concatenation) else split_path(os.fspath(path))
+        self._group = f"/{group.strip('/')}" if group and group.strip("/") else ""
+        super().__init__("load_dataset", file, mesh, spec, {**keywords, "dataset": f"{self._group}/*"})
+
+    def _source_text(self, place: Place) -> dict[str, str]:
+        return {**super()._source_text(place), "variables": repr(self._names)}
+
+    def _find_all(self, finder: Finder) -> Any:
+        """The axes of each variable by its full name; the variables whose value means nothing; a `FoundArray` for each."""
+        labeller = Labeller(finder, COORDINATE_NBYTES, of_groups=True)
+        infos, _, _ = arrays_in(os.fspath(self._full_path), labeller, sys.maxsize)
+        contents = Contents(self._path, infos, self._group or "/", finder.access)
+        axes, mappings = self._variables(contents)
+        parts, arrays = _of_each("select", self._keywords["select"], axes), {}
+        for name in axes:
+            look = partial(look_at, contents[name].labels, parts[name] or None)
+            arrays[name] = finder.find(self._path, name, look)
+        return axes, mappings, arrays
+
+    def _variables(self, contents: Contents) -> tuple[Axes, list[str]]:
+        """The full names of the variables to load, and the names of their axes; and those whose value means nothing."""
+        group = self._group
+        if self._names is not None:
+            try:
+                return {info.dataset: list(info.dims) for info in (contents[f"{group}/{name}"] for name in self._names)}, []
+            except KeyError as error:
+                raise ConfigError(error.args[0]) from None
+        infos = [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
+        coords = [coord for info in infos for coord in info.coords.values()]
+        not_data = {coord.dataset for coord in coords} | {
+            f"{group}/{coord.attrs.get(k)}" for coord in coords for k in _OF_COORDINATES
+        }
+        data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
+        twice = [name for name, dims in data.items() if len(set(filter(None, dims))) < len([dim for dim in dims if dim])]
+        data = {name: dims for name, dims in data.items() if name not in twice}
+        refused = [info.dataset for info in infos if info.refused]
+        for left_out, why in ((refused, "they hold no numbers"), (twice, "they have an axis twice")):
+            if left_out:
+                warn_once(f"'{contents.path}': left out, because {why}: {some(left_out)}", LeftOutWarning, 0)
+        if not data:
+            names = some(list(contents)) or "none"
+            raise ConfigError(f"'{contents.path}' has no data variables in its group '{group}/'; its arrays are {names}")
+        words = {word.rstrip(":") for info in infos for key in _CONTAINERS for word in str(info.attrs.get(key, "")).split()}
+        return data, [name for name in data if name.rpartition("/")[2] in words and not data[name]]
+
+    def make(self, arrays: Any) -> list[ArrayLoad]:
+        """Plan the variables that `_find_all` has found, each by what `select` and `spec` say of its axes."""
+        axes_by_full_name, mappings, arrays = arrays
+        full_names = {name.rpartition("/")[2]: name for name in axes_by_full_name}
+        if len(full_names) < len(axes_by_full_name):
+            raise ConfigError(
+                f"dataset is {self._names!r}; variables of several groups have the same last name, and a Dataset has each name "
+                "once. Load one group after the other"
+            )
+        axes, spec = {name: axes_by_full_name[full_name] for name, full_name in full_names.items()}, self._spec
+        parts = _of_each("select", self._keywords["select"], axes)
+        if not isinstance(spec, PartitionSpec):
+            cuts = _of_each("spec", spec, axes)
+            spec = {  # integers and `near` drop an axis
+                name: PartitionSpec(*(cuts[name].get(d) for d in dims if not isinstance(parts[name].get(d), Integral | Near)))
+                for name, dims in axes.items()
+            }
+        keywords = {**self._keywords, "select": {name: part or None for name, part in parts.items()}}
+        dtype = keywords["dtype"]
+        if dtype is not None and not isinstance(dtype, Mapping) and mappings:
+            keywords["dtype"] = {name: None if full_name in mappings else dtype for name, full_name in full_names.items()}
+        self.tree = ArrayTree.join(self._path, full_names)
+        self.requests = read_requests(self.tree, self._mesh, spec, keywords)
+        return super().make([arrays[place.dataset] for place in self.tree.places])
 
 
 def _of_each(argument: str, by_axis: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:

@@ -72,8 +72,6 @@ class LoadCall:
         The arguments as the caller passed them.
     keywords : mapping
         The options of that function, as the caller passed them.
-    is_labelled : bool
-        Whether the names, attributes and coordinates of the arrays are found with them, and told to all ranks.
 
     Attributes
     ----------
@@ -85,10 +83,8 @@ class LoadCall:
         Arrays that are no part of the tree, although a pattern stands for them: they hold no numbers.
     """
 
-    def __init__(
-        self, kind: str, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any], *, is_labelled: bool = False
-    ) -> None:
-        self.kind, self._is_labelled = kind, is_labelled
+    def __init__(self, kind: str, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
+        self.kind = kind
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
         self.left_out: list[ArrayInfo] = []
         self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
@@ -274,9 +270,7 @@ class LoadCall:
         return any(is_named) or any(request.by_name is not None for request in self.requests)
 
     def _labeller(self, finder: Finder) -> Labeller | None:
-        """The reader of names of axes and coordinates; None if nobody needs them."""
-        if self._is_labelled:
-            return Labeller(finder, COORDINATE_NBYTES, of_groups=True)
+        """The reader of names of axes and coordinates; None if neither a selection nor a spec needs them."""
         selections = self._selections
         most_nbytes = COORDINATE_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
         return Labeller(finder, most_nbytes, named_coordinates(selections)) if self._is_by_name else None
@@ -446,8 +440,13 @@ def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | No
 def _look(
     labeller: Labeller | None, path: Any, select: Any, info: ArrayInfo, source: Source | None
 ) -> tuple[ArrayInfo, Region | None]:
+    """See `look_at`."""
+    return look_at(info.labels if labeller is None else labeller.label(path, info, source).labels, select, info)
+
+
+def look_at(labels: Any, select: Any, info: ArrayInfo, _: Source | None = None) -> tuple[ArrayInfo, Region | None]:
     """The metadata of an array with its labels, and the region of a selection; None if it has none (`make` then says why)."""
-    info = info if labeller is None else labeller.label(path, info, source)
+    info = replace(info, labels=labels)
     if select is None:
         return info, Region.whole(info.shape)
     try:
