@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,15 @@ from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import LONGEST_NAME, MIXED, MOST_ATTRS, ArrayInfo, Coordinate, Labels, Note, OnDemand
 from shardload.formats.contract.format import OpenFile, Source
-from shardload.formats.lookup import Finder, as_path, naming_what_is_gone, open_object, split_path
+from shardload.formats.lookup import Finder, answers_slowly, as_path, naming_what_is_gone, open_object, split_path
 from shardload.planning.region import Region
-from shardload.storage.remote import is_remote
 from shardload.system.scratch import scratch_of_its_own
-from shardload.system.thread_pool import Pool
+from shardload.system.thread_pool import call_together
 from shardload.values.decoding import decoding_of
 
 SMALL_NBYTES = 1 << 16  # of the values of one coordinate, where they are shown
 COORDINATE_NBYTES = 1 << 24  # where they are needed
 _MOST_COORDS, _MOST_LARGE_COORDS = 32, 4  # of an array
-_MOST_AT_ONCE = 16  # arrays at a URL
 _MOST_ATTRS_OF_COORDINATE = 1 << 13
 _MOST_ATTRS_NBYTES, _MOST_ATTRS_IN_FULL = 1 << 16, 1 << 18
 _DAMAGED = (LookupError, OSError, RuntimeError, TypeError, ValueError)  # names and attributes
@@ -82,13 +81,17 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, l
 
 def read_now(labels: Iterable[OnDemand]) -> None:
     """Read those that nobody has looked at yet: each file is opened once, not once for each array."""
-    labellers: dict[Access, Labeller] = {}
-    with scratch_of_its_own(), ExitStack() as finders:
-        for on_demand in labels:
-            access = on_demand.access
+    by_file = dict[tuple[Access, str], list[OnDemand]]()
+    for on_demand in labels:
+        by_file.setdefault((on_demand.access, as_path(on_demand.handle) or ""), []).append(on_demand)
+    with ExitStack() as opened:
+        labellers = dict[Access, Labeller]()
+        for (access, path), of_file in by_file.items():
             if access not in labellers:
-                labellers[access] = Labeller(finders.enter_context(Finder(access)), COORDINATE_NBYTES, of_groups=True)
-            on_demand.read_by(labellers[access])
+                labellers[access] = opened.enter_context(labelling(access, COORDINATE_NBYTES, of_groups=True))
+            labeller, infos = labellers[access], [on_demand.info for on_demand in of_file]
+            calls = [partial(on_demand.read_by, labeller) for on_demand in of_file]
+            labeller.call_for_all(split_path(path)[0], infos, calls)
 
 
 class Labeller:
@@ -124,15 +127,24 @@ class Labeller:
         self._coordinates: dict[tuple[OpenFile, str], tuple[Coordinate, int] | None] = {}
 
     def label_all(self, path: str, infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:
-        """Arrays of a file, each with its labels if it can be loaded. Of a Zarr store at a URL they are read all at once."""
-        if not is_remote(path) or not all(info.format.startswith("Zarr") for info in infos):
-            return [self._label_if_possible(path, info) for info in infos]
-        pool = Pool(_MOST_AT_ONCE, "shardload-labels")  # each answer takes long
-        try:
-            self._read_coordinates(self.finder.file(path), infos, pool)
-            return [future.result() for future in [pool.submit(self._label_if_possible, path, info) for info in infos]]
-        finally:
-            pool.close()
+        """Arrays of a file, each with its labels if it can be loaded."""
+        return self.call_for_all(path, infos, [partial(self._label_if_possible, path, info) for info in infos])
+
+    def call_for_all(self, path: str, infos: Sequence[ArrayInfo], calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The results of calls, each of which labels one of some arrays of a file. Where each look at one takes long, they are
+        made together, after all metadata and coordinates were read, each together.
+        """
+        if len(infos) < 2 or not all(map(answers_slowly, infos)):
+            return [call() for call in calls]
+        file, names = self.finder.file(path), dict[str, None]()
+        file.expect(info.dataset for info in infos)
+        for info in infos:
+            with suppress(*_DAMAGED, SourceError), closing(file.open(info.dataset)) as source:  # `label` says why
+                names |= dict.fromkeys(coord.dataset for coord in _coords_of(info, source.labels()).values())
+        file.expect(names)
+        coordinates = call_together([partial(self._coordinate, file, name) for name in names], "shardload-labels")
+        self._coordinates |= {(file, name): coordinate for name, coordinate in zip(names, coordinates, strict=True)}
+        return call_together(calls, "shardload-labels")
 
     def _label_if_possible(self, path: str, info: ArrayInfo) -> ArrayInfo:
         """An array with its labels. One that cannot be loaded may still have attributes that matter (CF's grid mapping)."""
@@ -142,15 +154,6 @@ class Labeller:
             if info.refused is None:
                 raise
             return info
-
-    def _read_coordinates(self, file: OpenFile, infos: Iterable[ArrayInfo], pool: Pool) -> None:
-        """Read all coordinates that these arrays have at once."""
-        names = dict[str, None]()
-        for info in infos:
-            with suppress(*_DAMAGED, SourceError), closing(file.open(info.dataset)) as source:  # `label` says why
-                names |= dict.fromkeys(coord.dataset for coord in _coords_of(info, source.labels()).values())
-        futures = {name: pool.submit(self._coordinate, file, name) for name in names}
-        self._coordinates |= {(file, name): future.result() for name, future in futures.items()}
 
     def label(self, path_or_object: Any, info: ArrayInfo, source: Source | None = None) -> ArrayInfo:
         """The same `info`, with labels. `source` is the array, if it is open in this process.

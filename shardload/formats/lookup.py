@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -262,6 +262,9 @@ class _CheckedFile(OpenFile):
         with as_source_error(self._path):
             return self._file.sketch(most, like)
 
+    def expect(self, datasets: Iterable[str]) -> None:
+        self._file.expect(datasets)
+
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         with as_source_error(self._path):
             return self._file.list_linked(group, in_full)
@@ -335,6 +338,14 @@ def _look_at_all(info: ArrayInfo, _: Source | None) -> tuple[ArrayInfo, Region |
     return info, Region.whole(info.shape)
 
 
+def answers_slowly(info: ArrayInfo) -> bool:
+    """True if each look at an array, or at its values, is a request of its own: in a Zarr store at a URL.
+
+    (The first request for a file of another format brings its first MiB.)
+    """
+    return is_remote(info.path) and info.format.startswith("Zarr")
+
+
 class Finder:
     """Finds many arrays, and reads the small ones of them. Each file is opened once. A context manager.
 
@@ -381,6 +392,17 @@ class Finder:
         for place, before in self._states.items():
             with as_source_error(place):
                 yield place, before, self.file(place).state()
+
+    def expect(self, places: Iterable[tuple[Any, str | None]]) -> None:
+        """Called before several arrays are found, by their paths and names: see `OpenFile.expect`."""
+        names = dict[str, list[str]]()
+        for path_or_object, dataset in places:
+            path = as_path(path_or_object)
+            if path is not None and is_remote(path) and dataset is not None:
+                names.setdefault(path, []).append(_full_name(dataset))
+        for path, names_in_file in names.items():
+            if len(names_in_file) > 1:
+                self.file(path, is_loaded=True).expect(names_in_file)
 
     def find(self, path_or_object: Any, dataset: str | None, look: Look = _look_at_all) -> FoundArray:
         """The array's metadata, as from `find_array`, and its values if the region that `look` says is small."""
@@ -474,6 +496,8 @@ class Finder:
         """
         info, nbytes = source.info, nbytes_of(source.info, region.shape)
         if self._tuning is None or not is_small(info, self._tuning, region) or nbytes > self._left_nbytes:
+            return None
+        if self._keeps_states and answers_slowly(info):  # one of several: the ranks read them together
             return None
         self._left_nbytes -= nbytes
         try:

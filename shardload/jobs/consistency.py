@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from typing import Any
 
@@ -29,9 +30,11 @@ from shardload.arrays.compare import sample_regions
 from shardload.errors import ShardloadError, SourceError, StallError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
+from shardload.formats.lookup import answers_slowly
 from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
 from shardload.storage.remote import is_remote
+from shardload.system.thread_pool import call_together
 from shardload.system.undo import Undo
 from shardload.transfer.checksum import checksum
 from shardload.transfer.read_errors import Naming
@@ -222,6 +225,20 @@ def check_unchanged(name: str, before: State, after: State, path: str, dataset: 
         raise SourceError(text, path=path, dataset=dataset)
 
 
+def check_all_unchanged(opened: Sequence[tuple[AbstractContextManager[None], Source, State]]) -> None:
+    """`check_unchanged` of some open arrays, each with what names its errors, and its file's state before. Where that takes a
+    request for each, they are sent together.
+    """
+    sources = [source for _, source, _ in opened]
+    is_slow = len(sources) > 1 and all(answers_slowly(source.info) for source in sources)
+    calls = [source.state for source in sources]
+    states = call_together(calls, "shardload-states") if is_slow else [call() for call in calls]
+    for (naming, source, before), now in zip(opened, states, strict=True):
+        info = source.info
+        with naming:
+            check_unchanged(str(info), before, now, info.path, info.dataset)
+
+
 class KeptSources:
     """The arrays that one rank reads in several rounds: each is opened when it is first read, and stays open.
 
@@ -253,10 +270,8 @@ class KeptSources:
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file of an open array has changed since it was opened."""
-        for source, before in self._opened.values():
-            info = source.info
-            if is_compared(info.path, self._rank):
-                check_unchanged(str(info), before, source.state(), info.path, info.dataset)
+        compared = [(s, before) for s, before in self._opened.values() if is_compared(s.info.path, self._rank)]
+        check_all_unchanged([(nullcontext(), source, before) for source, before in compared])
 
     def close_first(self, most: int) -> None:
         """Close those that were opened first if there are more than `most`."""

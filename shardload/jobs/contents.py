@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, printable
@@ -192,4 +192,4 @@ def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:
     """The array, with labels that are read when they are looked at, if it has none yet."""
     if info.refused or info.labels is not None:
         return info
-    return replace(info, labels=OnDemand(partial(read_labels, absolute(path), info, access), access))
+    return replace(info, labels=OnDemand(read_labels, absolute(path), info, access))

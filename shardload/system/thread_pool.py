@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
+
+from shardload.system.steps import step_done
 
 _START_SECONDS = 0.5  # an operating system takes microseconds
 _left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of pools that were closed: it may have waited for them, or not
@@ -88,6 +90,18 @@ class Pool:
         for thread in self._threads if wait else ():
             _join(thread, deadline)
         return not any(thread.is_alive() for thread in self._threads)
+
+
+def call_together(calls: Sequence[Callable[[], Any]], name: str, most: int = 16) -> list[Any]:
+    """The results of some calls that wait for answers. Up to `most` wait at a time. Raises the first error."""
+    pool, results = Pool(max(1, min(most, len(calls))), name), list[Any]()
+    try:
+        for future in [pool.submit(call) for call in calls]:
+            results.append(future.result())
+            step_done()
+        return results
+    finally:
+        pool.close()
 
 
 def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> None:

@@ -93,25 +93,32 @@ class OnDemand:
     Parameters
     ----------
     read : callable
-        Returns the labels. It takes who reads them (`labelling.Labeller`); None: it opens the file itself.
+        Returns the labels. It takes `handle`, `info`, `access` and who reads them (`labelling.Labeller`); None: it opens the
+        file itself.
+    handle : str, PathLike or object
+        The file, or the open array.
+    info : ArrayInfo
+        The array.
     access : Access
         What the caller allows.
     brief : Labels, optional
         The labels that a selection by names used.
     """
 
-    def __init__(self, read: Callable[[Any], Labels], access: Any, brief: Labels | None = None) -> None:
-        self._read, self.access, self.brief = read, access, brief
+    def __init__(
+        self, read: Callable[..., Labels], handle: Any, info: ArrayInfo, access: Any, brief: Labels | None = None
+    ) -> None:
+        self._read, self.handle, self.info, self.access, self.brief = read, handle, info, access, brief
 
     @cached_property
     def full(self) -> Labels:
         """All labels."""
-        return self._read(None)
+        return self._read(self.handle, self.info, self.access, None)
 
     def read_by(self, labeller: Any) -> None:
         """Have `full` read now, unless it was."""
         if "full" not in vars(self):
-            vars(self)["full"] = self._read(labeller)
+            vars(self)["full"] = self._read(self.handle, self.info, self.access, labeller)
 
     def read_again(self) -> None:
         """Forget `full`, because the file has changed: it is read again when it is next needed."""

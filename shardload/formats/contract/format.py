@@ -10,7 +10,7 @@ None of them knows ranks, devices or plans.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -232,6 +232,13 @@ class OpenFile(abc.ABC):
         Raises ``KeyError(dataset)`` if there is no array of that name. `planned` is its description, maybe from another rank,
         which saves looking it up again. The caller compares shape, dtype and chunks of the source with it.
         """
+
+    def expect(self, datasets: Iterable[str]) -> None:
+        """Called before several arrays are opened, by their full names. Never raises. By default it does nothing.
+
+        A format for which each look is a request of its own may then send all of them together.
+        """
+        return None
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """At most `most` + 1 arrays of the file, each under one name, quickly: for a message about which the caller could mean.

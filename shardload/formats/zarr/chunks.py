@@ -15,6 +15,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
 from shardload.storage.remote import RemoteFolder
-from shardload.system.thread_pool import Pool
+from shardload.system.thread_pool import call_together
 
 # The most shards that are kept, each with its open file and its index. Many systems allow 1024 open files. An object of a store
 # is no open file, and must be kept if it was fetched ahead.
@@ -217,22 +218,17 @@ class ShardFiles(ZarrChunks):
     def _opened_ahead(self, boxes: Iterator[Sequence[range]]) -> Iterator[Sequence[range]]:
         """The same boxes. The indices of the next few shards are fetched together: each answer takes long."""
         n = max(1, min(_MOST_OPENED_AHEAD, self._most_kept, _MOST_AHEAD_NBYTES // self._index_nbytes))
-        pool = Pool(n, "shardload_indices")
-        try:
-            while True:
-                batch, positions = list[Sequence[range]](), dict[tuple[int, ...], None]()
-                for box in boxes:
-                    batch.append(box)
-                    positions |= dict.fromkeys(self._shards_met(box))
-                    if len(positions) >= n:
-                        break
-                if not batch:
-                    return
-                for future in [pool.submit(self._shard, position) for position in positions]:
-                    future.result()
-                yield from batch
-        finally:
-            pool.close(wait=False)
+        while True:
+            batch, positions = list[Sequence[range]](), dict[tuple[int, ...], None]()
+            for box in boxes:
+                batch.append(box)
+                positions |= dict.fromkeys(self._shards_met(box))
+                if len(positions) >= n:
+                    break
+            if not batch:
+                return
+            call_together([partial(self._shard, position) for position in positions], "shardload_indices", n)
+            yield from batch
 
     def close(self) -> None:
         """Close the shards that are kept open."""

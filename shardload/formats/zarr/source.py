@@ -20,7 +20,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -301,6 +301,10 @@ class _ZarrStore(OpenFile):
     def list_arrays(self) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not read."""
         return list(self._describe_all())
+
+    def expect(self, datasets: Iterable[str]) -> None:
+        """Of a store at a URL the metadata are fetched."""
+        self._store.expect(datasets)
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """The same, but at most `most` + 1 arrays; the first entry is `like` if that is a group without arrays."""

@@ -43,6 +43,7 @@ from shardload.system.steps import step_done
 State = tuple[int, ...] | None
 
 _NO_STORE = "there is no Zarr store: none of zarr.json, .zarray, .zgroup and .zmetadata"
+_MANY_FOLDERS = 8  # of which the metadata are fetched together
 _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
@@ -129,18 +130,26 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         return content
 
     def _fetch_nodes(self, folders: Iterable[str]) -> None:
-        """Fetch the metadata of some folders at a URL, all at once; of format 2 only what format 3 lacks."""
-        if isinstance(self.folder, RemoteFolder):
-            documents = [os.path.join(folder, "zarr.json") for folder in folders]
+        """Fetch the metadata of some folders at a URL, all together. The first one says which format it is, so that of many
+        others only those files are asked for that they have.
+        """
+        if not isinstance(self.folder, RemoteFolder):
+            return
+        folders = list(folders)
+        for some_folders in (folders[:1], folders) if len(folders) >= _MANY_FOLDERS else (folders,):
             if self._is_format_3:
-                self._fetch(documents)
-                documents = [key for key in documents if not isinstance(self._remote_files[key][0], bytes)]
-            self._fetch([os.path.join(os.path.dirname(key), name) for key in documents for name in NODE_FILES])
+                self._fetch([os.path.join(folder, "zarr.json") for folder in some_folders])
+                some_folders = [folder for folder in some_folders if not self._has(os.path.join(folder, "zarr.json"))]
+            self._fetch([os.path.join(folder, name) for folder in some_folders for name in NODE_FILES])
+
+    def _has(self, key: str) -> bool:
+        """True if a metadata file at a URL was fetched, and exists."""
+        return isinstance(self._remote_files.get(key, (None, None))[0], bytes)
 
     @property
     def _is_format_3(self) -> bool:
         """True if the first metadata file at a URL that was found is one of format 3."""
-        first = next((key for key, (content, _) in self._remote_files.items() if isinstance(content, bytes)), "")
+        first = next(filter(self._has, self._remote_files), "")
         return first.endswith("zarr.json")
 
     def _fetch(self, keys: Sequence[str]) -> None:
@@ -152,6 +161,12 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
                 if isinstance(content, bytes):
                     self._check(key, len(content), partial(bytes, content))
                 self._remote_files[key] = content, version
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Fetch the metadata of some arrays of a store at a URL, and of their groups."""
+        with suppress(OSError, ValueError):  # `node` says why
+            folders = [name.strip("/") for name in names]
+            self._fetch_nodes(dict.fromkeys([*folders, *(folder.rpartition("/")[0] for folder in folders)]))
 
     def node(self, name: str) -> ArrayNode | GroupNode | None:
         """The array or group of this name; None if there is none. KeyError for names that Zarr cannot have."""
@@ -218,7 +233,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             consolidated = document.get("consolidated_metadata") or {} if file == "zarr.json" else document
             if isinstance(names := consolidated.get("metadata"), dict):
                 return list(names) if file == ".zmetadata" else [f"{name}/zarr.json" for name in names]
-        if not any(isinstance(content, bytes) for content, _ in self._remote_files.values()):
+        if not any(map(self._has, self._remote_files)):
             raise FileNotFoundError(_NO_STORE)
         raise NoListingError(
             f"{error}, and its root has no consolidated metadata, which would name the arrays. Pass the name of one: URL:/NAME"

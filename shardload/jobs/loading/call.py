@@ -279,6 +279,7 @@ class LoadCall:
         """A `FoundArray` for each place; for a pattern those below its group, by name, and the arrays that are left out."""
         arrays = list[Any]()
         labeller = self._labeller(finder)
+        finder.expect((place.path, place.dataset) for place in self.tree.places if not place.is_pattern)
         for place, where, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
             with naming_errors(where):
                 if not place.is_pattern:
@@ -425,11 +426,11 @@ def _with_names(load: ArrayLoad) -> Plan:
         return load.plan
     brief = info.labels if isinstance(info.labels, Labels) else None
     access = load.options.access
-    read = partial(_read_names, load.handle, info, access, brief)
-    return replace(load.plan, info=replace(info, labels=OnDemand(read, access, brief)))
+    labels = OnDemand(partial(_read_names, brief), load.handle, info, access, brief)
+    return replace(load.plan, info=replace(info, labels=labels))
 
 
-def _read_names(handle: Any, info: ArrayInfo, access: Access, brief: Labels | None, labeller: Labeller | None) -> Labels:
+def _read_names(brief: Labels | None, handle: Any, info: ArrayInfo, access: Access, labeller: Labeller | None) -> Labels:
     """The labels of an array, of the same version of the file as those in which its selection was looked up."""
     labels = read_labels(handle, info, access, labeller)
     if brief is not None:

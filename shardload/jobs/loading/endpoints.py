@@ -32,8 +32,8 @@ from shardload.jobs.consistency import (
     SINCE_SELECT,
     State,
     as_planned,
+    check_all_unchanged,
     check_same_version,
-    check_unchanged,
     contents_of,
     is_compared,
     is_open,
@@ -257,9 +257,8 @@ class LoadSource(FileSource):
 
 def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:
     """Raise SourceError if a file has changed since it was opened."""
-    for load, source, before in compared if kind is None else ():
-        with load.naming_errors():
-            check_unchanged(str(load.info), before, source.state(), load.info.path, load.info.dataset)
+    if kind is None:
+        check_all_unchanged([(load.naming_errors(), source, before) for load, source, before in compared])
 
 
 # --- where they go
