@@ -22,7 +22,7 @@ from shardload.options import Options
 from shardload.storage.remote import is_remote, with_store, without_secrets
 
 _MOST_VALUES = 1 << 16  # of an attribute
-MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
+_MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
 
 
 class Contents(Mapping[str, ArrayInfo]):
@@ -145,7 +145,7 @@ def open(  # a public name: `shardload.open`
     options = Options.check(allow_external=allow_external, untrusted=untrusted, allow_filters=allow_filters, storage=storage)
     access = options.access
     with labelling(access) as labeller:
-        infos, name, _ = arrays_in(os.fspath(path), labeller, MOST_LABELLED)
+        infos, name, _ = arrays_in(os.fspath(path), labeller, _MOST_LABELLED)
     file_path = split_path(os.fspath(path))[0]
     return Contents(file_path, [_on_demand(file_path, info, access) for info in infos], name or "/", access)
 

@@ -284,9 +284,9 @@ def test_short_words_of_units_are_saved(comm: Any, shared_tmp_path: Path) -> Non
     on_root(comm, look)
 
 
-def test_a_year_of_hours_has_its_times(comm: Any, folder: Path) -> None:
+def test_a_year_of_hours_has_its_times(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if coordinates that take more than a page or two were left out: hours of a year, a curvilinear grid."""
-    n, path = 8784, str(folder / "hours.nc")
+    n, path = 8784, str(shared_tmp_path / "hours.nc")
     made = xr.Dataset(
         {"t": (("time", "x"), np.arange(n * unit(), dtype="f4").reshape(n, -1))},
         {"time": pd.date_range("2000-01-01", periods=n, freq="h"), "lat": (("time", "x"), np.zeros((n, unit())))},
@@ -294,36 +294,36 @@ def test_a_year_of_hours_has_its_times(comm: Any, folder: Path) -> None:
     on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loaded = shardload.load_dataset(path, mesh_of(jax.device_count()), {"x": "a"})
+        loaded = shardload.load_dataset(path, mesh_of(), {"x": "a"})
     xr.testing.assert_identical(loaded.coords.to_dataset(), made.coords.to_dataset())
 
 
-def test_coordinates_that_are_left_out_are_named(comm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coordinates_that_are_left_out_are_named(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a coordinate of texts, or one that is too large, was left out without a word."""
-    path = str(folder / "stations.nc")
+    path = str(shared_tmp_path / "stations.nc")
     made = xr.Dataset(
         {"t": (("station",), np.arange(float(unit()), dtype="f4"))},
         {"station": [f"s{k}" for k in range(unit())], "height": ("station", np.arange(float(unit())))},
     )
     on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
-    monkeypatch.setattr("shardload.jobs.loading.call.COORDINATE_NBYTES", 8 * unit() - 1)
-    with pytest.warns(shardload.LeftOutWarning, match="'/height', '/station'") if comm.rank == 0 else nullcontext():
-        loaded = shardload.load_dataset(path, mesh_of(jax.device_count()), {"station": "a"})
+    monkeypatch.setattr("shardload.jobs.dataset.loading.COORDINATE_NBYTES", 8 * unit() - 1)
+    with pytest.warns(shardload.LeftOutWarning, match="/height, /station") if comm.rank == 0 else nullcontext():
+        loaded = shardload.load_dataset(path, mesh_of(), {"station": "a"})
     assert not loaded.coords
 
 
-def test_only_one_rank_reads_labels(comm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_rank_reads_labels(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each rank opened the file for names and coordinates: where that failed on one, the others would go on."""
-    paths = write(comm, folder, 2 * unit())
+    paths = write(comm, shared_tmp_path, 2 * unit())
     if comm.rank > 0:
         monkeypatch.setattr("shardload.formats.labelling.Labeller.label", lambda *_: pytest.fail("read by another rank"))
-    loaded = shardload.load_dataset(paths, mesh_of(jax.device_count()), {"lat": "a"}, along="time")
+    loaded = shardload.load_dataset(paths, mesh_of(), {"lat": "a"}, along="time")
     assert set(loaded.coords) == set(climate(2 * unit()).coords)
 
 
-def test_a_wrong_timeout_on_one_rank_is_one_error(comm: Any, folder: Path) -> None:
+def test_a_wrong_timeout_on_one_rank_is_one_error(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if one rank raised before the ranks have met, and the others waited for it."""
-    (path, *_) = write(comm, folder, 2 * unit())
+    (path, *_) = write(comm, shared_tmp_path, 2 * unit())
     timeout: Any = "soon" if comm.rank == comm.size - 1 else 60
     with pytest.raises(ConfigError, match="timeout is 'soon'"):
-        shardload.load_dataset(path, mesh_of(jax.device_count()), timeout=timeout)
+        shardload.load_dataset(path, mesh_of(), timeout=timeout)

@@ -150,7 +150,13 @@ class DatasetCall(LoadCall):
         self._full_path, self._names = path, names
         file, group = (path, None) if isinstance(path, Concatenation) else split_path(os.fspath(path))
         self._group = f"/{group.strip('/')}" if group and group.strip("/") else ""
-        super().__init__("load_dataset", file, mesh, spec, {**keywords, "dataset": f"{self._group}/*"})
+        super().__init__(
+            "load_dataset",
+            file,
+            mesh,
+            PartitionSpec() if spec in (None, {}) else spec,
+            {**keywords, "dataset": f"{self._group}/*"},
+        )
 
     def _source_text(self, place: Place) -> dict[str, str]:
         return {**super()._source_text(place), "variables": repr(self._names)}
@@ -183,7 +189,7 @@ class DatasetCall(LoadCall):
         data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
         twice = [name for name, dims in data.items() if len(set(filter(None, dims))) < len([dim for dim in dims if dim])]
         data = {name: dims for name, dims in data.items() if name not in twice}
-        refused = [info.dataset for info in infos if info.refused]
+        refused = [info.dataset for info in infos if info.refused and info.dataset not in not_data]
         for left_out, why in ((refused, "they hold no numbers"), (twice, "they have an axis twice")):
             if left_out:
                 warn_once(f"'{contents.path}': left out, because {why}: {some(left_out)}", LeftOutWarning, 0)

@@ -17,7 +17,7 @@ from shardload.errors import SourceError
 from shardload.formats import Access, Region
 from shardload.formats.access import STRICT, Limits
 from shardload.formats.hdf5 import file as hdf5_module
-from shardload.formats.labelling import read_labels
+from shardload.formats.labelling import labelling, read_labels
 from shardload.formats.lookup import Finder, find_array, open_file, open_source
 from shardload.formats.zarr import source as zarr_module
 from shardload.planning.tuning import Tuning
@@ -190,7 +190,8 @@ def test_what_is_asked_of_a_dataset_does_not_go_through_its_chunks(tmp_path: Pat
     read_before, region = _bytes_read(), Region((20_000, 0), (20_001, 2))
     with Finder(STRICT, Tuning()) as finder:
         found = finder.find(path, "x", look=lambda info, _: (info, region))
-    assert read_labels(path, find_array(path, "y"), STRICT).dims == ("x", None)
+    with labelling(STRICT) as labeller:
+        assert read_labels(path, find_array(path, "y"), STRICT, labeller).dims == ("x", None)
     assert found.values is not None and np.frombuffer(found.values, "i4").tolist() == [20_000, 20_000]
     n_read = _bytes_read() - read_before
     with h5py.File(path) as file:

@@ -194,10 +194,11 @@ def climate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", quick_ones([".nc", ".h5", ".zarr"], ".nc", ".zarr"))
-def test_variables_that_attributes_name(tmp_path: Path, suffix: str) -> None:
+def test_variables_that_attributes_name(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if an attribute named a variable that is not in the new file (the bounds of its times), and nothing said so; or if
     one that is packed, or an attribute, changed its type.
     """
+    monkeypatch.setattr("shardload.jobs.saving.like.COORDINATE_NBYTES", 1 << 16)
     climate(tmp_path / "in.nc")
     how: dict[str, Any] = {"engine": "zarr"} if suffix == ".zarr" else {"engine": "h5netcdf"}
     how |= {"phony_dims": "access"} if suffix == ".h5" else {}
