@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import zarr.codecs
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
-from shardload.formats.lookup import find_array, list_arrays, open_file, open_source
+from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
+from shardload.jobs.consistency import check_all_unchanged
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
 from shardload.storage.remote import StorageOptions
@@ -254,3 +256,21 @@ def test_names_and_coordinates_of_all_arrays_are_fetched_together(tmp_path: Path
         contents = open_contents(store.url, storage=store.access.storage)
         assert [contents[name].coords[name].values.tolist() for name in arrays] == [DATA[:, 1].tolist()] * 3
         assert sorted(came) == sorted(keys)
+
+
+def test_many_arrays_are_found_and_compared_together(tmp_path: Path, store: Store) -> None:
+    """Wrong if the metadata of named arrays, or their versions in the end, were asked for one after the other."""
+    write_zarr(tmp_path / "b/a.zarr", {f"x{k}": DATA for k in range(4)})
+    keys = [f"b/a.zarr/x{k}/zarr.json" for k in range(4)]
+    came = together(store.server, *keys)
+    with Finder(store.access) as finder:
+        finder.expect((store.url, f"x{k}") for k in range(4))
+        assert sorted(came) == keys
+        infos = [finder.find(store.url, f"x{k}").info for k in range(4)]
+    sources = [open_source(store.url, info.dataset, store.access, info) for info in infos]
+    came = together(store.server, *keys)
+    check_all_unchanged([(nullcontext(), source, source.opened_in()) for source in sources])
+    assert sorted(came) == keys
+    (tmp_path / keys[2]).write_text((tmp_path / keys[2]).read_text() + " ")
+    with pytest.raises(SourceError, match=r"/x2' in .* changed while it was read"):
+        check_all_unchanged([(nullcontext(), source, source.opened_in()) for source in sources])
