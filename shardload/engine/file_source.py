@@ -18,7 +18,6 @@ from shardload.formats.contract.format import Source
 from shardload.formats.memory import MemorySource
 from shardload.planning.schedule import Block, SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
-from shardload.storage.remote import is_remote
 from shardload.transfer.buffers import Resources
 from shardload.transfer.cast import conversion
 from shardload.transfer.counters import counter_of
@@ -96,7 +95,7 @@ class FileSource(ABC):
 
     def _reader(self, move: FileMove, source: Source | None, resources: Resources, opened: ExitStack) -> SourceReader:
         info, layout, flow, tuning = move.info, move.layout, move.flow, self._tuning
-        in_store = source is not None and is_remote(info.path)
+        in_store = source is not None and source.is_in_store
         if source is None:
             source = MemorySource(np.empty((0,) * len(info.shape), dtype=np.dtype(info.dtype)))
         elif (around := flow.around(self._rank)) is not None:

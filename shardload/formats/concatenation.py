@@ -1,15 +1,18 @@
 """What stands for several files wherever a path is taken? A text with a file that has the arrays of all of them.
 
 That file says which arrays lie in which part, as virtual datasets of HDF5 (`shardload join` writes the same), and is small: so
-every rank has its bytes in memory, and reads it as any other file.
+every rank has its bytes in memory, and reads it as any other file. Of parts at URLs it has the places of all chunks, too, so
+that no rank looks them up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardload.storage.local import Fence
+from shardload.storage.remote import StorageOptions
 
 SCHEME = "concat://"
 
@@ -34,6 +37,10 @@ class Concatenation(str):
         The names of the files, with a checksum of the names and of the shapes in them: the same in every folder.
     summary : str
         The arrays that it has, and what was left out, for people.
+    in_store : mapping
+        Of parts at URLs what ranks that read them must know (`hdf5.tiles.PartInStore`), by URL and name of the array.
+    storage : StorageOptions
+        How these stores are reached.
     """
 
     text: str
@@ -42,6 +49,8 @@ class Concatenation(str):
     fence: Fence
     fingerprint: str
     summary: str
+    in_store: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    storage: StorageOptions = field(default_factory=lambda: StorageOptions({}))
 
     def __new__(cls, text: str, *_: Any) -> Concatenation:
         """The text alone is what a path is."""

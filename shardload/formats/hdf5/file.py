@@ -112,6 +112,8 @@ class Hdf5File(OpenFile):
         search_path = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # made when the first is opened
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
+            if (in_store := virtual.facts.in_store.get((name, dataset))) is not None:
+                return StoreFile(name, self._access).open(dataset, in_store.info), {name: in_store.version}
             path, _ = search_path().find(name)
             reference, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
             version = state_of(path) or (0, 0)
@@ -358,9 +360,11 @@ def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, plann
         return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
     metadata = others.metadata
     boxes = find_boxes(dataset, others.names, lambda names: metadata[names].shape if names in metadata else None)
-    if boxes is None:
-        return info
-    return replace(info, parts=tell_parts(boxes, metadata, PartMetadata.of(dataset, ()), info.chunks))
+    told = None if boxes is None else tell_parts(boxes, metadata, PartMetadata.of(dataset, ()), info.chunks)
+    if told is None and any(names in dataset.facts.in_store for names in others.names):
+        why = "values of files at URLs, whose types differ, so that HDF5 would have to open them. `shardload copy` each first"
+        return replace(info, dtype="unknown", refused=why)
+    return replace(info, parts=told)
 
 
 def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
@@ -461,7 +465,9 @@ class Hdf5Format(Format):
         """Open the file."""
         if isinstance(path, Concatenation):
             fence = Fence() if access.allow_external else path.fence
-            return Hdf5File(OpenFacts.of_image(path.image), str(path), access, fence, path.versions)
+            access = access if access.storage else replace(access, storage=path.storage)
+            versions = tuple(part for part in path.versions if not is_remote(part[0]))
+            return Hdf5File(OpenFacts.of_image(path.image, path.in_store), str(path), access, fence, versions)
         if path.startswith(SCHEME):
             raise SourceError(
                 f"'{path}' is the text of a concatenation, which does not lead to its files. Pass what shardload.concat "

@@ -16,17 +16,21 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import STRICT, Access
+from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.contract.format import OpenFile
 from shardload.formats.hdf5.filters import Hdf5Encoder, let_list_grow
 from shardload.formats.hdf5.links import look_through
 from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory, image_of
 from shardload.formats.hdf5.sink import Hdf5Sink
+from shardload.formats.hdf5.source import Hdf5Source
+from shardload.formats.hdf5.tiles import Names, PartInStore, PartMetadata, version_of
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
 from shardload.storage.local import Fence
@@ -99,13 +103,15 @@ class JoinedFile(Hdf5Sink):
             check()
             self.commit()
 
-    def image(self, values: Mapping[str, Blocks], fence: Fence) -> bytes:
-        """The bytes of the file, which is nowhere on disk. Paths of parts are absolute, in a fence. Raises as `write` does."""
+    def image(self, values: Mapping[str, Blocks], fence: Fence, in_store: Mapping[Names, PartInStore]) -> bytes:
+        """The bytes of the file, which is nowhere on disk. Paths of parts are absolute, in a fence, or URLs of which `in_store`
+        has all names. Raises as `write` does.
+        """
         with file_in_memory(track_order=self.is_netcdf or None) as file:
             self.describe(file)
             self._put(file, values)
             image = image_of(file)
-        with contextlib.closing(OpenFacts.of_image(image)) as facts:
+        with contextlib.closing(OpenFacts.of_image(image, in_store)) as facts:
             self._check(facts, "/", fence, STRICT)  # as a load will look, so that it need not look again
         return image
 
@@ -148,7 +154,8 @@ class JoinedFile(Hdf5Sink):
                     "Choose another name"
                 )
             for part in parts:
-                metadata = others.metadata.get((real_of(os.path.join(folder, part.path)), part.dataset))
+                place = part.path if "://" in part.path else real_of(os.path.join(folder, part.path))
+                metadata = others.metadata.get((place, part.dataset))
                 if part.region.size and (metadata is None or metadata.shape != part.shape):
                     why = "is not where it was looked for: unset HDF5_VDS_PREFIX"
                     if metadata is not None:
@@ -158,6 +165,13 @@ class JoinedFile(Hdf5Sink):
                         path=self.path,
                         dataset=name,
                     )
+
+
+def part_in_store(file: OpenFile, url: str, info: ArrayInfo) -> PartInStore:
+    """What is known of an array of an open file at a URL. `info` is what other ranks must know to open it."""
+    with contextlib.closing(file.open(info.dataset)) as source:
+        dataset, version = cast(Hdf5Source, source).dataset, source.state() or (0, 0)
+        return PartInStore(PartMetadata.of(dataset, version_of({url: version})), info, version)
 
 
 def _escaped(name: bytes) -> bytes:

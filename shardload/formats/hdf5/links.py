@@ -274,7 +274,7 @@ _MOST_LOOKS = 16
 def _key_of(dataset: OpenDataset, fence: Fence, access: Access) -> Any:
     """What a look depends on, besides the files that it finds; None if the dataset is not virtual, or may be written to."""
     state = dataset.facts.state() if dataset.creation.get_layout() == h5py.h5d.VIRTUAL else None
-    if state is None:
+    if state is None or dataset.facts.in_store:
         return None
     prefix = os.environ.get("HDF5_VDS_PREFIX")
     return os.getcwd(), dataset.facts.name, prefix, state, dataset.name, fence.folders, access
@@ -321,6 +321,9 @@ def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, 
         return
     places = SearchPath("HDF5_VDS_PREFIX", dataset.facts)
     for name, inside in names:
+        if (part_in_store := dataset.facts.in_store.get((name, inside))) is not None:
+            others.metadata[name, inside] = part_in_store.metadata
+            continue
         path, real = places.find(name)
         if not others.fence.holds_real(real):
             raise OutsideError(_leads_outside(f"values of another file, '{printable(name)}'"))

@@ -21,7 +21,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar, overload
 
@@ -274,6 +274,8 @@ class OpenFacts:
     ----------
     name : str
         What tells it from other files of the same `state`: its path, or URL; "" for one of an image.
+    in_store : mapping
+        The parts at URLs that its virtual datasets may have: see `Concatenation`.
     shared_parts : OpenParts or None
         Where it is kept open as a part of a virtual dataset: its own parts are kept there, too, so that one number limits all.
     opened_in : tuple of int or None
@@ -283,6 +285,7 @@ class OpenFacts:
     def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
         self.file, self._is_ours, self._in_store, self.name = file, is_ours, stored, str(file.filename)
         self.shared_parts: OpenParts | None = None
+        self.in_store: Mapping[tuple[str, str], Any] = {}
         # Dimension scales that arrays have, with their names, by address and the group of the array: see `metadata.scales_of`.
         self.scales: dict[tuple[int, str], tuple[str, OpenDataset] | None] = {}
         self._image_state: tuple[int, ...] | None = None
@@ -294,10 +297,13 @@ class OpenFacts:
         return cls(open_to_read(path))
 
     @classmethod
-    def of_image(cls, image: bytes) -> OpenFacts:
-        """A file that is open from its bytes, which never change: its state is their number, and a digest."""
+    def of_image(cls, image: bytes, in_store: Mapping[tuple[str, str], Any] | None = None) -> OpenFacts:
+        """A file that is open from its bytes, which never change: its state is their number, and a digest. `in_store`: see
+        `Concatenation`.
+        """
         facts = cls(h5py.File(h5py.h5f.open_file_image(image)))
         facts.name = ""  # HDF5 has another one each time
+        facts.in_store = in_store or {}
         facts._image_state = facts.opened_in = len(image), int.from_bytes(blake2b(image, digest_size=7).digest(), "little")
         return facts
 

@@ -249,6 +249,16 @@ class Hdf5Source(Source):
         if tiles is not None:
             tiles.limit_to(region)
 
+    @property
+    def is_in_store(self) -> bool:
+        """See `Source`; of a virtual dataset, whether a part may be."""
+        return super().is_in_store or bool(self.dataset.facts.in_store)
+
+    def expect_in_order(self, regions: Iterator[Region]) -> None:
+        """See `Source`: values of parts at URLs are fetched ahead."""
+        if self.dataset.facts.in_store and self._tiles is not None:
+            self._tiles.expect_in_order(self._cut(region)[0] for region in regions)
+
     def nbytes_stored(self) -> int | None:
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
         return None if self.others.is_virtual else int(self.dataset.id.get_storage_size())

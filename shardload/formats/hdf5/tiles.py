@@ -45,6 +45,7 @@ from shardload.formats.hdf5.filters import Filters
 from shardload.formats.hdf5.opened import OpenDataset, type_of_values
 from shardload.planning.region import Region
 from shardload.storage.local import state_of
+from shardload.storage.remote import is_remote
 from shardload.system.undo import Undo
 
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.COMPOUND, h5py.h5t.ENUM, getattr(h5py.h5t, "COMPLEX", None))
@@ -97,6 +98,15 @@ class PartMetadata:
         return cls(
             version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), dataset.stored_filters, fill, is_raw
         )
+
+
+@dataclass(frozen=True)
+class PartInStore:
+    """What is known of an array at a URL that may be a part: it is opened by `info`, in this version, without a request."""
+
+    metadata: PartMetadata
+    info: ArrayInfo
+    version: tuple[int, ...]
 
 
 def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -271,6 +281,11 @@ class _Part:
     reader: ChunkReader | None
     n_users: int = 0
 
+    @property
+    def may_close(self) -> bool:
+        """True if nobody uses it. What was fetched of a part at a URL would be lost."""
+        return not self.n_users and not is_remote(self.source.info.path)
+
 
 class Tiles(ChunkReader):
     """The tiles of one open virtual dataset, and a reader of their chunks if these lie on one grid and are encoded alike.
@@ -308,7 +323,7 @@ class Tiles(ChunkReader):
         """How many of the parts that were opened have changed since they were looked at."""
         with self._lock:
             files = list(self._files.items())
-        states = [(k, {path: state_of(path) or (0, 0) for path in paths}) for k, paths in files]
+        states = [(k, {path: state_of(path) or (0, 0) for path in paths}) for k, paths in files if paths]
         return sum(version_of(now) != tuple(self._parts["versions"][k]) for k, now in states)
 
     def meeting(self, region: Region) -> Iterator[tuple[int, Region]]:
@@ -329,7 +344,7 @@ class Tiles(ChunkReader):
             part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
-            idle = [n for n, candidate in self._open.items() if not candidate.n_users]
+            idle = [n for n, candidate in self._open.items() if candidate.may_close]
             for n in idle[: max(0, len(self._open) - _MOST_OPEN)]:
                 self._open.pop(n).source.close()
         try:
@@ -349,7 +364,7 @@ class Tiles(ChunkReader):
                 raise ChangedError(
                     f"'{source.info.path}' has changed since it was looked at ({changed}). Load it again, or make a new plan"
                 )
-            self._files[k] = list(files)
+            self._files[k] = [path for path in files if not is_remote(path)]  # of a URL, each answer has its version
             wanted = None if self._expected is None else box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
@@ -436,6 +451,23 @@ class Tiles(ChunkReader):
                 part.n_users += 1  # it decodes for all, until they are closed
                 self._decoder = part.reader
         return self
+
+    def expect_in_order(self, regions: Iterator[Region]) -> None:
+        """See `Source`, for parts at URLs."""
+        met = ((k, self._boxes[k].inside(common)) for region in regions if region.size for k, common in self.meeting(region))
+        for k, regions_of_part in itertools.groupby(met, key=lambda pair: pair[0]):
+            with self.use(k) as part:
+                part.source.expect_in_order(iter([region for _, region in regions_of_part]))
+
+    def expect(self, boxes: Iterator[Sequence[range]]) -> None:
+        """See `ChunkReader`, for parts at URLs."""
+        met = (pair for box in boxes for pair in self._parts_of(box))
+        for k, boxes_of_part in itertools.groupby(met, key=lambda pair: pair[0]):
+            boxes_in_part = list[Sequence[range]]()
+            for _, box in boxes_of_part:
+                with self.part_at(k, box) as (reader, inside):
+                    boxes_in_part.append(inside)
+            reader.expect(iter(boxes_in_part))
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
         """Read a box of chunks as they are stored; those that no part covers are missing."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -24,6 +25,7 @@ from shardload.jobs.joining.parts import JoinedParts
 from shardload.jobs.joining.request import JoinReport, PartsRequest
 from shardload.options import TIMEOUT, Progress
 from shardload.storage.local import Fence
+from shardload.storage.remote import is_remote
 from shardload.system.caller import warn_once
 from shardload.units import counted
 
@@ -149,6 +151,7 @@ def concat(
     stack: str | None = None,
     dataset: str | Sequence[str] | None = None,
     allow_external: bool = False,
+    storage: Mapping[str, Any] | None = None,
     progress: Progress = None,
     timeout: float | None = TIMEOUT,
     comm: Any = None,
@@ -163,12 +166,15 @@ def concat(
     Parameters
     ----------
     parts : str, path-like or sequence of them
-        HDF5 and netCDF4 files in their order along the axis. Or a pattern, ``"era5_*.nc"`` (``**``: folders, too): its files
-        are put into the order of the coordinate of the axis; without one, into that of the numbers in their names.
+        HDF5 and netCDF4 files, or their URLs, in their order along the axis. Or a pattern of files, ``"era5_*.nc"`` (``**``:
+        folders, too): they are put into the order of the coordinate of the axis; without one, into that of the numbers in their
+        names.
     along : str or int, optional
         The axis along which they follow each other, as `axis` of `join`.
     stack, dataset, allow_external, progress
         As in `join`. A load of what was found does not need `allow_external` again.
+    storage : mapping, optional
+        How the stores of URLs are reached, as in `load`, which does not need it again.
     timeout, comm
         As in `load`.
 
@@ -204,7 +210,7 @@ def concat(
     >>> shardload.load(run, Mesh(np.array(jax.devices()), "a"), P()).shape
     (12,)
     """
-    keywords = {"allow_external": allow_external, "progress": progress, "timeout": timeout}
+    keywords = {"allow_external": allow_external, "storage": storage, "progress": progress, "timeout": timeout}
     read = partial(PartsRequest.check, parts, along, stack=stack, dataset=dataset, word="along", **keywords)
     with begin_request("concat", f"concat of {parts!r}"[:80], read, comm=comm) as (call, request):
         concatenation: Concatenation = call.plan(lambda: _find(request), lambda found: found, str)
@@ -213,14 +219,19 @@ def concat(
 
 def _find(request: PartsRequest) -> Concatenation:
     """What the files are together. Runs on rank 0."""
-    joined = JoinedParts(request)
+    with closing(JoinedParts(request)) as joined:
+        return _concatenation(request, joined)
+
+
+def _concatenation(request: PartsRequest, joined: JoinedParts) -> Concatenation:
     joined.look(request.title)
     joined.check()
     joined.describe()
     names = {path: absolute(path) for path in joined.paths}
-    folders = {folder for path in names.values() for folder in Fence.around_file(path, request.options.allow_external).folders}
+    local = [path for path in names.values() if not is_remote(path)]
+    folders = {folder for path in local for folder in Fence.around_file(path, request.options.allow_external).folders}
     fence = Fence(tuple(sorted(folders)))
-    image = joined.file(SCHEME, names).image(joined.values, fence)
+    image = joined.file(SCHEME, names).image(joined.values, fence, joined.in_store)
     joined.check_unchanged(request.title)
     versions = tuple((names[path], joined.versions[path] or (0, 0)) for path in joined.paths)
     digest = blake2b(repr((versions, tuple(joined.rows))).encode(), digest_size=4).hexdigest()
@@ -230,7 +241,7 @@ def _find(request: PartsRequest) -> Concatenation:
     shapes = [[os.path.basename(path) for path in names], [(row.name, row.shape) for row in joined.rows], joined.lengths()]
     identity = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
     report = JoinReport(name, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, False)
-    return Concatenation(name, image, versions, fence, identity, str(report))
+    return Concatenation(name, image, versions, fence, identity, str(report), joined.in_store, request.options.storage)
 
 
 def _ends(joined: JoinedParts) -> str:

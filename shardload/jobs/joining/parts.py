@@ -22,6 +22,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
-from shardload.formats.lookup import Finder, open_file, split_path
+from shardload.formats.lookup import Finder, split_path
 from shardload.formats.sink import ArraySpec
 from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, read_values, take_along
 from shardload.jobs.joining.request import PartsRequest, Row
@@ -40,11 +41,13 @@ from shardload.jobs.progress import progress_of
 from shardload.planning.region import Region
 from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
+from shardload.storage.remote import is_remote, open_remote, without_secrets
 from shardload.values.dates import in_other_units
 from shardload.values.decoding import ATTRIBUTES
 
 if TYPE_CHECKING:
     from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
+    from shardload.formats.hdf5.tiles import PartInStore
 
 _STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in the new file up to this size
 _AT_ONCE_NBYTES = 16 << 20  # of values, when parts are compared
@@ -160,6 +163,21 @@ class JoinedParts:
         self.rows: list[Row] = []
         self._group_attrs: dict[str, dict[str, Any]] = {}
         self.nbytes = 0
+        self.in_store: dict[tuple[str, str], PartInStore] = {}  # see `Concatenation`
+        self._told: dict[tuple[str, str], PartInStore] = {}  # of all arrays at URLs, by their full names
+        self._opened, self._kept = ExitStack(), dict[str, Finder]()  # files at URLs stay open until `close`
+
+    def close(self) -> None:
+        """Close what was kept open."""
+        self._opened.close()
+
+    def _finder(self, path: str) -> AbstractContextManager[Finder]:
+        """What opens a part."""
+        if not is_remote(path):
+            return Finder(self._access, tells=True)
+        if path not in self._kept:
+            self._kept[path] = self._opened.enter_context(Finder(self._access, tells=True))
+        return nullcontext(self._kept[path])
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -201,13 +219,15 @@ class JoinedParts:
         with progress_of(progress, f"parts of {title}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
                 self.versions[path] = state_of(path)
-                with Finder(self._access, tells=True) as finder:
+                with self._finder(path) as finder:
                     infos, empty = find_arrays(finder, path, self._request.dataset or ("*",))
                     for group, error in empty.items():
                         if not group:
                             raise error
                         empty_groups.setdefault(group, []).append(error)  # a part may have no stars
                     self._take_file(k, path, finder.file(path), infos)
+                    if is_remote(path):
+                        self._note_places(path, finder.file(path), infos)
                 advance(1)
         for errors in empty_groups.values():
             if len(errors) == len(self._paths):
@@ -217,17 +237,34 @@ class JoinedParts:
         seen: dict[str, str] = {}
         for path in self._paths:
             if "://" in path:
-                raise ConfigError(
-                    f"'{path}' is a URL, and parts are files in folders. Download them; or load references to them, which "
-                    "kerchunk writes: docs/remote.md"
-                )
+                self._check_url(path)
             if inside := split_path(path)[1]:
                 what = f"names an array; pass dataset={inside!r} to join this one alone"
                 raise ConfigError(f"'{path}' {what}. Parts are files in folders")
-            place = os.path.realpath(path)
+            place = path if "://" in path else os.path.realpath(path)
             if place in seen:
                 raise ConfigError(f"'{path}' is among the parts twice{'' if path == seen[place] else f' (as {seen[place]!r})'}")
             seen[place] = path
+
+    def _check_url(self, url: str) -> None:
+        name = without_secrets(url)
+        if self._request.word != "along":
+            raise ConfigError(
+                f"'{name}' is a URL, and the parts of a file are files in folders. shardload.concat takes URLs, and writes none"
+            )
+        if name != url:
+            raise ConfigError(f"'{name}' has a signature, which a part cannot have: pass keys in storage=, or download it")
+        if "*" in url:
+            raise ConfigError(f"'{name}' is a pattern of URLs, for which nothing looks. Pass a list of URLs")
+
+    def _note_places(self, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
+        """Keep what ranks that read parts at a URL must know, and the version of the object."""
+        from shardload.formats.hdf5.joined import part_in_store
+
+        for info in infos.values():
+            if info.refused is None:
+                self._told[path, info.dataset] = part_in_store(file, path, info)
+        self.versions[path] = file.state()
 
     def _take_file(self, k: int, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
         for info in infos.values():
@@ -430,7 +467,8 @@ class JoinedParts:
         members = [member for member in members if len(member.shapes) > 1]
         first_digests: dict[str, bytes] = {}
         for k, path in enumerate(self._paths if members else ()):
-            with open_file(path, self._access) as file:  # once for all arrays
+            with self._finder(path) as finder:  # once for all arrays
+                file = finder.file(path)
                 for member in (member for member in members if k in member.shapes):
                     digest = _digest_of(file, member)
                     if first_digests.setdefault(member.name, digest) != digest:
@@ -487,8 +525,8 @@ class JoinedParts:
     def _read(self, k: int, member: _Member) -> Array:
         """The values of an array in a part that the new file stores itself; with the new axis, if it gets one."""
         if k not in member.values:
-            with open_file(self._paths[k], self._access) as file:
-                member.values[k] = read_values(file, member.name)
+            with self._finder(self._paths[k]) as finder:
+                member.values[k] = read_values(finder.file(self._paths[k]), member.name)
         return member.values[k].reshape(member.shapes[k])
 
     def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
@@ -547,6 +585,8 @@ class JoinedParts:
                     PlacedPart(self._paths[k], stored_name, region, member.shape_in_part(region.shape))
                     for k, region in regions.items()
                 ]
+                told = {path: self._told[path, name] for path in map(self._paths.__getitem__, regions) if is_remote(path)}
+                self.in_store |= {(path, stored_name): part for path, part in told.items()}
                 how = f"{'' if axis is not None else 'the same '}in {where}"
             self.specs[full] = self._spec(member, shape)
             self.nbytes += 0 if member.texts else nbytes_of(member.info, shape)
@@ -566,7 +606,8 @@ class JoinedParts:
     def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
         for path, version in self.versions.items():
-            if state_of(path) != version:
+            now = open_remote(path, self._access.storage).version("") if is_remote(path) else state_of(path)
+            if now != version:
                 raise SourceError(
                     f"'{path}' has changed while it was joined, or was replaced. '{title}' was not made, because what it says "
                     "of that part may be old. Join the files again when nothing writes to them any more",
