@@ -137,7 +137,8 @@ class Labeller:
         if len(infos) < 2 or not all(map(answers_slowly, infos)):
             return [call() for call in calls]
         file, names = self.finder.file(path), dict[str, None]()
-        file.expect(info.dataset for info in infos)
+        datasets = [info.dataset for info in infos]
+        file.expect([*datasets, *(dataset.rpartition("/")[0] for dataset in datasets)])
         for info in infos:
             with suppress(*_DAMAGED, SourceError), closing(file.open(info.dataset)) as source:  # `label` says why
                 names |= dict.fromkeys(coord.dataset for coord in _coords_of(info, source.labels()).values())

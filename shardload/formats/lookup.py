@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ from shardload.storage.leftovers import refuse_leftover
 from shardload.storage.remote import is_remote, open_remote, without_secrets
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.steps import step_done
+from shardload.system.thread_pool import call_together
 from shardload.system.undo import Undo
 
 State = tuple[int, ...] | None
@@ -398,11 +400,11 @@ class Finder:
         names = dict[str, list[str]]()
         for path_or_object, dataset in places:
             path = as_path(path_or_object)
-            if path is not None and is_remote(path) and dataset is not None:
-                names.setdefault(path, []).append(_full_name(dataset))
-        for path, names_in_file in names.items():
-            if len(names_in_file) > 1:
-                self.file(path, is_loaded=True).expect(names_in_file)
+            if path is not None and is_remote(path):
+                path, inside = split_path(path) if dataset is None else (path, dataset)
+                names.setdefault(path, []).extend([] if inside is None else [_full_name(inside)])
+        files = [(self.file(path, is_loaded=True), names[path]) for path in list(names)[:_MOST_OPEN]]
+        call_together([partial(file.expect, names_in_file) for file, names_in_file in files], "shardload-open")
 
     def find(self, path_or_object: Any, dataset: str | None, look: Look = _look_at_all) -> FoundArray:
         """The array's metadata, as from `find_array`, and its values if the region that `look` says is small."""

@@ -240,7 +240,7 @@ class OpenFile(abc.ABC):
         """
 
     def expect(self, datasets: Iterable[str]) -> None:
-        """Called before several arrays are opened, by their full names. Never raises. By default it does nothing.
+        """Called before several arrays (and groups) are opened, by their full names. Never raises. By default it does nothing.
 
         A format for which each look is a request of its own may then send all of them together.
         """

@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -399,8 +399,17 @@ class StoreFile(Hdf5File):
         self._remote = open_remote(url, access.storage)
 
     @cached
+    def _cache(self) -> BlockCache:
+        return BlockCache(self._remote.object())
+
+    def expect(self, datasets: Iterable[str]) -> None:
+        """The first MiB is fetched, without HDF5, which lets no other thread of the process open a file meanwhile."""
+        with contextlib.suppress(OSError):  # `_facts` says why
+            self._cache.read_at_most(0, 1)
+
+    @cached
     def _facts(self) -> OpenFacts:
-        cache = BlockCache(self._remote.object())
+        cache = self._cache
         start = signature_at(cache.read_at_most, lambda: cache.nbytes)
         if start is None:
             head = cache.read_at_most(0, 512)

@@ -163,10 +163,9 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
                 self._remote_files[key] = content, version
 
     def expect(self, names: Iterable[str]) -> None:
-        """Fetch the metadata of some arrays of a store at a URL, and of their groups."""
+        """Fetch the metadata of some arrays and groups of a store at a URL."""
         with suppress(OSError, ValueError):  # `node` says why
-            folders = [name.strip("/") for name in names]
-            self._fetch_nodes(dict.fromkeys([*folders, *(folder.rpartition("/")[0] for folder in folders)]))
+            self._fetch_nodes(dict.fromkeys(name.strip("/") for name in names))
 
     def node(self, name: str) -> ArrayNode | GroupNode | None:
         """The array or group of this name; None if there is none. KeyError for names that Zarr cannot have."""

@@ -24,6 +24,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ from shardload.planning.region import Region
 from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
 from shardload.storage.remote import is_remote, open_remote, without_secrets
+from shardload.system.thread_pool import call_together
 from shardload.values.dates import in_other_units
 from shardload.values.decoding import ATTRIBUTES
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from shardload.formats.hdf5.tiles import PartInStore
 
 _STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in the new file up to this size
+_MOST_KEPT = 128  # files at URLs that stay open: of each the first MiB
 _AT_ONCE_NBYTES = 16 << 20  # of values, when parts are compared
 _UNITS = ("units", "unit", "Units", "Unit", "UNITS", "UNIT")
 _FLAGS = ("flag_values", "flag_masks", "flag_meanings")
@@ -173,7 +176,7 @@ class JoinedParts:
 
     def _finder(self, path: str) -> AbstractContextManager[Finder]:
         """What opens a part."""
-        if not is_remote(path):
+        if not is_remote(path) or len(self._paths) > _MOST_KEPT:
             return Finder(self._access, tells=True)
         if path not in self._kept:
             self._kept[path] = self._opened.enter_context(Finder(self._access, tells=True))
@@ -214,6 +217,12 @@ class JoinedParts:
     def look(self, title: str) -> None:
         """Take in all parts. `title` says what they will be, for the progress bar."""
         self._check_apart()
+        if len(self._paths) <= _MOST_KEPT:
+            urls = [path for path in self._paths if is_remote(path)]
+            with ExitStack() as opened:
+                finders = [opened.enter_context(self._finder(url)) for url in urls]
+                calls = [partial(finder.expect, [(url, None)]) for finder, url in zip(finders, urls, strict=True)]
+                call_together(calls, "shardload-open")
         empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
         progress = self._request.options.progress
         with progress_of(progress, f"parts of {title}", len(self._paths), is_bytes=False) as advance:
@@ -605,9 +614,11 @@ class JoinedParts:
 
     def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
+        urls = [path for path in self.versions if is_remote(path)]
+        asked = call_together([partial(open_remote(url, self._access.storage).version, "") for url in urls], "shardload-states")
+        versions_now = dict(zip(urls, asked, strict=True))
         for path, version in self.versions.items():
-            now = open_remote(path, self._access.storage).version("") if is_remote(path) else state_of(path)
-            if now != version:
+            if (versions_now[path] if path in versions_now else state_of(path)) != version:
                 raise SourceError(
                     f"'{path}' has changed while it was joined, or was replaced. '{title}' was not made, because what it says "
                     "of that part may be old. Join the files again when nothing writes to them any more",
