@@ -398,6 +398,14 @@ class Tiles(ChunkReader):
                 np.copyto(into, values)
         return list(missing)
 
+    def plain(self, region: Region) -> np.ndarray[Any, Any]:
+        """See `Source`, for parts at URLs, which HDF5 does not open."""
+        out = np.full(region.shape, self._fill)
+        for k, common in self.meeting(region) if region.size else ():
+            with self.use(k) as part:
+                out[common.slices(region.start)] = part.source.plain(self._boxes[k].inside(common)).reshape(common.shape)
+        return out
+
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks of the virtual dataset's grid in which chunks of parts are missing, or which no part covers. ``[()]``
         without chunks. The last `read_into` has found them; another region is read for that.

@@ -262,7 +262,9 @@ class JoinedParts:
                 f"'{name}' is a URL, and the parts of a file are files in folders. shardload.concat takes URLs, and writes none"
             )
         if name != url:
-            raise ConfigError(f"'{name}' has a signature, which a part cannot have: pass keys in storage=, or download it")
+            raise ConfigError(
+                f"'{name}' has a query or a signature, which a part cannot have: pass keys in storage=, or download it"
+            )
         if "*" in url:
             raise ConfigError(f"'{name}' is a pattern of URLs, for which nothing looks. Pass a list of URLs")
 

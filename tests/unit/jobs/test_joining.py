@@ -494,7 +494,7 @@ def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:
 
     wrong(r"no file matches 'nap\.\*\.h5' .*Pass another pattern, or a list", "nap.*.h5")
     for url in ("s3://bucket/a.h5", "s3://bucket/*.h5"):  # not looked for in the working folder
-        wrong(r"'s3://bucket/.\.h5' is a URL, and parts are files in folders. Download them; or load references", url)
+        wrong(r"'s3://bucket/.\.h5' is a URL, and the parts of a file are files in folders. shardload.concat takes URLs", url)
     wrong("parts is empty", [])
     wrong("'x.zarr' would be an HDF5 file", path="x.zarr")
     wrong("is among the parts twice", [*snapshot, snapshot[0]])

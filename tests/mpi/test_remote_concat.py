@@ -1,0 +1,154 @@
+"""Are files at URLs that `concat` takes for one loaded as their values are, and does only one rank ask for their metadata?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, SourceError
+from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
+from tests.mpi.test_remote_hdf5 import Shared
+
+pytest.importorskip("obstore")
+xr = pytest.importorskip("xarray")
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
+
+LENGTHS = {"one grid": (4, 2, 6), "chunks cut at borders": (3, 1, 5), "no chunks": (4, 2, 6)}
+
+
+@pytest.fixture
+def shared(comm: Any, shared_tmp_path: Path) -> Iterator[Shared]:
+    shared = Shared(comm, shared_tmp_path)
+    yield shared
+    shared.end()
+
+
+def values_of(lengths: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return ramp((sum(lengths), 2 * unit(), 3 * unit()))
+
+
+def write(shared: Shared, layout: str) -> list[str]:
+    """Files in which the values lie one behind the other, with a time each."""
+    values, urls, first = values_of(LENGTHS[layout]), [], 0
+    for k, n in enumerate(LENGTHS[layout]):
+        part, times = values[first : first + n], np.arange(first, first + n, dtype="f8")
+
+        def make(file: h5py.File, part: Any = part, times: Any = times) -> None:
+            options = {} if layout == "no chunks" else {"chunks": (2, *part.shape[1:]), "compression": "gzip"}
+            file.create_dataset("x", data=part, maxshape=(None, *part.shape[1:]) if options else None, **options)
+            file["time"] = times
+            file["time"].attrs["units"] = "days since 2000-01-01"
+            file["time"].make_scale("time")
+            file["x"].dims[0].attach_scale(file["time"])
+
+        urls.append(shared.write(f"{layout.replace(' ', '_')}{k}.h5", make)[0])
+        first += n
+    return urls
+
+
+@pytest.mark.parametrize("spec", [P(None, "a", "b"), P("a"), P()], ids=str)
+@pytest.mark.parametrize("layout", LENGTHS)
+def test_files_at_urls_are_one_array(comm: Any, shared: Shared, layout: str, spec: P) -> None:
+    urls, values = write(shared, layout), values_of(LENGTHS[layout])
+    shared.asked()
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    asked_to_find = shared.asked()
+    for select in (None, {"time": slice(2, sum(LENGTHS[layout]) - 1)}):
+        if spec == P("a") and (values.shape[0] - (0 if select is None else 3)) % unit():
+            continue
+        x = shardload.load(run, mesh_of(), spec, dataset="x", select=select)
+        check(x, values if select is None else values[select["time"]], mesh_of(), spec)
+    asked = shared.asked()
+    if comm.rank == 0:
+        heads = [request.key for request in asked_to_find if request.first == 0 and request.nbytes > 1]
+        assert len(heads) == len(set(heads)) == len(urls), "each file is opened once"
+        size = sum(Path(shared.folder, "b", url.rpartition("/")[2]).stat().st_size for url in urls)
+        assert sum(request.nbytes for request in asked) <= 2 * size, "a rank has asked for what it need not read"
+
+
+def test_what_else_takes_files_at_urls(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
+    """Wrong if HDF5 compared, or copied, the fill values that it has for files which it cannot open."""
+    urls, values = write(shared, "chunks cut at borders"), values_of(LENGTHS["chunks cut at borders"])
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    x = shardload.load(run, mesh_of(), P(None, "a"), dataset="x", verify="full")
+    check(x, values, mesh_of(), P(None, "a"))
+    assert shardload.verify(x, run, dataset="x").n_elements > 0
+    assert (
+        shardload.open(run)["x"].shape == values.shape
+        and shardload.plan(run, mesh_of(), P(), dataset="x").info.dims[0] == "time"
+    )
+    shardload.copy(run, str(shared_tmp_path / "copy.h5"))
+    if comm.rank == 0:
+        with h5py.File(shared_tmp_path / "copy.h5") as file:
+            np.testing.assert_array_equal(file["x"][...], values)
+
+
+def test_a_stream_and_a_dataset_of_files_at_urls(comm: Any, shared: Shared) -> None:
+    urls, values = write(shared, "chunks cut at borders"), values_of(LENGTHS["chunks cut at borders"])
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    steps = shardload.stream(run, mesh_of(), P(None, "a", "b"), dataset="x", along="time", batch=3, shuffle=7)
+    batches = [np.asarray(jax.device_get(batch.addressable_shards[0].data)) for batch in steps]
+    for k, batch in enumerate(batches):
+        region = next(iter(mesh_of().local_devices))
+        index = steps[k].sharding.devices_indices_map(steps[k].shape)[region]
+        np.testing.assert_array_equal(batch, values[steps.order(0)[3 * k : 3 * k + 3]][index])
+    ds = shardload.load_dataset(urls, mesh_of(), P(None, "a"), along="time", storage=shared.of_http)
+    check(ds["x"].data, values, mesh_of(), P(None, "a"))
+    assert str(ds.time.values[-1])[:10] == "2000-01-09"
+
+
+def test_a_part_that_changed_is_one_error(comm: Any, shared: Shared) -> None:
+    """Wrong if the places of chunks in the old file were read in the new one."""
+    urls, values = write(shared, "one grid"), values_of(LENGTHS["one grid"])
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    path = shared.folder / "b/one_grid1.h5"
+
+    def change() -> None:
+        with h5py.File(path, "r+") as file:
+            file["x"][...] = -1
+
+    on_root(comm, change)
+    same_error(comm, lambda: shardload.load(run, mesh_of(), P(), dataset="x"), SourceError, "it was replaced")
+    x = shardload.load(run, mesh_of(), P(), dataset="x", select={"time": slice(0, 4)})
+    check(x, values[:4], mesh_of(), P())
+
+
+def test_what_is_no_part(comm: Any, shared: Shared) -> None:
+    urls, how = write(shared, "no chunks"), {"along": "time", "storage": shared.of_http}
+    for parts, message in (
+        ([f"{urls[0]}?X-Amz-Signature=TOPSECRET", urls[1]], "/b/no_chunks0.h5' has a query or a signature"),
+        ([f"{shared.url}/b/*.h5"], "is a pattern of URLs, for which nothing looks. Pass a list"),
+        ([urls[0], urls[0]], "is among the parts twice"),
+        ([urls[0], f"{shared.url}/b/absent.h5"], "absent.h5"),
+    ):
+        kind = SourceError if "absent" in message else ConfigError
+        error = same_error(comm, lambda parts=parts: shardload.concat(parts, **how), kind, message)
+        assert "TOPSECRET" not in str(error)
+
+
+def test_types_that_hdf5_would_convert_are_refused(comm: Any, shared: Shared) -> None:
+    """Wrong if HDF5 were left to open a URL, for which it delivers fill values."""
+    urls = []
+    for k, precision in enumerate((16, 12)):
+
+        def make(file: h5py.File, precision: int = precision) -> None:
+            kind = h5py.h5t.STD_I16LE.copy()
+            kind.set_precision(precision)
+            made = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple((4, 6)))
+            made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(24, dtype="i2").reshape(4, 6))
+
+        urls.append(shared.write(f"bits{k}.h5", make)[0])
+    same_error(
+        comm,
+        lambda: shardload.load(shardload.concat(urls, along=0, storage=shared.of_http), mesh_of(), P(), dataset="x"),
+        SourceError,
+        "whose types differ",
+    )
