@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import h5py
 import jax
 import numpy as np
 import pytest
@@ -40,6 +41,11 @@ def server(tmp_path: Path) -> Iterator[ObjectServer]:
             made[...] = values
             made.attrs["units"] = units
     zarr.consolidate_metadata(str(tmp_path / "bucket/era.zarr"))
+    for k in range(2):
+        with h5py.File(tmp_path / f"bucket/era_{2001 + k}.nc", "w") as file:
+            file["t2m"], file["time"] = VALUES[12 * k : 12 * k + 12], np.arange(12.0) + 12 * k
+            file["time"].make_scale("time")
+            file["t2m"].dims[0].attach_scale(file["time"])
     with ObjectServer(tmp_path) as server:
         yield server
 
@@ -55,7 +61,7 @@ def test_what_info_prints(server: ObjectServer) -> None:
 def test_the_cookbook(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"shardload": shardload, "mesh": Mesh(np.array(jax.devices()), "a"), "spec": P(None, "a")}
-    assert len(RUNS) == 4
+    assert len(RUNS) == 5
     for text in RUNS:
         text = text.replace('"skip_signature": True}', f'"skip_signature": True, "endpoint": "{server.url}"}}')
         text = text.replace("https://example.org", server.url)
