@@ -95,7 +95,7 @@ class FileSource(ABC):
 
     def _reader(self, move: FileMove, source: Source | None, resources: Resources, opened: ExitStack) -> SourceReader:
         info, layout, flow, tuning = move.info, move.layout, move.flow, self._tuning
-        in_store = source is not None and source.is_in_store
+        in_store = source is not None and info.is_in_store
         if source is None:
             source = MemorySource(np.empty((0,) * len(info.shape), dtype=np.dtype(info.dtype)))
         elif (around := flow.around(self._rank)) is not None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from shardload.errors import printable
 from shardload.planning.region import Region
+from shardload.storage.remote import is_remote
 from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
 Dims = tuple[str | None, ...]
@@ -375,6 +376,11 @@ class ArrayInfo:
     def n_parts(self) -> int:
         """How many parts it has, if its values are in many other files and `parts` says so; else 0."""
         return 0 if self.parts is None else len(self.parts.get("versions", ()))
+
+    @property
+    def is_in_store(self) -> bool:
+        """True if its values come from a store, where each read takes long: its path is a URL, or parts of it are at URLs."""
+        return is_remote(self.path) or bool(self.parts and self.parts.get("in_store"))
 
     @property
     def attrs(self) -> Mapping[str, Any]:

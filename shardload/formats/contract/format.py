@@ -19,7 +19,6 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo, Labels, Properties
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.planning.region import Region
-from shardload.storage.remote import is_remote
 from shardload.system.undo import Undo
 
 
@@ -90,11 +89,6 @@ class Source(abc.ABC):
         A format may then look up no more than this region. Other reads must still be right, but may be slower.
         """
         return None
-
-    @property
-    def is_in_store(self) -> bool:
-        """Whether values come from a store, so that what will be read is said before. The default: if its path is a URL."""
-        return is_remote(self.info.path)
 
     def expect_in_order(self, regions: Iterator[Region]) -> None:
         """Called if the file is in a store: `read_into` will get these regions, in this order. The default does nothing."""

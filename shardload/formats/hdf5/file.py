@@ -361,9 +361,13 @@ def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, plann
     metadata = others.metadata
     boxes = find_boxes(dataset, others.names, lambda names: metadata[names].shape if names in metadata else None)
     told = None if boxes is None else tell_parts(boxes, metadata, PartMetadata.of(dataset, ()), info.chunks)
-    if told is None and any(names in dataset.facts.in_store for names in others.names):
-        why = "values of files at URLs, whose types differ, so that HDF5 would have to open them. `shardload copy` each first"
-        return replace(info, dtype="unknown", refused=why)
+    if any(names in dataset.facts.in_store for names in others.names):
+        if told is None:
+            why = (
+                "values of files at URLs, whose types differ, so that HDF5 would have to open them. `shardload copy` each first"
+            )
+            return replace(info, dtype="unknown", refused=why)
+        told["in_store"] = True
     return replace(info, parts=told)
 
 

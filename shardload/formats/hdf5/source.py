@@ -249,11 +249,6 @@ class Hdf5Source(Source):
         if tiles is not None:
             tiles.limit_to(region)
 
-    @property
-    def is_in_store(self) -> bool:
-        """See `Source`; of a virtual dataset, whether a part may be."""
-        return super().is_in_store or bool(self.dataset.facts.in_store)
-
     def expect_in_order(self, regions: Iterator[Region]) -> None:
         """See `Source`: values of parts at URLs are fetched ahead."""
         if self.dataset.facts.in_store and self._tiles is not None:

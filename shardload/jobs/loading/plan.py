@@ -26,7 +26,7 @@ from shardload.planning.cost import Cost, plan_cost
 from shardload.planning.region import NEAR_NBYTES, count_runs, run_stride
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
-from shardload.storage.remote import PIECE_NBYTES, is_remote
+from shardload.storage.remote import PIECE_NBYTES
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap, wrap_parts
 from shardload.transfer.counters import Counters
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
@@ -551,7 +551,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     cast = "" if plan.decoded_dtype is None else f" decoded to {plan.decoded_dtype}"
     cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
     chunks = "no chunks (any part can be read)" if info.chunks is None else f"chunks {shape_text(info.chunks)}, {info.codec}"
-    store = {"store": _store(plan)} if is_remote(info.path) else {}
+    store = {"store": _store(plan)} if info.is_in_store else {}
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
     return {
         "file": printable(info.path),
@@ -579,8 +579,9 @@ def _store(plan: Plan) -> str:
         else:
             n_far = n_runs
     per_object = math.prod(info.shards or info.chunks or (1,)) * itemsize
-    n_objects = -(-nbytes // max(1, per_object)) if info.format.startswith("Zarr") else 0
-    n = n_objects if n_objects and info.shards is None else max(-(-nbytes // PIECE_NBYTES), n_far) + n_objects
+    n_objects = -(-nbytes // max(1, per_object)) if info.format.startswith("Zarr") else info.n_parts
+    is_each_one_request = info.shards is None and not info.n_parts  # as a chunk of Zarr
+    n = n_objects if n_objects and is_each_one_request else max(-(-nbytes // PIECE_NBYTES), n_far) + n_objects
     share = cost.reader_nbytes / max(1, cost.decoded_nbytes)
     seconds = -(-n * share // _AT_ONCE) * _LATENCY_SECONDS + nbytes * share / (_AT_ONCE * _CONNECTION_NBYTES)
     return (

@@ -33,7 +33,7 @@ from shardload.planning.selection import Between, Near, Selection, positional_in
 from shardload.planning.shards import Shards
 from shardload.planning.staging import ample_staging, least_staging
 from shardload.planning.tuning import Tuning, default_tuning
-from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
+from shardload.storage.remote import MOST_AHEAD_NBYTES
 from shardload.transfer.cast import is_wide
 from shardload.units import format_nbytes
 from shardload.values.dates import has_dates, in_numbers
@@ -126,13 +126,13 @@ def plan_array(
     most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, ranks.tuning.reader_nbytes)
     n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
     caps: dict[str, Any] = {"max_nbytes": max_nbytes}
-    if info.shards is not None and info.chunks is not None and is_remote(info.path):
+    if info.shards is not None and info.chunks is not None and info.is_in_store:
         caps["per_shard"] = [info.shards[k] // info.chunks[k] for k in source.selection.kept]
     schedules = {DIRECT: plan_direct(source, shards, ranks.n, **caps)}
     caps["per_owner"] = ranks.tuning.blocks_per_owner
     owners = {mode: Owners(n_readers) if mode == PARALLEL else Owners() for mode in modes if mode != DIRECT}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
-    ahead_nbytes = MOST_AHEAD_NBYTES if is_remote(info.path) else 0
+    ahead_nbytes = MOST_AHEAD_NBYTES if info.is_in_store else 0
     layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding, ahead_nbytes) for mode in modes}
     mode, why = _choose(layouts, readers if len(modes) > 1 else modes[0], ranks, info)
     return Plan(
@@ -332,7 +332,7 @@ def _choose(layouts: Mapping[str, LoadLayout], readers: str | int, ranks: Planne
         return DIRECT, f"each rank reads what it holds{_cost_without_mpi(ranks)}"
     if readers == AUTO:
         costs = {mode: layouts[mode].cost(0, ranks.n_nodes) for mode in (DIRECT, PARALLEL)}
-        if is_remote(info.path) and ranks.n > 1 and not _is_in_order(layouts[DIRECT], costs[DIRECT], info):
+        if info.is_in_store and ranks.n > 1 and not _is_in_order(layouts[DIRECT], costs[DIRECT], info):
             return PARALLEL, "the file is in a store: each byte is fetched once in the job, in large pieces"
         return choose_mode(costs, ranks.n, is_one_node=ranks.n_nodes == 1)
     if isinstance(readers, int):

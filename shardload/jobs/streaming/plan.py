@@ -329,7 +329,7 @@ class StreamPlan(PrintedReport):
             lines.append(f"  going on from a state: reads at most {min(1, n_steps / order.n_steps):.0%} of the steps first")
         n_times, n_rounds, held_nbytes = self.cost
         lines.append(f"  chunks decoded in epoch 0: {n_times:.2f} times each, in {counted(n_rounds, 'round')}")
-        in_store = any(is_remote(array.info.path) for array in self.arrays)
+        in_store = any(array.info.is_in_store for array in self.arrays)
         ahead = f", {format_nbytes(MOST_AHEAD_NBYTES)} fetched ahead" if in_store else ""
         lines.append(
             f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.prefetch + 1} x "

@@ -40,7 +40,6 @@ from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
-from shardload.storage.remote import is_remote
 from shardload.system.garbage import let_go
 from shardload.units import counted, format_nbytes
 
@@ -243,7 +242,7 @@ class RoundReader:
 
     def _moves(self, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
         """What moves in a round. Of arrays in stores also what moves in the next ones."""
-        if not any(is_remote(array.info.path) for array in self.plan.arrays):
+        if not any(array.info.is_in_store for array in self.plan.arrays):
             return moves_of(self.plan, epoch, round_)
         near = [round_, *islice((pending for pending in self._pending if pending is not round_), _ROUNDS_AHEAD)]
         planned = {id(near_round): (near_round, moves) for near_round, moves in self._near}
