@@ -17,8 +17,9 @@ import xarray as xr
 
 import shardload
 from shardload import ConfigError, SourceError
+from shardload.formats import lookup
 from shardload.formats.access import Access
-from shardload.formats.lookup import open_file, open_source
+from shardload.formats.lookup import open_source
 from shardload.jobs.copying.request import CopyRequest, describe, find
 from shardload.planning.region import Region
 from shardload.storage.leftovers import find_leftover
@@ -174,11 +175,13 @@ def test_a_part_is_compared_in_one_opening(tmp_path: Path, monkeypatch: pytest.M
             for k in range(5):
                 file[f"same{k}"] = np.arange(4.0)
 
+    open_checked = lookup._CheckedFile
+
     def noting(path: str, *args: Any) -> Any:
         opened.append(path)
-        return open_file(path, *args)
+        return open_checked(path, *args)
 
-    monkeypatch.setattr("shardload.jobs.joining.parts.open_file", noting)
+    monkeypatch.setattr(lookup, "_CheckedFile", noting)
     monkeypatch.setattr("shardload.jobs.joining.parts._STORED_NBYTES", 0)
     shardload.concat(paths, "time", dataset=["t2m", *(f"same{k}" for k in range(5))])
     assert sorted(set(opened)) == sorted(paths) and len(opened) <= 2 * len(paths)
