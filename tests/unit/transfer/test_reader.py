@@ -316,6 +316,19 @@ def test_what_cannot_be_read_in_a_file_that_has_changed_is_not_called_damage(mon
     assert "damaged" not in told
 
 
+def test_the_damaged_chunk_is_looked_for_while_nothing_else_is_read() -> None:
+    """Wrong if the lock of the library were let go before: another thread may begin to read the next block then."""
+    library, is_held = threading.Lock(), list[bool]()
+
+    def fail(region: Region) -> Exception | None:
+        is_held.append(library.locked())
+        return OSError("inflate failed") if region.stop[0] > 3 else None
+
+    error = failure(reader_of(FakeSource(TABLE, (2, 4), fail), library=library), whole(rows(0, 4), rank=1))
+    assert isinstance(error, SourceError) and error.chunk == (1, 0)
+    assert is_held == [True] * 3, "the block, and its two chunks"
+
+
 def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
     data = np.zeros((20, 9, 8), dtype="f4")
     source = FakeSource(data, (4, 3, 4), failing_at((13, 7, 5), RuntimeError("bad")))
