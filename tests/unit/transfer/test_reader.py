@@ -147,6 +147,7 @@ def test_values_in_memory_are_shown_not_copied() -> None:
     [
         (np.array([1.0, 1e300], dtype="f8"), "float32", "1e+300"),
         (np.array([1.0, 70000.0], dtype="f4"), "float16", "70000.0"),
+        (np.array([1.0, 65536.0], dtype=ml_dtypes.bfloat16), "float16", "65536"),
         (np.array([1.0, np.nan], dtype="f4"), "int32", "nan"),
         (np.array([0x3F800000, 0x7F800001], dtype="u4").view("f4"), "int16", "nan"),
         (np.array([0x3F800000, 0x7F800001], dtype="u4").view("f4"), "int4", "nan"),
@@ -191,6 +192,7 @@ def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Arr
         (np.array([-256, 2**60], dtype="i8"), "bfloat16"),
         (np.array([0, 3], dtype="i4"), "bool"),
         (np.array([0.1, np.nan, -np.inf, 3.3e38], dtype="f4"), "bfloat16"),
+        (np.array([0.1, np.nan, -np.inf, 65280.0], dtype=ml_dtypes.bfloat16), "float16"),
         (np.array([0.1, np.nan, 448.0], dtype="f4"), "float8_e4m3fn"),
         (np.array([-8, 7], dtype="i4"), "int4"),
         (np.array([0.1, -6.0], dtype="f4"), "float4_e2m1fn"),
