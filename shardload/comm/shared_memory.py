@@ -89,8 +89,9 @@ class Segment:
         self.data = whole[_TOKEN_NBYTES:]
         self.handle = handle
         self._token = whole[:8].view(np.int64)
-        self._descriptor = descriptor
         self.bell = bell
+        # Closes the descriptor: no other process can attach from now on. A call may be interrupted before it does that.
+        self.seal = weakref.finalize(self, _close, descriptor)
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -123,12 +124,6 @@ class Segment:
             raise OSError(f"descriptor {number} of process {process} is another memory here")
         bell = Bell(os.open(f"/proc/{process}/fd/{ringing}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         return cls(memory, handle, None, bell)
-
-    def seal(self) -> None:
-        """Close the descriptor: no other process can attach from now on."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 class Node:

@@ -180,7 +180,7 @@ class MpiTransport(Transport):
 
     def in_use(self) -> tuple[Any, ...]:
         """See `Transport`: the requests and buffers that MPI may still use."""
-        return self._requests, self._pending
+        return self._requests, [buffer for _, buffer in self._pending]
 
 
 def mpi_message(mpi: Any, view: Array) -> tuple[list[Any], Any]:

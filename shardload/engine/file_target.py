@@ -344,9 +344,11 @@ class FileTarget:
         self._wait(self._tasks[turn])
         if self._root_places:
             placed = [chunk for chunk in chunks if self._encoders[chunk.array].is_placed_by_root]
-            for chunk, offset in zip(placed, self._offsets_of(placed), strict=True):
-                chunk.offset = offset
-            self._tasks[turn] = self._share_out(placed, [("write", "writing", self._put_if_placed)])
+            offsets = self._offsets_of(placed)
+            with self._errors:  # the others go on, until they agree
+                for chunk, offset in zip(placed, offsets, strict=True):
+                    chunk.offset = offset
+                self._tasks[turn] = self._share_out(placed, [("write", "writing", self._put_if_placed)])
         elif turn != -1:  # else all agree when the disk has it
             self._agree()
         if not self._errors:

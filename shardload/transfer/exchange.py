@@ -80,8 +80,7 @@ def exchange(
     try:
         moving.run(begin_next)
     except BaseException:
-        if group.has_mpi:
-            _abandoned.append((transport.in_use(), moves, resources))
+        _abandoned.append(transport.in_use())
         group.forget_shared_memory()
         raise
     channels.close()

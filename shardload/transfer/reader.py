@@ -227,11 +227,11 @@ class BlockReader(SourceReader):
         return self._in_place(block) is None and self._view(block) is None
 
     def _tasks_of(self, staged: StagedBlock) -> list[Task]:
-        return [partial(self._read_alone, staged)]
+        return [partial(self._read_block, staged)]
 
-    def _read_alone(self, staged: StagedBlock, counters: Counters) -> None:
-        with self._library:
-            self._read_block(staged, counters)
+    def _run(self, work: Task, block: Block) -> None:
+        with self._library:  # also while the damaged chunk is looked for
+            super()._run(work, block)
 
     def expect(self, blocks: Iterable[Block]) -> None:
         """Tell the source what these blocks need, in the order in which it is read."""

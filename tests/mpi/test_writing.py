@@ -85,6 +85,22 @@ def test_an_unforeseen_error_in_a_thread(comm: Any, shared_tmp_path: Path, monke
     assert on_disk(comm, shared_tmp_path) == []
 
 
+def test_a_thread_that_cannot_be_given_chunks_to_write(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if only the rank that has it raised it: the others would wait for that rank at the next round, or for the disk."""
+    share_out = writing.FileTarget._share_out
+
+    def fail(self: Any, chunks: Any, steps: Any) -> Any:
+        if comm.rank == comm.size // 2 and len(steps) == 1:
+            raise MemoryError("no memory for a task")
+        return share_out(self, chunks, steps)
+
+    monkeypatch.setattr(writing.FileTarget, "_share_out", fail)
+    same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "no memory for a task")
+    assert on_disk(comm, shared_tmp_path) == []
+
+
 def test_a_place_that_rank_0_cannot_give(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a chunk that two ranks write were written twice."""
     answers = writing.FileTarget._answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm.shared_memory import Bell, Segment
+from shardload.comm.collectives import Collectives
+from shardload.comm.shared_memory import Bell, Node, Segment
 
 ROOT = Path(__file__).parents[3]
 
@@ -134,6 +136,26 @@ def test_no_room_is_an_error_and_leaves_no_descriptor(monkeypatch: pytest.Monkey
     for _ in range(3):
         with pytest.raises(OSError, match="No space left"):
             Segment.create(5000)
+
+
+class Interrupted(Collectives):
+    """Ctrl-C comes while the ranks tell each other where their memory is."""
+
+    def reduce(self, values: Any, op: str) -> Any:
+        return values
+
+    def gather(self, values: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_call_leaves_no_descriptor_and_no_memory() -> None:
+    """Wrong if only who comes to the end closed the descriptor: it keeps the memory, which nobody can free any more."""
+    gc.collect()  # what other tests have left
+    before = descriptors(), mapped_nbytes()
+    with pytest.raises(KeyboardInterrupt):
+        Node(0, (0, 1), Interrupted()).shared_memory(5000)
+    gc.collect()  # pytest keeps the error, and with it the call, for a while
+    assert (descriptors(), mapped_nbytes()) == before
 
 
 def mapped_nbytes() -> int:

@@ -70,7 +70,7 @@ def test_a_note_that_has_not_left_is_kept() -> None:
     note = np.zeros(3, dtype=np.int64)
     transport.send_note(1, note)
     assert not transport.test() and transport
-    assert any(kept is note for _, kept in transport.in_use()[1])
+    assert any(kept is note for kept in transport.in_use()[1])
     comm.sent[0][2].has_left = True
     assert transport.test() and not transport
     segment.seal()

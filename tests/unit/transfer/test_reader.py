@@ -147,6 +147,7 @@ def test_values_in_memory_are_shown_not_copied() -> None:
     [
         (np.array([1.0, 1e300], dtype="f8"), "float32", "1e+300"),
         (np.array([1.0, 70000.0], dtype="f4"), "float16", "70000.0"),
+        (np.array([1.0, 65536.0], dtype=ml_dtypes.bfloat16), "float16", "65536"),
         (np.array([1.0, np.nan], dtype="f4"), "int32", "nan"),
         (np.array([0x3F800000, 0x7F800001], dtype="u4").view("f4"), "int16", "nan"),
         (np.array([0x3F800000, 0x7F800001], dtype="u4").view("f4"), "int4", "nan"),
@@ -191,6 +192,7 @@ def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Arr
         (np.array([-256, 2**60], dtype="i8"), "bfloat16"),
         (np.array([0, 3], dtype="i4"), "bool"),
         (np.array([0.1, np.nan, -np.inf, 3.3e38], dtype="f4"), "bfloat16"),
+        (np.array([0.1, np.nan, -np.inf, 65280.0], dtype=ml_dtypes.bfloat16), "float16"),
         (np.array([0.1, np.nan, 448.0], dtype="f4"), "float8_e4m3fn"),
         (np.array([-8, 7], dtype="i4"), "int4"),
         (np.array([0.1, -6.0], dtype="f4"), "float4_e2m1fn"),
@@ -314,6 +316,19 @@ def test_what_cannot_be_read_in_a_file_that_has_changed_is_not_called_damage(mon
     told = str(failure(reader_of(source, chunks=Grid((20, 30), (4, 10), (0, 0))), whole(Region((0, 0), (20, 30)), rank=1)))
     assert "OSError: inflate failed. The file has changed since it was opened" in told
     assert "damaged" not in told
+
+
+def test_the_damaged_chunk_is_looked_for_while_nothing_else_is_read() -> None:
+    """Wrong if the lock of the library were let go before: another thread may begin to read the next block then."""
+    library, is_held = threading.Lock(), list[bool]()
+
+    def fail(region: Region) -> Exception | None:
+        is_held.append(library.locked())
+        return OSError("inflate failed") if region.stop[0] > 3 else None
+
+    error = failure(reader_of(FakeSource(TABLE, (2, 4), fail), library=library), whole(rows(0, 4), rank=1))
+    assert isinstance(error, SourceError) and error.chunk == (1, 0)
+    assert is_held == [True] * 3, "the block, and its two chunks"
 
 
 def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
