@@ -355,6 +355,18 @@ def test_every_index_of_chunks(tmp_path: Path, index: str, libver: Any) -> None:
         np.testing.assert_array_equal(file["x"][...], -values[:10, : shape[1]])
 
 
+def test_a_file_that_is_shorter_than_its_first_write(tmp_path: Path) -> None:
+    """Wrong if a chunk got its place among the first 512 bytes, which the end of an append writes as a whole: other values."""
+    path, values = tmp_path / "x.h5", 1 + ramp((8,), "int32")
+    with h5py.File(path, "w", libver="latest") as file:
+        file.create_dataset("x", (0,), "int32", chunks=(4,), maxshape=(10,))
+    assert path.stat().st_size < 512
+    for n in (5, 8):
+        grow(path, {"/x": values[:n]})
+        with h5py.File(path) as file:
+            np.testing.assert_array_equal(file["x"][...], values[:n])
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("engine", ["netcdf4", "h5netcdf"])
 @pytest.mark.parametrize("has_time", [True, False])
