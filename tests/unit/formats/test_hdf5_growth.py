@@ -309,6 +309,29 @@ def test_changes_that_are_gone_damaged_or_not_allowed(marked: Disk, monkeypatch:
     assert complete_append(str(marked.path)) and set(lengths(marked.path).values()) == {NEW}
 
 
+@pytest.mark.parametrize("what", ["load", "append"])
+def test_changes_that_were_made_and_cannot_be_removed(marked: Disk, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Wrong if a load were an error, or an append promised its rows to the next load, though the file is whole."""
+    if what == "append":
+        marked.put({"x.h5": marked.before})
+    unlink = os.unlink
+
+    def refuses(path: Any, **how: Any) -> None:
+        if str(path).endswith(".changes"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        unlink(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuses)
+        if what == "append":
+            grow(marked.path, VALUES)
+        else:
+            assert format_of(str(marked.path)).name == "HDF5"
+    assert set(lengths(marked.path).values()) == {NEW}
+    (left,) = marked.folder.glob("*.changes")
+    assert f"rm {left}" in str(find_leftover(str(left)))
+
+
 def test_a_file_that_begins_like_a_mark(tmp_path: Path) -> None:
     """Wrong if its text led to another folder."""
     path = tmp_path / "x.h5"
