@@ -119,14 +119,14 @@ class NewFolder(LocalFolder):
                 continue
             file.seek(MARK_NBYTES)
             old, about = json.loads(file.read() or b"{}"), self._about or {}
-            key = next((key for key in about if old.get(key) != about[key]), None)
+            key = next((key for key in {**about, **old} if old.get(key) != about.get(key)), None)
             if key is None:
                 self.path, self._mark = path, file
                 self._folders.add(path)
                 return self._whole_keys()
             file.close()
             difference = difference or (
-                f"'{path}' is not of this copy: {key} was {old.get(key, 'nothing')}, and is {about[key]}"
+                f"'{path}' is not of this copy: {key} was {old.get(key, 'nothing')}, and is {about.get(key, 'nothing')}"
             )
         if difference:
             raise ConfigError(f"{difference}. Remove it, or begin again without resume=True")
