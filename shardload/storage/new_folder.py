@@ -43,7 +43,6 @@ from shardload.storage.target import (
     check_mark,
     mark,
     sync_folder,
-    sync_name,
     temporary_of,
 )
 from shardload.system.steps import steps_of
@@ -375,8 +374,10 @@ class AddedFolder(NewFolder):
                     path=self._name,
                 ) from error
             raise
-        for folder in sorted({os.path.dirname(os.path.join(self.old, old_key)) for old_key in replaced}):
-            sync_name(folder, self._name)
+
+    def folders_of(self, keys: Iterable[str]) -> list[str]:
+        """Those in the old folder that have objects with these keys: their names are on disk when each is synced."""
+        return sorted({os.path.dirname(os.path.join(self.old, key)) for key in keys})
 
     def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`."""
