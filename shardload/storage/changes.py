@@ -102,7 +102,8 @@ def make_changes(file: WritableFile, path: str) -> None:
     file.sync()
     file.write_at(head, 0)
     file.sync()
-    os.unlink(path)
+    with contextlib.suppress(OSError):  # nothing is to be done any more; `shardload info` names what stays
+        os.unlink(path)
 
 
 def _mark(path: str, nbytes: int) -> bytes:
@@ -255,12 +256,15 @@ class GrowingFile(WritableFile):
             self._target.temporary = changes
             sync_folder(self._target.folder)
             lock = WritableFile(changes)
-        with contextlib.closing(lock):
+        with contextlib.closing(lock), as_write_error(self._name):
             take_lock(lock.descriptor, fcntl.LOCK_EX)
             self._is_begun, self._target.temporary = True, None
             try:
                 make_changes(self, changes)
             except OSError as error:
+                if self.is_as_before():  # not even the mark: nobody would make the changes later
+                    self._is_begun, self._target.temporary = False, changes
+                    raise
                 raise SourceError(
                     f"the append to '{self._name}' failed as its last bytes were written ({error.strerror or error}). All "
                     f"values are on disk. What is to be done is in '{changes}': the next load or append does it, or: "

@@ -43,7 +43,6 @@ from shardload.storage.target import (
     check_mark,
     mark,
     sync_folder,
-    sync_name,
     temporary_of,
 )
 from shardload.system.steps import steps_of
@@ -119,14 +118,14 @@ class NewFolder(LocalFolder):
                 continue
             file.seek(MARK_NBYTES)
             old, about = json.loads(file.read() or b"{}"), self._about or {}
-            key = next((key for key in about if old.get(key) != about[key]), None)
+            key = next((key for key in {**about, **old} if old.get(key) != about.get(key)), None)
             if key is None:
                 self.path, self._mark = path, file
                 self._folders.add(path)
                 return self._whole_keys()
             file.close()
             difference = difference or (
-                f"'{path}' is not of this copy: {key} was {old.get(key, 'nothing')}, and is {about[key]}"
+                f"'{path}' is not of this copy: {key} was {old.get(key, 'nothing')}, and is {about.get(key, 'nothing')}"
             )
         if difference:
             raise ConfigError(f"{difference}. Remove it, or begin again without resume=True")
@@ -375,8 +374,10 @@ class AddedFolder(NewFolder):
                     path=self._name,
                 ) from error
             raise
-        for folder in sorted({os.path.dirname(os.path.join(self.old, old_key)) for old_key in replaced}):
-            sync_name(folder, self._name)
+
+    def folders_of(self, keys: Iterable[str]) -> list[str]:
+        """Those in the old folder that have objects with these keys: their names are on disk when each is synced."""
+        return sorted({os.path.dirname(os.path.join(self.old, key)) for key in keys})
 
     def discard(self, *, keeps: bool = False) -> None:
         """See `WritableFolder`."""

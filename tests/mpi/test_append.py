@@ -603,6 +603,45 @@ def test_replacing_is_killed(comm: Any, shared_tmp_path: Path, monkeypatch: pyte
     on_root(comm, lambda: look(path, values[:5]))
 
 
+@pytest.mark.parametrize("what", ["shorter", "longer", "files behind"])
+def test_replacing_that_is_not_confirmed(
+    ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """Wrong if the error said that the store has only what stays, or is as it was, when it has its new rows; or the reverse."""
+    path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
+    on_root(ranks, lambda: make(path, values))
+    array = path / "g" / "rho"
+    unlink, fsync = os.unlink, os.fsync
+
+    def refused(file: Any, **how: Any) -> None:
+        if str(file).startswith(f"{array}/c") and what == "files behind":
+            raise OSError(5, "no such luck")
+        unlink(file, **how)
+
+    def unconfirmed(descriptor: int) -> None:
+        is_its_folder = os.readlink(f"/proc/self/fd/{descriptor}") == str(array)
+        n_rows = json.loads((array / "zarr.json").read_text())["shape"][0] if is_its_folder else 0
+        if n_rows == {"shorter": 5, "longer": 7}.get(what):
+            raise OSError(5, "no such luck")
+        fsync(descriptor)
+
+    def replace() -> Any:
+        return shardload.append(path, tree_of(values[:7] * 2, 5, P(None, "a")), at=float(_times(6)[5]))
+
+    monkeypatch.setattr(os, "unlink", refused)
+    monkeypatch.setattr(os, "fsync", unconfirmed)
+    if what == "files behind":
+        replace()
+        assert ranks.rank or "has its new rows" in caplog.text
+    else:
+        told = "the first 5 alone" if what == "shorter" else "has its new content"
+        error = same_error(ranks, replace, SourceError, told)
+        assert ("alone" in str(error)) == (what == "shorter") and "as it was" not in str(error)
+    monkeypatch.undo()
+    new = np.concatenate([values[:5], 2 * values[5:7]])
+    on_root(ranks, lambda: look(path, values[:5] if what == "shorter" else new))
+
+
 # --- what is refused
 
 

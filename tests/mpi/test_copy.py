@@ -724,6 +724,7 @@ def test_what_cannot_go_on(comm: Any, shared_tmp_path: Path, stopped: Callable[.
         assert sorted(os.listdir(shared_tmp_path)) == left
 
     refused("what is made of '/rho'", chunks=(5, 7, 4))
+    refused("and is nothing", dataset="g/big", chunks="keep", compression="keep")  # files of '/rho' would stay
     with open(left_of(target) / "shardload-unfinished", "r+b") as mark:
         if comm.rank == 0:
             fcntl.flock(mark, fcntl.LOCK_EX)

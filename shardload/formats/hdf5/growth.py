@@ -32,7 +32,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.codecs.algorithms import numcodecs
 from shardload.formats.contract.array import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.hdf5.filters import Hdf5Encoder, create_type
-from shardload.formats.hdf5.ledger import old_file
+from shardload.formats.hdf5.ledger import HEAD_NBYTES, old_file
 from shardload.formats.hdf5.metadata import (
     NON_COORDINATE,
     axes_of,
@@ -318,7 +318,8 @@ class Hdf5Growth(LedgerSink):
         self.ticket = Ticket(file.temporary)
         with contextlib.ExitStack() as undo:
             undo.callback(file.discard)
-            self._old_end = end_of(self.path, file.read_at_most(0, SUPERBLOCK_NBYTES))
+            # Of a very small file: `commit` writes its first bytes as a whole, so that no chunk may lie there.
+            self._old_end = max(end_of(self.path, file.read_at_most(0, SUPERBLOCK_NBYTES)), HEAD_NBYTES)
             self.begin(file, chunks, self._old_end)
             undo.callback(self.abandon)
             file.is_as_before = self.ledger.is_as_before

@@ -15,6 +15,7 @@ docs/design/save.md says what is on disk after a kill.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,8 +36,10 @@ from shardload.planning.region import unravel
 from shardload.storage.changes import changed_meanwhile
 from shardload.storage.leftovers import ROOTS
 from shardload.storage.new_folder import AddedFolder
-from shardload.storage.target import GROWTH_MARK, as_write_error
+from shardload.storage.target import GROWTH_MARK, as_write_error, sync_folder, sync_name
 from shardload.system.undo import Undo
+
+_log = logging.getLogger("shardload")
 
 # --- what there is
 
@@ -301,8 +304,11 @@ class GrowthSink(ZarrSink):
             self._refuse_changed()
             if self._short_keys:
                 folder.replace(self._short_keys, {key: text for key, (text, _) in self._documents.items()})
-                self._documents = self._read_documents()
             try:
+                if self._short_keys:
+                    for path in folder.folders_of(self._short_keys):
+                        sync_folder(path)
+                    self._documents = self._read_documents()
                 folder.add(self._moves(at_edge=False), self._moves(at_edge=True))
                 self._refuse_changed()
                 folder.replace(self._new_keys, {key: text for key, (text, _) in self._documents.items()})
@@ -310,8 +316,14 @@ class GrowthSink(ZarrSink):
                 if self._short_keys:
                     raise self._half_replaced(error) from error
                 raise
+        # From here on the store has its new rows. No error may deny that.
+        for path in folder.folders_of(self._new_keys):
+            sync_name(path, self.path)
+        try:
             for name, array in self.arrays.items():
                 folder.remove(os.path.join(name.strip("/"), key) for key in array.files_behind())
+        except OSError as error:
+            _log.warning("'%s' has its new rows, but files of old ones behind its end cannot be removed: %s", self.path, error)
         self.abandon()
 
     def _half_replaced(self, error: OSError) -> SourceError:
