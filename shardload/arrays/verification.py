@@ -210,6 +210,7 @@ class Verifier:
     def _check_file(self, local: LocalShards, pieces: Mapping[Region, Array], findings: ShardFindings) -> None:
         shards, layout = self.schedule.shards, self.layout
         with closing(self.open_again()) as source:
+            source.expect(layout.selection.region)
             truth = Truth(source, layout.selection, layout.dtype, self.decoding)
             for number in local.numbers:
                 piece = pieces.get(local.regions[number])

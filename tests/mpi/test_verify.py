@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
 
+import h5py
 import jax
 import ml_dtypes
 import numpy as np
@@ -142,6 +144,25 @@ def test_one_element_is_found_wherever_it_is(comm: Any, files: dict[str, str]) -
         same_error(
             comm, lambda x=x: shardload.verify(x, files["chunked"], dataset=NAME), VerifyError, text, f"has {float(flat)}"
         )
+
+
+def test_only_chunks_of_the_selection_are_looked_up(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the file that is read again were asked for the places of all chunks: 80 MiB for these 4 million."""
+    path, at = str(shared_tmp_path / "sparse.h5"), 1 << 20
+    if comm.rank == 0:
+        with h5py.File(path, "w", libver="latest") as file:
+            sparse = {"chunks": (1024,), "maxshape": (None,), "compression": "gzip"}
+            file.create_dataset("x", (1 << 32,), "f4", **sparse)[at : at + 4096] = np.arange(4096)
+    comm.Barrier()
+    n = 1024 * len(jax.devices())
+    tracemalloc.start()
+    try:
+        _, report = proven(path, mesh_of(), P(("b", "a")), "file", select=slice(at, at + n), missing="fill")
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert report.n_elements > 0
+    assert peak_nbytes < 20 << 20
 
 
 def test_arrays_that_cannot_be_of_the_file(comm: Any, files: dict[str, str]) -> None:

@@ -178,9 +178,9 @@ def _memory_type_of(kind: Any, dtype: np.dtype[Any]) -> tuple[Any, bool]:
     if dtype == BFLOAT16:
         return type_in_file(BFLOAT16), False
     # Integers of fewer bits than their bytes have: if HDF5 is to give them in the other byte order, it swaps the bytes and
-    # takes the unused bits, mostly zeros, for bits of the number: -3 of 12 bits becomes 4093. So they come in their own order.
-    has_unused_bits = kind.get_class() == h5py.h5t.INTEGER and kind.get_precision() < 8 * kind.get_size()
-    if has_unused_bits and not kind.dtype.isnative:
+    # takes the unused bits, mostly zeros, for bits of the number: -3 of 12 bits becomes 4093. So integers come in their own
+    # order: also where all bits are used, because parts of a virtual dataset may have fewer.
+    if kind.get_class() == h5py.h5t.INTEGER and not kind.dtype.isnative:
         return h5py.h5t.py_create(kind.dtype), True
     return None, False
 
@@ -290,7 +290,8 @@ class Hdf5Source(Source):
         if is_open and self.places is not None:
             self.places.check(region)
         if self._gap_value is not None:
-            out[...] = self._gap_value  # it may hold another block's values
+            # It may hold another block's values.
+            out[...] = self._gap_value.byteswap() if self._swaps else self._gap_value
         try:
             self._read_by_library(region, out)
             if self._swaps:

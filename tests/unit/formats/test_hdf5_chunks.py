@@ -199,6 +199,36 @@ def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape:
         assert_same(found[name], expected)
 
 
+def test_missing_chunks_of_types_that_hdf5_does_not_convert(tmp_path: Path) -> None:
+    """Wrong if the fill value is asked for in this machine's byte order: HDF5 has no conversion for these types."""
+    path, filled = tmp_path / "a.h5", {"bits": np.arange(8, dtype="u2")}
+    library = ctypes.CDLL(h5py.h5d.__file__)
+    library.H5Pset_fill_value.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+
+    def fill_bits(creation: Any) -> None:  # h5py has no values of this type
+        assert library.H5Pset_fill_value(creation.id, h5py.h5t.STD_B16BE.id, bytes([0, 5])) >= 0
+
+    with h5py.File(path, "w") as file:
+        bits = {"chunks": (4,), "setting": fill_bits, "memory_kind": h5py.h5t.NATIVE_B16}
+        space = h5py.h5s.create_simple((8,))
+        space.select_hyperslab((0,), (4,))
+        made = raw_dataset(file, "bits", h5py.h5t.STD_B16BE, (8,), **bits)
+        made.id.write(h5py.h5s.create_simple((4,)), space, filled["bits"][:4].copy(), h5py.h5t.NATIVE_B16)
+        if hasattr(h5py.h5t, "COMPLEX"):  # the complex type of HDF5 2.0
+            filled["complex"] = flat((8,), "complex64")
+            kind, fill = h5py.h5t.COMPLEX_IEEE_F32BE, np.array(5, ">c8")
+            made = raw_dataset(file, "complex", kind, (8,), chunks=(4,), setting=lambda creation: creation.set_fill_value(fill))
+            values = filled["complex"][:4].copy()
+            made.id.write(h5py.h5s.create_simple((4,)), space, values, h5py.h5t.NATIVE_FLOAT_COMPLEX)
+    for name, data in filled.items():
+        data[4:] = 5
+        with closing(open_source(str(path), name)) as source:
+            reader = source.chunk_reader()
+            assert reader is not None, name
+            assert_same(assemble(source, reader), data, name)
+            assert_same(read_all(source), data, name)
+
+
 @pytest.mark.parametrize("maxshape", [None, (None, 4)])
 def test_a_few_chunks_are_found_without_a_list_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maxshape: Any) -> None:
     """Wrong if a cell of a large file took longer, the more chunks there are: HDF5's list takes a microsecond for each."""
