@@ -470,7 +470,8 @@ class NewRemoteFolder(RemoteFolder):
             with contextlib.suppress(OSError):
                 if not (keys := list(self.keys(""))):
                     break
-                self._client.delete(keys)
+                for are_metadata in (True, False):  # metadata first: a part of a store must not look like a whole one
+                    self._client.delete([key for key in keys if (key.rpartition("/")[2] in METADATA) == are_metadata])
         if self._mark:
             self._remove_mark()
 

@@ -521,6 +521,18 @@ def test_an_empty_object_that_stands_for_a_folder_is_no_store(server):
     assert [name for name in server.names() if name.startswith("bucket/new.zarr/")] == ["bucket/new.zarr/"]
 
 
+def test_metadata_are_removed_first(server, monkeypatch):
+    """Wrong if chunks were: a job that is ended as it removes them would leave arrays of fill values."""
+    folder, removed = NewRemoteFolder("s3://bucket/new.zarr", "w-", server.storage), []
+    folder.create()
+    for key in ("c/0", "x/c/0", "x/zarr.json", "zarr.json"):
+        folder.put(key, b"0123")
+    monkeypatch.setattr(server, "put", lambda key, content: (removed.append(key), server.objects.pop(key)))
+    folder.discard()
+    documents = ["bucket/new.zarr/x/zarr.json", "bucket/new.zarr/zarr.json"]
+    assert sorted(removed[:2]) == documents and len(removed) == 5
+
+
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, if another test has imported it
 def test_after_a_fork_there_is_an_error_at_once(server):
     stored = opened(server)
