@@ -10,7 +10,8 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Event
+from itertools import count
+from threading import Barrier, Event
 
 import numpy as np
 import pytest
@@ -342,6 +343,25 @@ def test_an_object_that_is_replaced_is_an_error(server, has_etag, change):
         with pytest.raises(RemoteChangedError, match=r"'s3://bucket/run.h5' is another object than"):
             read(reader, 0, 10)
     assert not has_etag or {header.get("if-match") for header in server.headers} == {pin.mark}
+
+
+def test_threads_that_ask_first_at_once_see_one_version(server, monkeypatch):
+    """Each answer is another version here. Wrong if two threads asked without saying which: each would take its own."""
+    versions, start = count(), Barrier(8)
+    monkeypatch.setattr(server, "content", lambda key: DATA[:1000] + bytes([next(versions)]))
+    stored = opened(server)
+
+    def ask(_):
+        start.wait()
+        try:
+            return stored.read_at_most(0, 10)
+        except RemoteChangedError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
+    assert answers.count(None) == 7
+    assert [header for header in server.headers if "if-match" not in header] == server.headers[:1]
 
 
 CAUSES = {
