@@ -20,7 +20,9 @@ import zstandard
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
+from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
 from shardload.storage.local import OutsideError
 from shardload.storage.remote import StorageOptions
@@ -212,6 +214,20 @@ def test_a_set_that_was_replaced_is_noticed(tmp_path: Path, name: str, is_remote
             document = tmp_path / "b" / name / (".zmetadata" if name.endswith("parq") else "")
             document.write_bytes(document.read_bytes() + b" ")
             assert source.opened_in() != source.state()
+
+
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+def test_a_set_that_is_replaced_before_its_metadata_are_asked_for(tmp_path: Path, name: str) -> None:
+    """Wrong if its state were looked at then: a large set takes seconds to parse, and the old references would have the new
+    state.
+    """
+    write(tmp_path / "refs.json", "x.h5")
+    in_parquet(tmp_path / "refs.json")
+    store = open_store(str(tmp_path / name))
+    document = tmp_path / name / (".zmetadata" if name.endswith("parq") else "")
+    document.write_bytes(document.read_bytes() + b" ")
+    assert isinstance(store.node("x"), ArrayNode)
+    assert store.state_before("x/.zarray") != store.state("x/.zarray") is not None
 
 
 def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
