@@ -321,6 +321,7 @@ _CAUSES = {  # by S3's code: the status, and what to say
     "SignatureDoesNotMatch": (403, "the secret key does not belong to the access key, or a proxy changes requests"),
     "RequestTimeTooSkewed": (403, "the clock of this machine is wrong: the store takes no signature from it"),
     "NoSuchBucket": (404, "there is no such bucket"),
+    "BlobAlreadyExists": (412, "it exists"),  # in place of 412, in Azure
 }
 
 _PANICS = (
@@ -390,7 +391,8 @@ def _meaning(error: Exception) -> _Failure:
     if status == 416:  # no byte is asked for that is not there, but the first
         return 416, "it is empty (0 bytes)", False
     if status:
-        return status, f"the server answers {status} {code}".rstrip(), status in _PASSING
+        passes = status in _PASSING or code == "ConditionalRequestConflict"  # of S3, while another request puts the same
+        return status, f"the server answers {status} {code}".rstrip(), passes
     text = re.sub(r"\w+://\S+", "", text)  # words of a key would be taken for causes
     for words, reason, passes in _CAUSES_WITHOUT_STATUS:
         if re.search(words, text):
