@@ -230,10 +230,14 @@ class Client:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. No error if one does not exist."""
+        keys = list(keys)
         with suppress(FileNotFoundError):
             self._wait_for(
                 "", lambda folder: self._obstore.delete(self._store, [_join(folder, key) for key in keys]), "deleted"
             )
+            return
+        for key in keys if len(keys) > 1 else ():  # one did not exist, at which Google's and Azure's stop
+            self.delete([key])
 
     def keys(self, below: str) -> list[str]:
         """The keys of all objects below a folder: a request for each thousand."""

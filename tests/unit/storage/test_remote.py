@@ -578,6 +578,18 @@ def test_a_put_that_meets_another_is_tried_again(server):
     assert "bucket/new.zarr/shardload-unfinished" in server.objects
 
 
+def test_what_does_not_exist_keeps_nothing_from_being_deleted(tmp_path):
+    """In folders, Google and Azure that is an error of obstore. Wrong if the rest stayed: what a failed save has put."""
+    url, options = with_store((stores.LocalStore(tmp_path), "new.zarr"), None)
+    remote = client.Client(url, options)
+    keys = [f"x/c/{k}" for k in range(50)]
+    for key in keys:
+        remote.put(key, b"0123", "create")
+    assert sorted(remote.keys("")) == sorted(keys)
+    remote.delete(["gone", *keys])
+    assert remote.keys("") == []
+
+
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, if another test has imported it
 def test_after_a_fork_there_is_an_error_at_once(server):
     stored = opened(server)
