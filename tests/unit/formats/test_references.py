@@ -230,6 +230,27 @@ def test_a_set_that_is_replaced_before_its_metadata_are_asked_for(tmp_path: Path
     assert store.state_before("x/.zarray") != store.state("x/.zarray") is not None
 
 
+def test_a_range_that_no_object_has_is_not_fetched_ahead(tmp_path: Path) -> None:
+    """Wrong if it were cut into requests first: thousands here, and without end for the largest sizes."""
+    pytest.importorskip("obstore")
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b/refs.json", "x.h5", {"x/0.0": ["x.h5", 0, 10**11]})
+    with ObjectServer(tmp_path) as server:
+        with closing(open_source("s3://b/refs.json", "x", Access(storage=StorageOptions(server.storage)))) as source:
+            reader = source.chunk_reader()
+            assert reader is not None
+            box = [range(0, 1), range(0, 1)]
+            reader.expect(iter([box]))
+            with pytest.raises(ValueError, match="is declared to be stored in 100000000000 bytes"):
+                reader.fetch(box)
+        with closing(open_source("s3://b/refs.json", "x", Access(storage=StorageOptions(server.storage)))) as source:
+            reader = source.chunk_reader()
+            assert reader is not None
+            reader.expect(iter([[range(1, 2), range(1, 2)]]))
+            reader.fetch([range(1, 2), range(1, 2)])
+        assert len(server.log) < 20
+
+
 def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     write(tmp_path / "refs.json", "x.h5")
