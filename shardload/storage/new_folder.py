@@ -410,6 +410,7 @@ class NewRemoteFolder(RemoteFolder):
             )
         super().__init__(Client(url, options))
         self._mode, self._mark, self._last_object = mode, b"", ("", b"")
+        self._unsynced = list[str]()  # keys
 
     # --- on one rank
 
@@ -491,6 +492,7 @@ class NewRemoteFolder(RemoteFolder):
 
     def put(self, key: str, data: Any) -> None:
         """See `WritableFolder`. The mark says that nobody else puts it: so it is no error if a request is repeated."""
+        self._unsynced.append(key)  # before: the answer may be lost
         self._client.put(key, data, "overwrite")
 
     def write_at(self, key: str, data: Any, offset: int) -> None:
@@ -499,6 +501,10 @@ class NewRemoteFolder(RemoteFolder):
 
     def sync(self) -> None:
         """See `WritableFolder`. What was put is there when `put` returns."""
+        self._unsynced = []
 
     def close(self) -> None:
-        """See `WritableFolder`."""
+        """See `WritableFolder`. What was put and not synced is removed: it may have come after another rank's `discard`."""
+        keys, self._unsynced = self._unsynced, []
+        if keys:
+            self._client.delete(keys)

@@ -590,6 +590,19 @@ def test_what_does_not_exist_keeps_nothing_from_being_deleted(tmp_path):
     assert remote.keys("") == []
 
 
+def test_what_is_put_after_a_folder_was_discarded_is_removed(server):
+    """As by a rank that was trying again as another one failed. Wrong if it stayed: no other save could have this name."""
+    folder, of_rank = (NewRemoteFolder("s3://bucket/new.zarr", "w-", server.storage) for _ in range(2))
+    folder.create()
+    of_rank.join("s3://bucket/new.zarr")
+    of_rank.put("x/c/0", b"0123")
+    of_rank.sync()
+    folder.discard()
+    of_rank.put("x/c/1", b"0123")
+    of_rank.close()
+    assert "bucket/new.zarr/x/c/1" not in server.objects
+
+
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, if another test has imported it
 def test_after_a_fork_there_is_an_error_at_once(server):
     stored = opened(server)
