@@ -36,10 +36,14 @@ _PASSING = {408, 500, 502, 504, *_BUSY}
 
 
 class Pin(NamedTuple):
-    """The one version of an object that is read: its size, and its ETag (else its date, as ``@...``; else nothing)."""
+    """The one version of an object that is read: its size, and its ETag (else its date, as ``@...``; else nothing).
+
+    An ETag is often that of the bytes: an object that was replaced by the same bytes is the same version, but for its date.
+    """
 
     nbytes: int
     mark: str
+    date: float = 0.0
 
     @property
     def etag(self) -> str | None:
@@ -205,7 +209,7 @@ class Client:
         def get(path: str) -> Answer:
             result = self._obstore.get(self._store, path, options=options)
             answered_pin = _pin_of(result.meta)
-            if pin is not None and answered_pin != pin:
+            if pin is not None and answered_pin[:2] != pin[:2]:
                 raise self._changed(key)
             if most is not None and answered_pin.nbytes > most:
                 return np.empty(0, dtype=np.uint8), answered_pin
@@ -314,7 +318,7 @@ def _join(folder: str, key: str) -> str:
 
 def _pin_of(meta: Any) -> Pin:
     date = meta["last_modified"].timestamp()  # the epoch where a server does not say it
-    return Pin(meta["size"], meta["e_tag"] or (f"@{date:.0f}" if date else ""))
+    return Pin(meta["size"], meta["e_tag"] or (f"@{date:.0f}" if date else ""), date)
 
 
 _PUBLIC = "If it is public, pass storage={'skip_signature': True}"

@@ -295,7 +295,7 @@ class RemoteFolder:
         self._is_order_known = False  # `expect` was called
         self._read_early = set[str]()  # keys that were read before their turn: they are not fetched ahead any more
 
-    def object(self, pin: Pin | tuple[int, str] | None = None) -> RemoteObject:
+    def object(self, pin: Pin | tuple[int, str, float] | None = None) -> RemoteObject:
         """The object at the URL itself: the version that another rank has seen (`RemoteObject.pin`), or the present one."""
         return RemoteObject(self._client, "", None if pin is None else Pin(*pin))
 
@@ -410,5 +410,5 @@ class RemoteFolder:
 
 
 def _numbers(pin: Pin) -> State:
-    """A version as numbers: the size, and a hash of the ETag."""
-    return pin.nbytes, int.from_bytes(hashlib.blake2b(pin.mark.encode(), digest_size=7).digest())
+    """A version as numbers: the size, and a hash of ETag and date. A store that was replaced may have the same metadata."""
+    return pin.nbytes, int.from_bytes(hashlib.blake2b(f"{pin.mark} {pin.date}".encode(), digest_size=7).digest())
