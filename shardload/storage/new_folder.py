@@ -22,6 +22,7 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -417,7 +418,8 @@ class NewRemoteFolder(RemoteFolder):
     def create(self) -> str:
         """See `WritableFolder`."""
         token = secrets.token_hex(8).encode()
-        fix = f"Remove what is there (aws s3 rm --recursive {self.name}, gcloud storage rm -r), or choose another name"
+        remove = f"aws s3 rm --recursive {shlex.quote(self.name)}, gcloud storage rm -r"
+        fix = f"Remove what is there ({remove}), or choose another name"
         try:
             self._put_new(FOLDER_MARK, token)
         except FileExistsError:

@@ -541,6 +541,13 @@ def test_an_empty_object_that_stands_for_a_folder_is_no_store(server):
     assert [name for name in server.names() if name.startswith("bucket/new.zarr/")] == ["bucket/new.zarr/"]
 
 
+def test_a_name_with_a_space_can_be_typed(server):
+    """Wrong if the command that removes what is there had two names."""
+    server.objects["bucket/my run.zarr/zarr.json"] = b"{}"
+    with pytest.raises(ConfigError, match=r"aws s3 rm --recursive 's3://bucket/my run\.zarr', gcloud"):
+        NewRemoteFolder("s3://bucket/my run.zarr", "w-", server.storage).create()
+
+
 def test_metadata_are_removed_first(server, monkeypatch):
     """Wrong if chunks were: a job that is ended as it removes them would leave arrays of fill values."""
     folder, removed = NewRemoteFolder("s3://bucket/new.zarr", "w-", server.storage), []
