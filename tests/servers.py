@@ -57,6 +57,7 @@ class Faults:
     status: int = 0  # this status for each request, with `code` of S3
     code: str = ""
     body: str = ""
+    exists: tuple[int, str] = (412, "PreconditionFailed")  # the answer to a put of what must not exist, and does
     seed: int = 1
     only: Callable[[str], bool] = field(default=lambda key: True)
 
@@ -215,7 +216,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if not (exists and self.headers.get("If-None-Match") == "*"):
                 owner.put(key, body)
         if exists and self.headers.get("If-None-Match") == "*":
-            self._say(key, 412, "PreconditionFailed")
+            self._say(key, *owner.faults.exists)
             return
         self._send(key, 200, {"Content-Length": "0", "ETag": owner.etag(body)}, b"", 0)
 

@@ -105,7 +105,14 @@ class StoredChunks(ChunkReader):
 
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
         """See `ChunkReader`: the same ranges are fetched ahead, in larger pieces."""
-        read_ahead((chunks.stored, chunks.offsets, chunks.sizes) for box in boxes for chunks in self.locate(box))
+
+        def ranges() -> Iterator[tuple[StoredObject, Ints, Ints]]:
+            for box in boxes:
+                for chunks in self.locate(box):
+                    self._check_within_object(chunks)  # before it is cut into requests, which may be billions
+                    yield chunks.stored, chunks.offsets, chunks.sizes
+
+        read_ahead(ranges())
 
     def _check_within_object(self, chunks: ChunkRanges) -> None:
         offsets, sizes = chunks.offsets.view(np.uint64), chunks.sizes.view(np.uint64)  # what is negative is far too large

@@ -33,7 +33,6 @@ from shardload.formats.contract.format import Source
 from shardload.formats.lookup import answers_slowly
 from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
-from shardload.storage.remote import is_remote
 from shardload.system.thread_pool import call_together
 from shardload.system.undo import Undo
 from shardload.transfer.checksum import checksum
@@ -210,13 +209,6 @@ def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was mad
     )
 
 
-def is_compared(path: str, rank: int, first: int = 0) -> bool:
-    """Whether a rank that has read a file compares its state in the end. All ranks do; of a URL, where that takes a request for
-    each array, the first one alone. (There each answer has the version of its object, too.)
-    """
-    return rank == first or not is_remote(path)
-
-
 def check_unchanged(name: str, before: State, after: State, path: str, dataset: str) -> None:
     """Raise SourceError if the file changed while it was read."""
     if before is not None and after != before:
@@ -244,8 +236,6 @@ class KeptSources:
 
     Parameters
     ----------
-    rank : int
-        This rank.
     open_array : callable
         Opens the array of a number.
     states : sequence of State
@@ -254,8 +244,8 @@ class KeptSources:
         That error, see `check_same_version`.
     """
 
-    def __init__(self, rank: int, open_array: Callable[[int], Source], states: Sequence[State], what_changed: str) -> None:
-        self._rank, self._open_array, self._states, self._what_changed = rank, open_array, states, what_changed
+    def __init__(self, open_array: Callable[[int], Source], states: Sequence[State], what_changed: str) -> None:
+        self._open_array, self._states, self._what_changed = open_array, states, what_changed
         self._opened: dict[int, tuple[Source, State]] = {}
 
     def open(self, number: int) -> Source:
@@ -270,8 +260,7 @@ class KeptSources:
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file of an open array has changed since it was opened."""
-        compared = [(s, before) for s, before in self._opened.values() if is_compared(s.info.path, self._rank)]
-        check_all_unchanged([(nullcontext(), source, before) for source, before in compared])
+        check_all_unchanged([(nullcontext(), source, before) for source, before in self._opened.values()])
 
     def close_first(self, most: int) -> None:
         """Close those that were opened first if there are more than `most`."""

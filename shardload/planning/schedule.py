@@ -284,12 +284,6 @@ class Schedule:
             return block * 0 - 1  # -1, or an array of them
         return self.owners.of_block(block, self.blocks.n_cells, self.n_ranks)
 
-    @property
-    def first_reader(self) -> int:
-        """The rank that reads the first block; one of them, if every rank may."""
-        owner = int(self.owner(0))
-        return self.shards.holders(0)[0] if owner < 0 else owner
-
     def blocks_of(self, rank: int) -> range:
         """The blocks that a rank owns: the inverse of `owner`; none if every rank may read them."""
         if self.owners is None:

@@ -268,7 +268,7 @@ class GrowingFile(WritableFile):
                 raise SourceError(
                     f"the append to '{self._name}' failed as its last bytes were written ({error.strerror or error}). All "
                     f"values are on disk. What is to be done is in '{changes}': the next load or append does it, or: "
-                    f"shardload info {self._name}",
+                    f"shardload info {shlex.quote(self._name)}",
                     path=self._name,
                 ) from error
 

@@ -22,6 +22,7 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -411,13 +412,15 @@ class NewRemoteFolder(RemoteFolder):
             )
         super().__init__(Client(url, options))
         self._mode, self._mark, self._last_object = mode, b"", ("", b"")
+        self._unsynced = list[str]()  # keys
 
     # --- on one rank
 
     def create(self) -> str:
         """See `WritableFolder`."""
         token = secrets.token_hex(8).encode()
-        fix = f"Remove what is there (aws s3 rm --recursive {self.name}, gcloud storage rm -r), or choose another name"
+        remove = f"aws s3 rm --recursive {shlex.quote(self.name)}, gcloud storage rm -r"
+        fix = f"Remove what is there ({remove}), or choose another name"
         try:
             self._put_new(FOLDER_MARK, token)
         except FileExistsError:
@@ -471,7 +474,8 @@ class NewRemoteFolder(RemoteFolder):
             with contextlib.suppress(OSError):
                 if not (keys := list(self.keys(""))):
                     break
-                self._client.delete(keys)
+                for are_metadata in (True, False):  # metadata first: a part of a store must not look like a whole one
+                    self._client.delete([key for key in keys if (key.rpartition("/")[2] in METADATA) == are_metadata])
         if self._mark:
             self._remove_mark()
 
@@ -491,6 +495,7 @@ class NewRemoteFolder(RemoteFolder):
 
     def put(self, key: str, data: Any) -> None:
         """See `WritableFolder`. The mark says that nobody else puts it: so it is no error if a request is repeated."""
+        self._unsynced.append(key)  # before: the answer may be lost
         self._client.put(key, data, "overwrite")
 
     def write_at(self, key: str, data: Any, offset: int) -> None:
@@ -499,6 +504,10 @@ class NewRemoteFolder(RemoteFolder):
 
     def sync(self) -> None:
         """See `WritableFolder`. What was put is there when `put` returns."""
+        self._unsynced = []
 
     def close(self) -> None:
-        """See `WritableFolder`."""
+        """See `WritableFolder`. What was put and not synced is removed: it may have come after another rank's `discard`."""
+        keys, self._unsynced = self._unsynced, []
+        if keys:
+            self._client.delete(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import warnings
@@ -92,7 +93,7 @@ def is_chunk(request: Request) -> bool:
 @pytest.mark.parametrize("name", list(distinct(DECOMPOSITIONS))[::3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loads_are_those_of_the_local_store(bucket: Bucket, layout: str, name: str) -> None:
-    """Each chunk is asked for once in the job, and metadata by rank 0 alone."""
+    """Each chunk is asked for once in the job, and metadata by rank 0 alone: others compare its version, by a byte."""
     mesh, spec = mesh_of(), DECOMPOSITIONS[name]
     of_http = f"{bucket.url}/bucket/{layout}.zarr", bucket.of_http
     for url, storage in ((f"s3://bucket/{layout}.zarr", bucket.storage), of_http):
@@ -100,7 +101,7 @@ def test_loads_are_those_of_the_local_store(bucket: Bucket, layout: str, name: s
         x = shardload.load(url, mesh, spec, dataset=NAME, storage=storage, readers="parallel")
         asked = bucket.asked()
         check(x, ramp(cube()), mesh, spec, url)
-        assert {request.client for request in asked if not is_chunk(request)} == {"rank 0"}
+        assert {request.client for request in asked if not is_chunk(request) and request.nbytes > 1} == {"rank 0"}
         times = Counter(request.key for request in asked if is_chunk(request))
         files = sum(1 for file in Path(bucket.local(layout), NAME).rglob("*") if file.is_file())
         assert len(times) == files - (2 if layout in ("v2", "fortran") else 1)
@@ -192,6 +193,35 @@ def test_references_to_chunks_in_another_file(comm: Any, bucket: Bucket) -> None
     check(x, ramp(cube()), mesh_of(), P("a", "b"))
     nbytes = sum(request.nbytes for request in bucket.asked() if request.key == "bucket/x.h5")
     assert nbytes <= 1.05 * (bucket.folder / "bucket/x.h5").stat().st_size + 4096 * comm.size
+
+
+def test_each_rank_that_reads_compares_the_metadata(comm: Any, bucket: Bucket) -> None:
+    """The store is replaced when a rank has read all that it needs, and another one has not. Wrong if the first one alone
+    compared the metadata, as soon as it has its own values.
+    """
+    if comm.size == 1:
+        return
+    has_compared, n_asked, last = threading.Event(), itertools.count(), (cube()[0] - 1) // 3
+
+    def watch(server: Any) -> None:
+        content = server.content
+
+        def replaced(key: str) -> Any:
+            if key.endswith(f"{NAME}/zarr.json"):
+                n = next(n_asked)
+                if n == 1:  # 0 is when the array was found
+                    has_compared.set()
+                return content(key) + b" " * (n > 1)
+            if f"/c/{last}/" in key:
+                has_compared.wait(60)
+                return content(f"bucket/v3.zarr/{NAME}/c/0/0/0")
+            return content(key)
+
+        server.content = replaced
+
+    bucket.on_server(watch)
+    load = partial(bucket.load, "v3", P("a"), readers="direct", verify="index")
+    same_error(comm, load, SourceError, "changed while it was read")
 
 
 # --- saves

@@ -96,10 +96,11 @@ class ReferenceFolder:
                 raise FileNotFoundError(f"there is no {_OF_PARQUET}, which a set of references in Parquet has")
         else:
             stored = LocalFile(access.open_file(path), path) if remote is None else remote.object()
+        opened_in = stored.version if remote is None else None  # before it is read: it may be written meanwhile
         content = stored.read_at_most(0, _FIRST_NBYTES)  # as the first read of an object at a URL: one request
         _check_size(stored.nbytes)
         content += stored.read_at_most(len(content), stored.nbytes - len(content))
-        self.opened_in = None if remote is None else stored.version
+        self.opened_in = (opened_in or stored.version or ())[:2]
         stored.close()
         self._tables = _Tables(folder, self.name, content) if is_folder else None
         self._references = _references_in(content) if self._tables is None else self._tables.metadata
@@ -107,7 +108,7 @@ class ReferenceFolder:
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
 
     def version(self, key: str) -> tuple[int, ...] | None:
-        """See `ObjectFolder`: that of the set now. At a URL, `opened_in` is that which was read."""
+        """See `ObjectFolder`: that of the set now. `opened_in` is that which was read."""
         if key not in self._references:
             return None
         name = "" if self._tables is None else _OF_PARQUET

@@ -38,12 +38,14 @@ from shardload.storage.leftovers import METADATA, NODE_FILES
 from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, state_of
 from shardload.storage.objects import NoListingError, ObjectFolder, read_content
 from shardload.storage.remote import RemoteFolder, is_remote, open_remote, without_secrets
+from shardload.storage.target import FOLDER_MARK
 from shardload.system.steps import step_done
 
 State = tuple[int, ...] | None
 
 _NO_STORE = "there is no Zarr store: none of zarr.json, .zarray, .zgroup and .zmetadata"
 _MANY_FOLDERS = 8  # of which the metadata are fetched together
+_UNFINISHED = f"a save to it goes on, or was killed: there is '{FOLDER_MARK}', and its root has no metadata yet"
 _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
@@ -211,8 +213,11 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             return  # an array's folder is never listed: it may hold a million chunks
         try:
             below = [f"{name.rstrip('/')}/{entry}" for entry in self.folder.folders(name.strip("/"))]
-            if name == "/" and node is None and not below and isinstance(self.folder, RemoteFolder):
-                raise FileNotFoundError(_NO_STORE)
+            if name == "/" and node is None and isinstance(self.folder, RemoteFolder):
+                if self.folder.version(FOLDER_MARK) is not None:
+                    raise FileNotFoundError(_UNFINISHED)
+                if not below:
+                    raise FileNotFoundError(_NO_STORE)
         except NoListingError as error:
             yield from (entry for entry in self._nodes_of(self._consolidated_keys(error)) if entry[0] != name)
             return

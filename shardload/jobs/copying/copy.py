@@ -432,7 +432,7 @@ class CopySource(FileSource):
             cell = tuple(max(1, n) for n in array.spec.chunks or slab_layout.array.unit)
             self._grids.append(Grid(array.spec.shape, cell, (0,) * len(cell)))
         self._file: OpenFile | None = None
-        self.kept = KeptSources(group.rank, self._open_array, [array.state for array in plan.sources], SINCE_FOUND)
+        self.kept = KeptSources(self._open_array, [array.state for array in plan.sources], SINCE_FOUND)
         self.n_decoded = 0
         self.n_missing = [0] * len(plan.sources)
 

@@ -35,7 +35,6 @@ from shardload.jobs.consistency import (
     check_all_unchanged,
     check_same_version,
     contents_of,
-    is_compared,
     is_open,
 )
 from shardload.jobs.loading.plan import LoadLayout, Plan
@@ -237,8 +236,7 @@ class LoadSource(FileSource):
                 if layout.schedule.is_owner(rank):
                     source = sources.open(load) if load.values is None else load.values
                     state = self.contents[k] = source.opened_in()
-                    if is_compared(info.path, rank, layout.schedule.first_reader):
-                        compared.append((load, source, state))
+                    compared.append((load, source, state))
                     # The labels are there if a selection by names was looked up in them.
                     labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
                     read_in = None if labels is None else labels.read_in

@@ -75,7 +75,7 @@ class StreamSource(FileSource):
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, _INLINE_NBYTES))
         super().__init__(rank, plan.arrays[0].options.checksums, tuning)
         self._plan = plan
-        self.kept = KeptSources(rank, self._open_array, [array.state for array in plan.arrays], SINCE_STREAM)
+        self.kept = KeptSources(self._open_array, [array.state for array in plan.arrays], SINCE_STREAM)
         self.n_decoded = self.nbytes_read = 0
         self._incomplete: set[int] = set()  # arrays of which a warning has said that chunks are missing
 

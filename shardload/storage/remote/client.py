@@ -36,10 +36,14 @@ _PASSING = {408, 500, 502, 504, *_BUSY}
 
 
 class Pin(NamedTuple):
-    """The one version of an object that is read: its size, and its ETag (else its date, as ``@...``; else nothing)."""
+    """The one version of an object that is read: its size, and its ETag (else its date, as ``@...``; else nothing).
+
+    An ETag is often that of the bytes: an object that was replaced by the same bytes is the same version, but for its date.
+    """
 
     nbytes: int
     mark: str
+    date: float = 0.0
 
     @property
     def etag(self) -> str | None:
@@ -205,7 +209,7 @@ class Client:
         def get(path: str) -> Answer:
             result = self._obstore.get(self._store, path, options=options)
             answered_pin = _pin_of(result.meta)
-            if pin is not None and answered_pin != pin:
+            if pin is not None and answered_pin[:2] != pin[:2]:
                 raise self._changed(key)
             if most is not None and answered_pin.nbytes > most:
                 return np.empty(0, dtype=np.uint8), answered_pin
@@ -230,10 +234,14 @@ class Client:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. No error if one does not exist."""
+        keys = list(keys)
         with suppress(FileNotFoundError):
             self._wait_for(
                 "", lambda folder: self._obstore.delete(self._store, [_join(folder, key) for key in keys]), "deleted"
             )
+            return
+        for key in keys if len(keys) > 1 else ():  # one did not exist, at which Google's and Azure's stop
+            self.delete([key])
 
     def keys(self, below: str) -> list[str]:
         """The keys of all objects below a folder: a request for each thousand."""
@@ -310,7 +318,7 @@ def _join(folder: str, key: str) -> str:
 
 def _pin_of(meta: Any) -> Pin:
     date = meta["last_modified"].timestamp()  # the epoch where a server does not say it
-    return Pin(meta["size"], meta["e_tag"] or (f"@{date:.0f}" if date else ""))
+    return Pin(meta["size"], meta["e_tag"] or (f"@{date:.0f}" if date else ""), date)
 
 
 _PUBLIC = "If it is public, pass storage={'skip_signature': True}"
@@ -321,6 +329,7 @@ _CAUSES = {  # by S3's code: the status, and what to say
     "SignatureDoesNotMatch": (403, "the secret key does not belong to the access key, or a proxy changes requests"),
     "RequestTimeTooSkewed": (403, "the clock of this machine is wrong: the store takes no signature from it"),
     "NoSuchBucket": (404, "there is no such bucket"),
+    "BlobAlreadyExists": (412, "it exists"),  # in place of 412, in Azure
 }
 
 _PANICS = (
@@ -390,7 +399,8 @@ def _meaning(error: Exception) -> _Failure:
     if status == 416:  # no byte is asked for that is not there, but the first
         return 416, "it is empty (0 bytes)", False
     if status:
-        return status, f"the server answers {status} {code}".rstrip(), status in _PASSING
+        passes = status in _PASSING or code == "ConditionalRequestConflict"  # of S3, while another request puts the same
+        return status, f"the server answers {status} {code}".rstrip(), passes
     text = re.sub(r"\w+://\S+", "", text)  # words of a key would be taken for causes
     for words, reason, passes in _CAUSES_WITHOUT_STATUS:
         if re.search(words, text):

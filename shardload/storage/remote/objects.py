@@ -82,6 +82,7 @@ class RemoteObject:
         self._client: Client | None = client
         self._key, self._pin, self.name = key, pin, client.name(key)
         self._first_bytes = 0, np.empty(0, dtype=np.uint8)  # what came with the first answer: its offset, its bytes
+        self._asking = threading.Lock()  # for the first answer: two threads that ask at once could see two versions
         self._lock = threading.Lock()  # of what was fetched ahead: pieces, and ranges that wait for those that follow
         self._pieces, self._waiting = list[_Piece](), list[tuple[Ints, Ints]]()
         self._longest_nbytes = 0  # no piece is longer
@@ -106,12 +107,13 @@ class RemoteObject:
 
     def _ask_first(self, extent: tuple[int, int] | Mapping[str, int]) -> Answer:
         """Fetch a range, and note which version it is of."""
-        data, pin = self._open_client.get(self._key, extent, self._pin).result()
-        if self._pin is None and (not pin.mark or pin.mark.startswith("@")):
-            comparison = "its size and date are compared" if pin.mark else "only its size is compared"
-            text = f"'{self.name}' has no ETag: {comparison}, and an object that is replaced while it is read may go unnoticed"
-            warnings.warn(text, ShardloadWarning, stacklevel=2)
-        self._pin = pin
+        with self._asking:
+            data, pin = self._open_client.get(self._key, extent, self._pin).result()
+            if self._pin is None and (not pin.mark or pin.mark.startswith("@")):
+                comparison = "its size and date are compared" if pin.mark else "only its size is compared"
+                text = f"{comparison}, and an object that is replaced while it is read may go unnoticed"
+                warnings.warn(f"'{self.name}' has no ETag: {text}", ShardloadWarning, stacklevel=2)
+            self._pin = pin
         return data, pin
 
     def look(self, ahead: int) -> None:
@@ -293,7 +295,7 @@ class RemoteFolder:
         self._is_order_known = False  # `expect` was called
         self._read_early = set[str]()  # keys that were read before their turn: they are not fetched ahead any more
 
-    def object(self, pin: Pin | tuple[int, str] | None = None) -> RemoteObject:
+    def object(self, pin: Pin | tuple[int, str, float] | None = None) -> RemoteObject:
         """The object at the URL itself: the version that another rank has seen (`RemoteObject.pin`), or the present one."""
         return RemoteObject(self._client, "", None if pin is None else Pin(*pin))
 
@@ -408,5 +410,5 @@ class RemoteFolder:
 
 
 def _numbers(pin: Pin) -> State:
-    """A version as numbers: the size, and a hash of the ETag."""
-    return pin.nbytes, int.from_bytes(hashlib.blake2b(pin.mark.encode(), digest_size=7).digest())
+    """A version as numbers: the size, and a hash of ETag and date. A store that was replaced may have the same metadata."""
+    return pin.nbytes, int.from_bytes(hashlib.blake2b(f"{pin.mark} {pin.date}".encode(), digest_size=7).digest())

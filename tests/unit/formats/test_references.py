@@ -20,7 +20,9 @@ import zstandard
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
+from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
 from shardload.storage.local import OutsideError
 from shardload.storage.remote import StorageOptions
@@ -212,6 +214,41 @@ def test_a_set_that_was_replaced_is_noticed(tmp_path: Path, name: str, is_remote
             document = tmp_path / "b" / name / (".zmetadata" if name.endswith("parq") else "")
             document.write_bytes(document.read_bytes() + b" ")
             assert source.opened_in() != source.state()
+
+
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+def test_a_set_that_is_replaced_before_its_metadata_are_asked_for(tmp_path: Path, name: str) -> None:
+    """Wrong if its state were looked at then: a large set takes seconds to parse, and the old references would have the new
+    state.
+    """
+    write(tmp_path / "refs.json", "x.h5")
+    in_parquet(tmp_path / "refs.json")
+    store = open_store(str(tmp_path / name))
+    document = tmp_path / name / (".zmetadata" if name.endswith("parq") else "")
+    document.write_bytes(document.read_bytes() + b" ")
+    assert isinstance(store.node("x"), ArrayNode)
+    assert store.state_before("x/.zarray") != store.state("x/.zarray") is not None
+
+
+def test_a_range_that_no_object_has_is_not_fetched_ahead(tmp_path: Path) -> None:
+    """Wrong if it were cut into requests first: thousands here, and without end for the largest sizes."""
+    pytest.importorskip("obstore")
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b/refs.json", "x.h5", {"x/0.0": ["x.h5", 0, 10**11]})
+    with ObjectServer(tmp_path) as server:
+        with closing(open_source("s3://b/refs.json", "x", Access(storage=StorageOptions(server.storage)))) as source:
+            reader = source.chunk_reader()
+            assert reader is not None
+            box = [range(0, 1), range(0, 1)]
+            reader.expect(iter([box]))
+            with pytest.raises(ValueError, match="is declared to be stored in 100000000000 bytes"):
+                reader.fetch(box)
+        with closing(open_source("s3://b/refs.json", "x", Access(storage=StorageOptions(server.storage)))) as source:
+            reader = source.chunk_reader()
+            assert reader is not None
+            reader.expect(iter([[range(1, 2), range(1, 2)]]))
+            reader.fetch([range(1, 2), range(1, 2)])
+        assert len(server.log) < 20
 
 
 def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

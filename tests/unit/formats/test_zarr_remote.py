@@ -204,6 +204,27 @@ def test_an_array_that_was_replaced_is_noticed(tmp_path: Path, store: Store) -> 
     assert source.opened_in() != source.state()
 
 
+def test_what_a_killed_save_has_left_is_no_store(tmp_path: Path, server: ObjectServer) -> None:
+    """Wrong if the arrays were listed whose metadata were there already: others may not be, and none was read back."""
+    path, store = Path(write_zarr(tmp_path / "b/a.zarr", {"x": DATA, "y": DATA})), Store(server, "s3")
+    for name in ("zarr.json", "y/zarr.json"):
+        (path / name).unlink()
+    assert [info.dataset for info in list_arrays(store.url, store.access)] == ["/x"]
+    (path / "shardload-unfinished").write_text("0123")
+    for search in (list_arrays, lambda url, access: find_array(url, "y", access)):
+        with pytest.raises(SourceError, match="a save to it goes on, or was killed: there is 'shardload-unfinished'"):
+            search(store.url, store.access)
+
+
+def test_a_store_that_was_replaced_by_one_with_the_same_metadata_is_noticed(tmp_path: Path, store: Store) -> None:
+    """As a program that runs again writes it: their ETag is the same. Wrong if chunks of both could be mixed."""
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA}, 3, chunks=(2, 5))
+    source = store.open("x")
+    assert source.opened_in() == source.state() is not None
+    store.server.dates["b/a.zarr/x/zarr.json"] = 1.1e9
+    assert source.opened_in() != source.state() is not None
+
+
 def test_urls_of_other_kinds(tmp_path: Path) -> None:
     for url, how in (
         ("hf://a/b.zarr", "Open it with zarr-python and pass"),

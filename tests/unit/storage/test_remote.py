@@ -10,7 +10,8 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Event
+from itertools import count
+from threading import Barrier, Event
 
 import numpy as np
 import pytest
@@ -344,6 +345,25 @@ def test_an_object_that_is_replaced_is_an_error(server, has_etag, change):
     assert not has_etag or {header.get("if-match") for header in server.headers} == {pin.mark}
 
 
+def test_threads_that_ask_first_at_once_see_one_version(server, monkeypatch):
+    """Each answer is another version here. Wrong if two threads asked without saying which: each would take its own."""
+    versions, start = count(), Barrier(8)
+    monkeypatch.setattr(server, "content", lambda key: DATA[:1000] + bytes([next(versions)]))
+    stored = opened(server)
+
+    def ask(_):
+        start.wait()
+        try:
+            return stored.read_at_most(0, 10)
+        except RemoteChangedError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(8)))
+    assert answers.count(None) == 7
+    assert [header for header in server.headers if "if-match" not in header] == server.headers[:1]
+
+
 CAUSES = {
     "access is denied.*skip_signature.*request_payer": {"status": 403, "code": "AccessDenied"},
     "the session token has expired": {"status": 400, "code": "ExpiredToken"},
@@ -519,6 +539,75 @@ def test_an_empty_object_that_stands_for_a_folder_is_no_store(server):
     folder.discard()
     assert server.objects["bucket/new.zarr"] == b"another object"
     assert [name for name in server.names() if name.startswith("bucket/new.zarr/")] == ["bucket/new.zarr/"]
+
+
+def test_a_name_with_a_space_can_be_typed(server):
+    """Wrong if the command that removes what is there had two names."""
+    server.objects["bucket/my run.zarr/zarr.json"] = b"{}"
+    with pytest.raises(ConfigError, match=r"aws s3 rm --recursive 's3://bucket/my run\.zarr', gcloud"):
+        NewRemoteFolder("s3://bucket/my run.zarr", "w-", server.storage).create()
+
+
+def test_metadata_are_removed_first(server, monkeypatch):
+    """Wrong if chunks were: a job that is ended as it removes them would leave arrays of fill values."""
+    folder, removed = NewRemoteFolder("s3://bucket/new.zarr", "w-", server.storage), []
+    folder.create()
+    for key in ("c/0", "x/c/0", "x/zarr.json", "zarr.json"):
+        folder.put(key, b"0123")
+    monkeypatch.setattr(server, "put", lambda key, content: (removed.append(key), server.objects.pop(key)))
+    folder.discard()
+    documents = ["bucket/new.zarr/x/zarr.json", "bucket/new.zarr/zarr.json"]
+    assert sorted(removed[:2]) == documents and len(removed) == 5
+
+
+def test_what_exists_is_told_in_two_ways(server):
+    """409 in Azure. Wrong if that were any other error: a save that finds another store in its place would remove it."""
+    for exists in ((412, "PreconditionFailed"), (409, "BlobAlreadyExists")):
+        server.objects.clear()
+        server.faults.exists = exists
+        folder, other = (NewRemoteFolder("s3://bucket/new.zarr", "w-", server.storage) for _ in range(2))
+        folder.create()
+        with pytest.raises(ConfigError, match="is being saved by another job"):
+            other.create()
+        folder.finish("zarr.json", b"{}")
+        server.objects["bucket/new.zarr/zarr.json"] = b"another"
+        with pytest.raises(ConfigError, match="was saved by another program meanwhile"):
+            folder.publish()
+        folder.discard()
+        assert server.objects == {"bucket/new.zarr/zarr.json": b"another"}
+
+
+def test_a_put_that_meets_another_is_tried_again(server):
+    """S3 answers 409 then, and asks for that."""
+    puts = []
+    server.faults = Faults(status=409, code="ConditionalRequestConflict", only=lambda key: puts.append(key) or len(puts) == 1)
+    NewRemoteFolder("s3://bucket/new.zarr", "w-", server.storage).create()
+    assert "bucket/new.zarr/shardload-unfinished" in server.objects
+
+
+def test_what_does_not_exist_keeps_nothing_from_being_deleted(tmp_path):
+    """In folders, Google and Azure that is an error of obstore. Wrong if the rest stayed: what a failed save has put."""
+    url, options = with_store((stores.LocalStore(tmp_path), "new.zarr"), None)
+    remote = client.Client(url, options)
+    keys = [f"x/c/{k}" for k in range(50)]
+    for key in keys:
+        remote.put(key, b"0123", "create")
+    assert sorted(remote.keys("")) == sorted(keys)
+    remote.delete(["gone", *keys])
+    assert remote.keys("") == []
+
+
+def test_what_is_put_after_a_folder_was_discarded_is_removed(server):
+    """As by a rank that was trying again as another one failed. Wrong if it stayed: no other save could have this name."""
+    folder, of_rank = (NewRemoteFolder("s3://bucket/new.zarr", "w-", server.storage) for _ in range(2))
+    folder.create()
+    of_rank.join("s3://bucket/new.zarr")
+    of_rank.put("x/c/0", b"0123")
+    of_rank.sync()
+    folder.discard()
+    of_rank.put("x/c/1", b"0123")
+    of_rank.close()
+    assert "bucket/new.zarr/x/c/1" not in server.objects
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, if another test has imported it
