@@ -315,6 +315,32 @@ def test_coordinates_that_are_left_out_are_named(comm: Any, shared_tmp_path: Pat
     assert not loaded.coords
 
 
+def test_coordinates_that_no_variable_has_are_named(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if what is a coordinate along axes that no variable has, or of other coordinates alone, were left out without a
+    word; or if a variable were taken for the bounds of a coordinate that names none.
+    """
+    path, names = str(shared_tmp_path / "apart.nc"), ["elev", "lat", "lon", "plev"]
+
+    def make() -> None:
+        with netCDF4.Dataset(path, "w") as file:
+            for name, n in (("time", 3), ("station", 2), ("plev", 4), ("y", unit())):
+                file.createDimension(name, n)
+            for name, dim in (("time", "time"), ("plev", "plev"), ("elev", "station"), ("lat", "y"), ("lon", "y")):
+                file.createVariable(name, "f4", (dim,))[:] = 1
+            file["lat"].coordinates = file["lon"].coordinates = "lon lat"
+            for name in ("t", "None"):
+                file.createVariable(name, "f4", ("time", "y"))[:] = 2
+            file["t"].coordinates = "elev"
+
+    on_root(comm, make)
+    with pytest.warns(shardload.LeftOutWarning) if comm.rank == 0 else nullcontext([]) as warned:
+        loaded = shardload.load_dataset(path, mesh_of(), {"y": "a"})
+    assert all(any(f"/{name}" in str(warning.message) for warning in warned) for name in names) or comm.rank
+    assert set(loaded.variables) == {"None", "t", "time"}
+    by_name = shardload.load_dataset(path, mesh_of(), {"y": "a"}, dataset=["t", *names])
+    assert set(by_name.coords) == set(xr.load_dataset(path).coords) == {"time", *names}
+
+
 def test_only_one_rank_reads_labels(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each rank opened the file for names and coordinates: where that failed on one, the others would go on."""
     paths = write(comm, shared_tmp_path, 2 * unit())
