@@ -341,6 +341,32 @@ def test_coordinates_that_no_variable_has_are_named(comm: Any, shared_tmp_path: 
     assert set(by_name.coords) == set(xr.load_dataset(path).coords) == {"time", *names}
 
 
+@pytest.mark.parametrize("dtype", ["i4", "f8"])
+def test_a_coordinate_that_is_shorter_than_its_axis(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
+    """Wrong if times of whole numbers were left out, a position behind the last time were NumPy's error, or rows behind it were
+    taken for padding of what was computed.
+    """
+    path, n, data = str(shared_tmp_path / "grows.nc"), unit(), np.arange(5 * unit(), dtype="f4").reshape(5, -1)
+
+    def make() -> None:
+        with netCDF4.Dataset(path, "w") as file:
+            file.createDimension("time", None)
+            file.createDimension("x", n)
+            file.createVariable("time", dtype, ("time",))[:3] = [0, 1, 2]
+            file["time"].units = "days since 2000-01-30"
+            file.createVariable("t", "f4", ("time", "x"))[:] = data
+
+    on_root(comm, make)
+    ds = shardload.load_dataset(path, mesh_of(names=("a",)), {"x": "a"})
+    assert str(ds.time.values[2])[:10] == "2000-02-01" and np.isnat(ds.time.values).tolist() == [False] * 3 + [True] * 2
+    np.testing.assert_array_equal(shardload.unpad(ds, numpy=True).t, data)
+    same_error(comm, lambda: shardload.unpad(2 * ds, numpy=True), ConfigError, "Pass the plan too, or the shape")
+    np.testing.assert_array_equal(shardload.unpad(2 * ds, {"t": (5, n)}, numpy=True).t, 2 * data)
+    last = shardload.load_dataset(path, mesh_of(names=("a",)), {"x": "a"}, select={"time": 4})
+    assert np.isnat(last.time.values)
+    np.testing.assert_array_equal(shardload.unpad(last, numpy=True).t, data[4])
+
+
 def test_only_one_rank_reads_labels(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each rank opened the file for names and coordinates: where that failed on one, the others would go on."""
     paths = write(comm, shared_tmp_path, 2 * unit())

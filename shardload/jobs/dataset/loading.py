@@ -296,8 +296,8 @@ def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], An
         return unpad_labelled(tree.to_dataset(name=name), {name: plan}, unpad_one)[name].rename(tree.name)
     lengths, unpadded, plans = dict[str, int](), dict[str, Any](), getattr(plan, "plans", plan) or {}
     for dim, index in tree.xindexes.items():
-        last = np.flatnonzero(tree.coords[dim].notnull().values)[-1:]  # `to_xarray` pads with NaN
-        lengths[dim] = getattr(index, "n_unpadded", int(last[0]) + 1 if len(last) else 0)
+        if hasattr(index, "n_unpadded") or tree.coords[dim][-1:].notnull().all():  # else NaN is the file's, or `to_xarray` pads
+            lengths[dim] = getattr(index, "n_unpadded", len(tree.coords[dim]))
     for name, variable in tree.variables.items():
         if isinstance(variable.data, jax.Array):
             shape = tuple(lengths[dim] for dim in variable.dims if dim in lengths)
