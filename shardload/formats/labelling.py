@@ -27,7 +27,7 @@ from shardload.values.decoding import decoding_of
 
 SMALL_NBYTES = 1 << 16  # of the values of one coordinate, where they are shown
 COORDINATE_NBYTES = 1 << 24  # where they are needed
-_MOST_COORDS, _MOST_LARGE_COORDS = 32, 4  # of an array
+_MOST_COORDS, _MOST_LARGE_COORDS = 256, 4  # of an array
 _MOST_ATTRS_OF_COORDINATE = 1 << 13
 _MOST_ATTRS_NBYTES, _MOST_ATTRS_IN_FULL = 1 << 16, 1 << 18
 _DAMAGED = (LookupError, OSError, RuntimeError, TypeError, ValueError)  # names and attributes
@@ -207,6 +207,8 @@ class Labeller:
                 of_group = {"attributes": Note("cannot be read")}
         most = _MOST_ATTRS_IN_FULL if self._of_groups else _MOST_ATTRS_NBYTES
         attrs, of_group = bounded(labels.attrs, most), bounded(of_group, most)
+        if len(coords) > _MOST_COORDS:
+            attrs[f"... and {len(coords) - _MOST_COORDS} more coordinates"] = Note("too many; not shown")
         return replace(labels, attrs=attrs, coords=self._read(coords, path), of_group=of_group)
 
     def _read(self, coords: Mapping[str, Coordinate], path: str) -> dict[str, Coordinate]:

@@ -298,9 +298,9 @@ def same_value(value: Any, other_value: Any) -> bool:
     return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
 
 
-def bounds_of(name: str, properties: Properties) -> list[str]:
+def bounds_of(name: str, attrs: Mapping[str, Any]) -> list[str]:
     """The full names of the arrays that CF calls the bounds of a coordinate. They are in its group."""
-    above, texts = name.rpartition("/")[0], (properties.attrs.get(key) for key in ("bounds", "climatology"))
+    above, texts = name.rpartition("/")[0], (attrs.get(key) for key in ("bounds", "climatology"))
     return [f"{above}/{word}" for text in texts for word in names_in(as_text(text))]
 
 

@@ -315,6 +315,58 @@ def test_coordinates_that_are_left_out_are_named(comm: Any, shared_tmp_path: Pat
     assert not loaded.coords
 
 
+def test_coordinates_that_no_variable_has_are_named(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if what is a coordinate along axes that no variable has, or of other coordinates alone, were left out without a
+    word; or if a variable were taken for the bounds of a coordinate that names none.
+    """
+    path, names = str(shared_tmp_path / "apart.nc"), ["elev", "lat", "lon", "plev"]
+
+    def make() -> None:
+        with netCDF4.Dataset(path, "w") as file:
+            for name, n in (("time", 3), ("station", 2), ("plev", 4), ("y", unit())):
+                file.createDimension(name, n)
+            for name, dim in (("time", "time"), ("plev", "plev"), ("elev", "station"), ("lat", "y"), ("lon", "y")):
+                file.createVariable(name, "f4", (dim,))[:] = 1
+            file["lat"].coordinates = file["lon"].coordinates = "lon lat"
+            for name in ("t", "None"):
+                file.createVariable(name, "f4", ("time", "y"))[:] = 2
+            file["t"].coordinates = "elev"
+
+    on_root(comm, make)
+    with pytest.warns(shardload.LeftOutWarning) if comm.rank == 0 else nullcontext([]) as warned:
+        loaded = shardload.load_dataset(path, mesh_of(), {"y": "a"})
+    assert all(any(f"/{name}" in str(warning.message) for warning in warned) for name in names) or comm.rank
+    assert set(loaded.variables) == {"None", "t", "time"}
+    by_name = shardload.load_dataset(path, mesh_of(), {"y": "a"}, dataset=["t", *names])
+    assert set(by_name.coords) == set(xr.load_dataset(path).coords) == {"time", *names}
+
+
+@pytest.mark.parametrize("dtype", ["i4", "f8"])
+def test_a_coordinate_that_is_shorter_than_its_axis(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
+    """Wrong if times of whole numbers were left out, a position behind the last time were NumPy's error, or rows behind it were
+    taken for padding of what was computed.
+    """
+    path, n, data = str(shared_tmp_path / "grows.nc"), unit(), np.arange(5 * unit(), dtype="f4").reshape(5, -1)
+
+    def make() -> None:
+        with netCDF4.Dataset(path, "w") as file:
+            file.createDimension("time", None)
+            file.createDimension("x", n)
+            file.createVariable("time", dtype, ("time",))[:3] = [0, 1, 2]
+            file["time"].units = "days since 2000-01-30"
+            file.createVariable("t", "f4", ("time", "x"))[:] = data
+
+    on_root(comm, make)
+    ds = shardload.load_dataset(path, mesh_of(names=("a",)), {"x": "a"})
+    assert str(ds.time.values[2])[:10] == "2000-02-01" and np.isnat(ds.time.values).tolist() == [False] * 3 + [True] * 2
+    np.testing.assert_array_equal(shardload.unpad(ds, numpy=True).t, data)
+    same_error(comm, lambda: shardload.unpad(2 * ds, numpy=True), ConfigError, "Pass the plan too, or the shape")
+    np.testing.assert_array_equal(shardload.unpad(2 * ds, {"t": (5, n)}, numpy=True).t, 2 * data)
+    last = shardload.load_dataset(path, mesh_of(names=("a",)), {"x": "a"}, select={"time": 4})
+    assert np.isnat(last.time.values)
+    np.testing.assert_array_equal(shardload.unpad(last, numpy=True).t, data[4])
+
+
 def test_only_one_rank_reads_labels(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each rank opened the file for names and coordinates: where that failed on one, the others would go on."""
     paths = write(comm, shared_tmp_path, 2 * unit())

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from tests.mpi.support import check, grid_shape, on_root, padded
+from shardload import ConfigError
+from tests.mpi.support import check, grid_shape, on_root, padded, same_error
 
 N_STEPS, N_LEVELS, LAT, LON = 29, 3, 6, 7
 BATCH = 12
@@ -75,3 +76,12 @@ def test_an_axis_that_they_have(comm: Any, path: str) -> None:
     with iter(ds) as it:
         for batch in it:
             check(batch, padded(u[it.index][:, [1, 2, 0]], mesh, spec, -1), mesh, spec)
+
+
+def test_arrays_that_only_padding_makes_alike(comm: Any, path: str) -> None:
+    """Wrong if they were put into one array, in which one has padding where the other has values."""
+    select = [np.s_[:, :, :1], np.s_[:, :, :2]]
+    options: dict[str, Any] = {"stack": "channel", "select": select, "batch": BATCH, "pad": -1}
+    spec = P(None, None, None, ("a", "b"))
+    says = "are not alike", f"steps of [{LAT}, 2] and [{LAT}, 1]"
+    same_error(comm, lambda: shardload.stream(path, mesh_of(), spec, dataset=["t", "q"], **options), ConfigError, *says)

@@ -238,7 +238,7 @@ def _plan_arrays(
     # Coordinates of other arrays, and their bounds, keep their own type and layout.
     coordinates = {name for name, array in described.items() if array.info.is_coordinate}
     for name, array in described.items():
-        coordinates |= {*array.properties.coordinates, *bounds_of(name, array.properties)} - {name}
+        coordinates |= {*array.properties.coordinates, *bounds_of(name, array.properties.attrs)} - {name}
     numbers = [name for name, (_, p, _) in described.items() if p.texts is None and not p.is_dimension]
     main = [name for name in numbers if name not in coordinates] or numbers
     if not is_all:

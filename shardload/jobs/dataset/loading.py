@@ -92,7 +92,7 @@ def load_dataset(
     Warns
     -----
     LeftOutWarning
-        On rank 0: names the variables that hold no numbers, or have an axis twice.
+        On rank 0: names the variables that hold no numbers, or have an axis twice, and coordinates that no variable has.
 
     Raises
     ------
@@ -184,13 +184,24 @@ class DatasetCall(LoadCall):
         infos = [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
         coords = [coord for info in infos for coord in info.coords.values()]
         not_data = {coord.dataset for coord in coords} | {
-            f"{group}/{coord.attrs.get(k)}" for coord in coords for k in _OF_COORDINATES
+            f"{group}/{coord.attrs[key]}" for coord in coords for key in _OF_COORDINATES if key in coord.attrs
         }
         data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
         twice = [name for name, dims in data.items() if len(set(filter(None, dims))) < len([dim for dim in dims if dim])]
         data = {name: dims for name, dims in data.items() if name not in twice}
         refused = [info.dataset for info in infos if info.refused and info.dataset not in not_data]
-        for left_out, why in ((refused, "they hold no numbers"), (twice, "they have an axis twice")):
+        of_data = {
+            coord.dataset
+            for info in infos
+            for coord in info.coords.values()
+            if info.dataset in data and (None in coord.dims or set(coord.dims) <= set(info.dims))
+        }
+        apart = [name for name in {coord.dataset: None for coord in coords} if name in contents and name not in of_data]
+        for left_out, why in (
+            (refused, "they hold no numbers"),
+            (twice, "they have an axis twice"),
+            (apart, "they are coordinates, but of no variable, or not along its axes"),
+        ):
             if left_out:
                 warn_once(f"'{contents.path}': left out, because {why}: {some(left_out)}", LeftOutWarning, 0)
         if not data:
@@ -285,8 +296,8 @@ def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], An
         return unpad_labelled(tree.to_dataset(name=name), {name: plan}, unpad_one)[name].rename(tree.name)
     lengths, unpadded, plans = dict[str, int](), dict[str, Any](), getattr(plan, "plans", plan) or {}
     for dim, index in tree.xindexes.items():
-        last = np.flatnonzero(tree.coords[dim].notnull().values)[-1:]  # `to_xarray` pads with NaN
-        lengths[dim] = getattr(index, "n_unpadded", int(last[0]) + 1 if len(last) else 0)
+        if hasattr(index, "n_unpadded") or tree.coords[dim][-1:].notnull().all():  # else NaN is the file's, or `to_xarray` pads
+            lengths[dim] = getattr(index, "n_unpadded", len(tree.coords[dim]))
     for name, variable in tree.variables.items():
         if isinstance(variable.data, jax.Array):
             shape = tuple(lengths[dim] for dim in variable.dims if dim in lengths)

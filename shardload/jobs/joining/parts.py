@@ -496,7 +496,7 @@ class JoinedParts:
                 self._check_direction(member, blocks)
                 self._stored[name] = np.concatenate(blocks)
                 self._check_meaning(member, excepted=_TIME)
-                for other in bounds_of(name, member.properties):
+                for other in {other for attrs in member.attrs.values() for other in bounds_of(name, attrs)}:
                     bounds = self._members.get(other)
                     reference = bounds if bounds is not None and any("units" in a for a in bounds.attrs.values()) else member
                     if bounds is not None and other in self._joined and _differing(reference.attrs) & _TIME:

@@ -34,7 +34,8 @@ def to_xarray(tree: Any, plan: Any) -> Any:
 
     The values are not copied, and stay sharded. Coordinates are those that the plan knows (at most 16 MiB each), cut as the
     array was selected. Attributes that were applied by `decode` are in ``encoding``, as xarray has them. Along an axis with
-    padding, floating point coordinates go on with NaN; others are left out, and so are all along an axis with a halo.
+    padding, floating point coordinates go on with NaN; others are left out, and so are all along an axis with a halo. A
+    coordinate that is shorter than its axis, because the file is not complete, goes on with NaN.
 
     Collective: no.
 
@@ -345,6 +346,9 @@ def _cut(
 ) -> tuple[list[str], np.ndarray[Any, Any]] | None:
     """The names of the axes and the values of a coordinate of a selected and padded array; None if it cannot be padded."""
     region = selection.region
+    lacking = [(0, max(0, region.stop[dims.index(name)] - size)) for name, size in zip(axes, values.shape, strict=True)]
+    if any(tail for _, tail in lacking):  # of an axis that can grow, and has grown in the array alone
+        values = np.pad(values.astype("f8") if values.dtype.kind in "iub" else values, lacking, constant_values=np.nan)
     index: list[Any] = []
     for name in axes:
         axis = dims.index(name)

@@ -444,12 +444,16 @@ class StreamPlanner:
             if any(spec[axis : axis + 1]):
                 raise ConfigError(f"stack is {name!r}, but {spec_text(spec)} cuts that axis: leave it whole, by None")
         for request, leaf in zip(requests, stacked, strict=True):
-            shapes = [(*each.shape[:axis], *each.shape[axis + (not is_new) :]) for each in (leaf, first)]
+            # Not those of a batch: with padding arrays of different lengths have the same.
+            shapes = [
+                [each.selection.region.shape[k] for k in each.rest if each.info.dims[k] != name]
+                for each in (request, requests[0])
+            ]
             is_alike = shapes[0] == shapes[1] and leaf.dtype == first.dtype and request.spec == spec
             if not is_alike or request.window != requests[0].window or request.request.sharding != requests[0].request.sharding:
                 raise ConfigError(
-                    f"stack is {name!r}, but {request.info} and {requests[0].info} are not alike: {list(leaf.shape)} and "
-                    f"{list(first.shape)} in a batch, {leaf.dtype} and {first.dtype}, windows {request.window} and "
+                    f"stack is {name!r}, but {request.info} and {requests[0].info} are not alike: steps of {shapes[0]} and "
+                    f"{shapes[1]} beside that axis, {leaf.dtype} and {first.dtype}, windows {request.window} and "
                     f"{requests[0].window}, {spec_text(request.spec)} and {spec_text(spec)}"
                 )
         sizes = [1 if is_new else leaf.shape[axis] for leaf in stacked]

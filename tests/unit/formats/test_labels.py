@@ -182,6 +182,21 @@ def test_notes_in_the_place_of_attributes(tmp_path: Path) -> None:
         assert {key: value for key, value in many.items() if key.isdigit()} == {f"{key:03}": key for key in range(255)}
 
 
+def test_many_coordinates(tmp_path: Path) -> None:
+    """Wrong if coordinates behind the first few were lost without a note."""
+    path, names = str(tmp_path / "a.h5"), [f"c{k}" for k in range(260)]
+    with h5py.File(path, "w") as file:
+        for name, n in (("few", 100), ("many", 260)):
+            file[name] = np.zeros(3)
+            file[name].attrs["coordinates"] = " ".join(names[:n])
+        for k, name in enumerate(names):
+            file[name] = k
+    few, many = (read_labels(path, find_array(path, name)) for name in ("few", "many"))
+    assert [int(coord.values) for coord in few.coords.values() if coord.values is not None] == list(range(100))
+    assert len(many.coords) == 256 and isinstance(many.attrs["... and 4 more coordinates"], Note)
+    assert not any(isinstance(value, Note) for value in few.attrs.values())
+
+
 def test_names_that_lead_to_other_files(tmp_path: Path) -> None:
     """Wrong if HDF5 itself looked up such a name: it would open any file that a link on the way leads to."""
     with h5py.File(tmp_path / "a.h5", "w") as file:

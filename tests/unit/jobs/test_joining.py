@@ -404,6 +404,21 @@ def test_what_is_no_time_is_not_counted(tmp_path: Path) -> None:
     refused("and is packed", whole, parts([0.0, 10, 20], scale_factor=2.0), axis="time", mode="w")
 
 
+def test_bounds_that_only_some_parts_name(tmp_path: Path) -> None:
+    """Wrong if only the first part's word counted: the bounds of the second would be those of the first's days."""
+    paths = [
+        netcdf(
+            tmp_path / f"p{k}.nc",
+            time=(("time",), [0.0, 10], {"units": f"days since {2001 + k}-01-01"} | ({"bounds": "b"} if k else {})),
+            b=(("time", "nv"), [[0.0, 10], [10, 20]], {}),
+        )
+        for k in range(2)
+    ]
+    shardload.join(tmp_path / "whole.nc", paths, axis="time")
+    with h5py.File(tmp_path / "whole.nc") as file:
+        assert file["b"][:, 0].tolist() == file["time"][...].tolist() == [0, 10, 365, 375]
+
+
 def test_whole_numbers_of_64_bits_are_compared_exactly(tmp_path: Path) -> None:
     """Nanoseconds since 1970: as floating point numbers, steps of 10 are none."""
     units = {"units": "nanoseconds since 1970-01-01"}
