@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats import registry, untrusted
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import Concatenation
@@ -403,8 +403,11 @@ class Finder:
             if path is not None and is_remote(path):
                 path, inside = split_path(path) if dataset is None else (path, dataset)
                 names.setdefault(path, []).extend([] if inside is None else [_full_name(inside)])
-        files = [(self.file(path, is_loaded=True), names[path]) for path in list(names)[:_MOST_OPEN]]
-        call_together([partial(file.expect, names_in_file) for file, names_in_file in files], "shardload-open")
+        calls = list[Callable[[], None]]()
+        for path in list(names)[:_MOST_OPEN]:
+            with suppress(ShardloadError):  # `find` says why
+                calls.append(partial(self.file(path, is_loaded=True).expect, names[path]))
+        call_together(calls, "shardload-open")
 
     def find(self, path_or_object: Any, dataset: str | None, look: Look = _look_at_all) -> FoundArray:
         """The array's metadata, as from `find_array`, and its values if the region that `look` says is small."""

@@ -116,7 +116,7 @@ def load_dataset(
     keywords = with_defaults("load", {**options, "select": select, "decode": decode})
     files, keywords["storage"] = with_store(files, keywords["storage"])
     if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
-        files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "timeout", "comm")})
+        files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "storage", "timeout", "comm")})
     names = (dataset,) if isinstance(dataset, str) else None if dataset is None else tuple(dataset)
     with DatasetCall(files, names, mesh, spec, keywords).begin() as call:
         plan: Any = call.hand_out(call.plan())

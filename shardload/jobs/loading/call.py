@@ -279,7 +279,8 @@ class LoadCall:
         """A `FoundArray` for each place; for a pattern those below its group, by name, and the arrays that are left out."""
         arrays = list[Any]()
         labeller = self._labeller(finder)
-        finder.expect((place.path, place.dataset) for place in self.tree.places if not place.is_pattern)
+        if not self.tree.is_single:
+            finder.expect((place.path, place.dataset) for place in self.tree.places if not place.is_pattern)
         for place, where, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
             with naming_errors(where):
                 if not place.is_pattern:
