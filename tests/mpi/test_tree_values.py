@@ -383,8 +383,9 @@ def test_an_axis_with_a_halo_has_no_coordinates(file: str) -> None:
     np.testing.assert_array_equal(back["time"].values, made["time"].values)
 
 
-def test_a_coordinate_that_is_too_large_for_a_plan(comm: Any, shared_tmp_path: Path) -> None:
-    n = 4 * unit() * -(-20_000 // (4 * unit()))
+def test_a_coordinate_that_is_too_large_for_a_plan(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.formats.labelling.COORDINATE_NBYTES", 1 << 10)
+    n = 300 * unit()
     path = str(shared_tmp_path / "long.nc")
     made = xr.Dataset({"v": ("time", np.arange(n, dtype="f4"))}, coords={"time": np.arange(n, dtype="f4")})
     on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
