@@ -31,6 +31,7 @@ from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.region import Array, IntArray, Region, unravel
 from shardload.storage.objects import StoredObject
+from shardload.storage.remote import RemoteFolder
 from shardload.system.scratch import shared_scratch
 from shardload.system.steps import step_done
 from shardload.transfer.checksum import checksum
@@ -127,7 +128,8 @@ class ReadBack:
 
     def stored(self) -> Iterator[Callable[[], None]]:
         """Tasks for threads: each reads stored bytes, and compares them. VerifyError if they differ."""
-        ends = np.cumsum([chunk.nbytes for chunk in self._chunks]) // _TASK_NBYTES
+        task_nbytes = 1 if isinstance(self._folder, RemoteFolder) else _TASK_NBYTES  # there each chunk waits for its answer
+        ends = np.cumsum([chunk.nbytes for chunk in self._chunks]) // task_nbytes
         for _, chunks in groupby(zip(ends.tolist(), self._chunks, strict=True), itemgetter(0)):
             yield partial(self._compare_stored, [chunk for _, chunk in chunks])
 
