@@ -30,7 +30,7 @@ from shardload.formats.access import Access
 from shardload.storage.leftovers import METADATA, NODE_FILES, ROOTS
 from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, head_of, state_of
 from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject, read_content
-from shardload.storage.remote import is_remote, open_remote, without_secrets
+from shardload.storage.remote import Pin, RemoteObject, is_remote, open_remote, without_secrets
 
 _JSON_SUFFIXES, _PARQUET_SUFFIXES = (".json", ".json.zst"), (".parq", ".parquet")  # of files; of folders
 SUFFIXES = (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES)
@@ -106,6 +106,7 @@ class ReferenceFolder:
         self._references = _references_in(content) if self._tables is None else self._tables.metadata
         self._folders: Mapping[str, list[str]] = _folders_of(self._references)
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
+        self._pins = dict[str, Pin]()  # the versions of objects at URLs that are not kept any more
 
     def version(self, key: str) -> tuple[int, ...] | None:
         """See `ObjectFolder`: that of the set now. `opened_in` is that which was read."""
@@ -158,14 +159,16 @@ class ReferenceFolder:
         with self._lock:
             stored = self._objects.get(url)
             if stored is None:
-                stored = self._objects[url] = self._open(url)
+                stored = self._objects[url] = self._open(url, self._pins.get(url))
                 if len(self._objects) > _MOST_OPEN:
-                    self._objects.popitem(last=False)
+                    first_url, first = self._objects.popitem(last=False)
+                    if isinstance(first, RemoteObject):
+                        self._pins[first_url] = first.pin
             self._objects.move_to_end(url)
         return stored
 
-    def _open(self, url: str) -> StoredObject:
-        """Open an object. A name without a scheme is that of a file beside the set."""
+    def _open(self, url: str, pin: Pin | None) -> StoredObject:
+        """Open an object: of one at a URL, this version. A name without a scheme is that of a file beside the set."""
         above = posixpath.dirname(self.name)
         if is_remote(self._path) and "://" not in url and not url.startswith("/"):
             url = f"{above}/{url.removeprefix('./')}"
@@ -175,7 +178,7 @@ class ReferenceFolder:
                 raise OutsideError(
                     f"'{self.name}' refers to '{without_secrets(url)}', outside of its own folder; {TARGET_HINT}"
                 )
-            return open_remote(url, self._access.storage).object()
+            return open_remote(url, self._access.storage).object(pin)
         path = re.sub("^(file|local)://", "", url)
         if "://" in path:
             raise ValueError(f"'{self.name}' refers to '{path}', a URL of an unknown kind")

@@ -36,7 +36,7 @@ from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, pa
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
 from shardload.storage.leftovers import METADATA, NODE_FILES
 from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, state_of
-from shardload.storage.objects import NoListingError, ObjectFolder, read_content
+from shardload.storage.objects import NoListingError, ObjectFolder, RemoteError, read_content
 from shardload.storage.remote import RemoteFolder, is_remote, open_remote, without_secrets
 from shardload.storage.target import FOLDER_MARK
 from shardload.system.steps import step_done
@@ -45,7 +45,7 @@ State = tuple[int, ...] | None
 
 _NO_STORE = "there is no Zarr store: none of zarr.json, .zarray, .zgroup and .zmetadata"
 _MANY_FOLDERS = 8  # of which the metadata are fetched together
-_UNFINISHED = f"a save to it goes on, or was killed: there is '{FOLDER_MARK}', and its root has no metadata yet"
+_UNFINISHED = f"is no store yet: a save to it goes on, or was killed ('{FOLDER_MARK}' is there, and no metadata of the root)"
 _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
@@ -215,7 +215,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             below = [f"{name.rstrip('/')}/{entry}" for entry in self.folder.folders(name.strip("/"))]
             if name == "/" and node is None and isinstance(self.folder, RemoteFolder):
                 if self.folder.version(FOLDER_MARK) is not None:
-                    raise FileNotFoundError(_UNFINISHED)
+                    raise RemoteError(errno.EBUSY, f"'{self.folder.name}' {_UNFINISHED}")
                 if not below:
                     raise FileNotFoundError(_NO_STORE)
         except NoListingError as error:

@@ -25,7 +25,7 @@ from shardload.formats.zarr.references import ReferenceFolder
 from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
 from shardload.storage.local import OutsideError
-from shardload.storage.remote import StorageOptions
+from shardload.storage.remote import RemoteChangedError, StorageOptions
 from tests.servers import ObjectServer
 from tests.unit.files import check_source, flat, load_all
 
@@ -249,6 +249,21 @@ def test_a_range_that_no_object_has_is_not_fetched_ahead(tmp_path: Path) -> None
             reader.expect(iter([[range(1, 2), range(1, 2)]]))
             reader.fetch([range(1, 2), range(1, 2)])
         assert len(server.log) < 20
+
+
+def test_an_object_that_is_opened_again_is_the_same_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects beyond the last few are not kept. Wrong if one that was replaced meanwhile were read as it is now."""
+    pytest.importorskip("obstore")
+    monkeypatch.setattr("shardload.formats.zarr.references._MOST_OPEN", 1)
+    refs = {".zgroup": "{}", "x/0": ["a.bin", 0, 4], "x/1": ["b.bin", 0, 4], "x/2": ["a.bin", 4, 4]}
+    objects = {"b/refs.json": json.dumps(refs).encode(), "b/a.bin": b"01234567", "b/b.bin": b"89ab"}
+    with ObjectServer(objects) as server:
+        folder = ReferenceFolder("s3://b/refs.json", Access(storage=StorageOptions(server.storage)))
+        contents = folder.read_many(["x/0", "x/1"], 10)
+        assert [None if content is None else bytes(content) for content in contents] == [b"0123", b"89ab"]
+        server.objects["b/a.bin"] = b"cdefghij"
+        with pytest.raises(RemoteChangedError, match=r"'s3://b/a\.bin' is another object"):
+            folder.read_many(["x/2"], 10)
 
 
 def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
