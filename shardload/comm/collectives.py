@@ -147,9 +147,10 @@ def _wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:
 
 
 def duplicate(comm: Any, timeout: float | None) -> Any:
-    """A private duplicate of a communicator. Collective; StallError if some rank does not call within `timeout` seconds."""
-    if timeout is None or comm.size == 1:
-        return comm.Dup()
+    """A private duplicate of a communicator. Collective; StallError if some rank does not call within `timeout` seconds.
+
+    Not by MPI's own `Dup`, which spins until all ranks call it: Ctrl-C would not end that.
+    """
     waited, last_look = 0.0, time.monotonic()
     has_warned = comm.rank > 0  # only rank 0 warns; it cannot know which ranks wait
 
@@ -157,7 +158,7 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
         nonlocal waited, last_look, has_warned
         now = time.monotonic()
         waited, last_look = waited + min(now - last_look, _LONGEST_STEP_SECONDS), now
-        if waited > timeout:  # without the duplicate, ranks cannot tell each other who is late
+        if timeout is not None and waited > timeout:  # without the duplicate, ranks cannot tell each other who is late
             raise StallError(stall_text(_FIRST, timeout, _SOME))
         if waited > NOTICE_SECONDS and not has_warned:
             has_warned = True

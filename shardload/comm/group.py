@@ -237,6 +237,7 @@ class Group:
         self._n_exchanges = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
+        self._node_comm: Any = None  # of the ranks on this machine
         self._machine: Topology | None = None
         self._call_lock = threading.Lock()
         self._calling_thread = 0  # id of the thread that is in a call
@@ -374,8 +375,12 @@ class Group:
                     machine.Free()
                 on_node = MpiCollectives(comm, self.mpi, self.watch.look)
                 ranks_on_node = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
-                self._node = Node(self.rank, tuple(ranks_on_node.tolist()), on_node, comm.Free)
-        return self._node
+                self._set_node(comm, tuple(ranks_on_node.tolist()))
+        return cast(Node, self._node)
+
+    def _set_node(self, comm: Any, ranks: tuple[int, ...]) -> None:
+        self._node_comm = comm
+        self._node = Node(self.rank, ranks, MpiCollectives(comm, self.mpi, self.watch.look), comm.Free)
 
     @property
     def machine(self) -> Topology:
@@ -406,6 +411,9 @@ class Group:
         else:
             group = Group(None if self.size == 1 else duplicate(self.comm, timeout))
             group.watch_departures()
+            if self.size > 1:  # MPI's calls that split cannot be interrupted
+                ranks = self.node.ranks
+                group._set_node(duplicate(self._node_comm, timeout), ranks)
         group._machine = self._machine
         return group
 

@@ -131,6 +131,18 @@ class Counted:
         return getattr(self.right, name)
 
 
+def test_a_duplicate_knows_the_ranks_of_this_machine(comm: Any) -> None:
+    """Wrong if it split its communicator to find them: that call of MPI never ends if Ctrl-C comes to a rank just before it."""
+    group = group_of(comm, None)
+    duplicated = group.duplicate(60.0)
+    ranks = np.array([comm.rank], dtype=np.int64)
+    whole, duplicated.comm = duplicated.comm, None  # which nothing can be split off
+    assert duplicated.node.ranks == group.node.ranks
+    assert tuple(duplicated.node.collectives.gather(ranks)[:, 0]) == group.node.ranks
+    duplicated.comm = whole
+    duplicated.free()
+
+
 @pytest.mark.mpi(min_size=2)  # one process sends none
 @pytest.mark.usefixtures("as_it_is")
 def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

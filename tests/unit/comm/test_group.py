@@ -696,6 +696,17 @@ def test_a_job_that_was_suspended_blames_nobody(steps: list[float], is_late: boo
         assert collectives.duplicate(comm, 30.0) == "made"
 
 
+def test_who_waits_for_ever_can_be_interrupted_all_the_same() -> None:
+    """Wrong if `timeout=None` took MPI's call that spins until all ranks are there: it looks at no signal."""
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    comm = SimpleNamespace(size=2, rank=1, Idup=lambda: ("made", SimpleNamespace(Test=interrupt)))
+    with pytest.raises(KeyboardInterrupt):
+        collectives.duplicate(comm, None)
+
+
 @pytest.mark.skipif(MPI is None, reason="no MPI library")
 def test_first_calls_of_two_threads_make_one_group() -> None:
     """Wrong if both duplicated the communicator: the first duplicate would be freed twice."""
