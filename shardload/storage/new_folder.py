@@ -357,8 +357,8 @@ class AddedFolder(NewFolder):
         replaced: list[str] = []
         try:
             for old_key, key in steps_of(keys.items()):
+                replaced.append(old_key)  # first: an error may come of a file server that did it, and lost the answer
                 os.replace(os.path.join(self.path, key), os.path.join(self.old, old_key))
-                replaced.append(old_key)
         except BaseException as error:
             try:
                 for old_key in reversed(replaced):

@@ -323,9 +323,9 @@ class Target:
         old_path = f"{self._final}.{self.token}.replaced"
         for n_more in reversed(range(_MOST_MEETINGS)):
             self._refuse()
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self._final, old_path)
             try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self._final, old_path)
                 os.rename(temporary, self._final)
                 break
             except OSError as error:

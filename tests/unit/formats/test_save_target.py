@@ -282,6 +282,23 @@ def test_a_store_that_does_not_get_its_name(tmp_path: Path, name: str, mode: str
     assert mode == "w-" or old_is_whole(tmp_path, name)
 
 
+def test_a_store_that_lost_its_name_by_a_rename_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server did what it says it did not. Wrong if the error said that the old store is as it was, without its name."""
+    catalog, rename = finished(tmp_path, "x.zarr", "w"), os.rename
+
+    def renames(source: str, name: str) -> None:
+        rename(source, name)
+        if name.endswith(".replaced"):
+            failing()
+
+    monkeypatch.setattr(target.os, "rename", renames)
+    with pytest.raises(SourceError, match="as it was"):
+        catalog.commit()
+    monkeypatch.undo()
+    catalog.abandon()
+    assert os.listdir(tmp_path) == ["x.zarr"] and old_is_whole(tmp_path, "x.zarr")
+
+
 @pytest.mark.parametrize("name", ["x.zarr", "sharded.zarr"])
 def test_no_store_gets_the_name(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the error said that the old store was as it was, when it has another name."""
