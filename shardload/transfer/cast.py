@@ -91,6 +91,8 @@ def _misfit(raw: Array, dtype: np.dtype[Any]) -> str:
 
 def _fits(raw: Array, out: Array) -> bool:
     is_integer = out.dtype.kind in "iu"
+    if is_added(raw.dtype):  # NumPy does not see that a bfloat16 overflows in float16, and has no cast from int4 to uint4
+        raw = raw.astype(np.float32)  # which holds all values of these types
     try:
         # Floating point types hold NaN, also one that signals (of which NumPy reports that it was invalid).
         with np.errstate(over="raise", invalid="raise" if is_integer else "ignore"):

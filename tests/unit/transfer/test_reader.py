@@ -170,6 +170,9 @@ def test_values_in_memory_are_shown_not_copied() -> None:
         (np.array([7, 10], dtype="i4"), "int4", "10"),
         (np.array([6.0, 7.5], dtype="f4"), "float4_e2m1fn", "7.5"),
         (np.array([1.0, np.nan], dtype="f4"), "float4_e2m1fn", "nan"),
+        (np.array([1.0, 2.0**17], dtype=ml_dtypes.bfloat16), "float16", "131072"),  # no word of inf either
+        (np.array([1.0, np.nan], dtype=ml_dtypes.bfloat16), "int32", "nan"),
+        (np.array([1, -3], dtype=ml_dtypes.int4), "uint4", "-3"),
     ],
 )
 def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Array, to: str, such: str) -> None:
@@ -196,6 +199,8 @@ def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Arr
         (np.array([0.1, np.nan, 448.0], dtype="f4"), "float8_e4m3fn"),
         (np.array([-8, 7], dtype="i4"), "int4"),
         (np.array([0.1, -6.0], dtype="f4"), "float4_e2m1fn"),
+        (np.array([0.1, np.inf, np.nan, 65280.0], dtype=ml_dtypes.bfloat16), "float16"),
+        (np.array([0.5, -2.75], dtype=ml_dtypes.bfloat16), "int8"),
         # NaN that signals, as compilers fill new arrays with: NumPy reports it, with the value that it should give
         (np.array([0x7F800001, 0xFF800001], dtype="u4").view("f4"), "float64"),
         (np.array([0x7F800001, 0], dtype="u4").view("f4"), "complex128"),
