@@ -434,6 +434,20 @@ def test_to_xarray_of_what_does_not_fit(comm: Any, path: str) -> None:
 # --- objects of xarray are saved
 
 
+def test_to_xarray_of_axes_that_only_padding_makes_alike(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if padding of one array were in the same rows as values of another, without a word."""
+    path, mesh = str(shared_tmp_path / "a.h5"), mesh_of(names=("a",))
+
+    def make() -> None:
+        with h5py.File(path, "w") as file:
+            file["one"], file["two"] = np.zeros(1), np.zeros(2)
+
+    on_root(comm, make)
+    plan = shardload.plan(path, mesh, P("a"), dataset={"one": "one", "two": "two"}, pad=0, dtype="float32")
+    says = "'dim_0' has 1 elements in ['one'] and 2 in ['two']", "cannot share a Dataset"
+    same_error(comm, lambda: shardload.to_xarray(plan.execute(), plan), ConfigError, *says)
+
+
 def turned() -> Any:
     """All devices, in another order."""
     devices = jax.devices()

@@ -166,6 +166,16 @@ def test_labels_never_give_padding(comm: Any, shared_tmp_path: Path) -> None:
     assert half.shape == (n, unit()) and isinstance(half.data, jax.Array) and half.name == "h"
 
 
+def test_points_along_an_axis_of_their_own(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the index of the padded axis stayed: the coordinate of the points would be along that axis, not along theirs."""
+    paths = write(comm, shared_tmp_path, 2 * unit() + 1)
+    ds = shardload.load_dataset(paths, mesh_of(), {"lat": ("a", "b")}, along="time", pad=float("nan"))
+    index, right = (each.drop_vars(["t", "orog", "height"]) for each in (ds, opened(paths)))
+    for dims, lats in (("points", [59.0, 41.0]), (("p", "q"), [[59.0, 41.0]])):
+        points = {"lat": xr.DataArray(lats, dims=dims)}
+        xr.testing.assert_equal(index.sel(points, method="nearest"), right.sel(points, method="nearest"))
+
+
 def test_means_and_groups_leave_padding_out(comm: Any, shared_tmp_path: Path) -> None:
     """Along time, whose rows with NaT belong to no month; and of what has the axis still, the padding can be taken off."""
     paths = write(comm, shared_tmp_path, 2 * unit() + 1)

@@ -83,5 +83,5 @@ def test_arrays_that_only_padding_makes_alike(comm: Any, path: str) -> None:
     select = [np.s_[:, :, :1], np.s_[:, :, :2]]
     options: dict[str, Any] = {"stack": "channel", "select": select, "batch": BATCH, "pad": -1}
     spec = P(None, None, None, ("a", "b"))
-    says = "are not alike", f"steps of [{LAT}, 2] and [{LAT}, 1]"
+    says = "are not alike", f"steps of {{1: {LAT}, 2: 2}} and {{1: {LAT}, 2: 1}}"
     same_error(comm, lambda: shardload.stream(path, mesh_of(), spec, dataset=["t", "q"], **options), ConfigError, *says)

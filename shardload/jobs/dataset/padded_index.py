@@ -44,14 +44,15 @@ class PaddedIndex(Index):
         return self.unpadded.sel(labels, method=method, tolerance=tolerance)
 
     def isel(self, indexers: Mapping[Any, Any]) -> Index | None:
-        """See `xarray.Index`. No index if rows of the padding would come before others."""
-        rows = np.arange(self.n)[getattr(indexers[self.unpadded.dim], "values", indexers[self.unpadded.dim])]
-        if not rows.ndim:
+        """See `xarray.Index`. No index along another axis, or if rows of the padding would come before others."""
+        dim, indexer = self.unpadded.dim, indexers[self.unpadded.dim]
+        rows = np.arange(self.n)[getattr(indexer, "values", indexer)]
+        if not rows.ndim or getattr(indexer, "dims", (dim,)) != (dim,):
             return None
         n = int((rows < self.n_unpadded).sum())
         if (rows[:n] >= self.n_unpadded).any():
             return None
-        unpadded = self.unpadded.isel({self.unpadded.dim: rows[:n]})
+        unpadded = self.unpadded.isel({dim: rows[:n]})
         return PaddedIndex(unpadded, len(rows)) if unpadded is not None and n < len(rows) else unpadded
 
     def rename(self, name_dict: Mapping[Any, Hashable], dims_dict: Mapping[Any, Hashable]) -> PaddedIndex:

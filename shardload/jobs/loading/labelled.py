@@ -150,11 +150,11 @@ def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
         return rebuilt(tree, wrapped)
     if not all(isinstance(array, xarray.DataArray) for array in wrapped):
         return rebuilt(tree, wrapped)
-    infos = [plans[key].info for key in keys]
-    return _dataset(xarray, dict(zip(names, wrapped, strict=True)), dict(zip(names, infos, strict=True)))
+    plans_in_order = [plans[key] for key in keys]
+    return _dataset(xarray, dict(zip(names, wrapped, strict=True)), dict(zip(names, plans_in_order, strict=True)))
 
 
-def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo]) -> Any:
+def _dataset(xarray: Any, wrapped: dict[str, Any], plans: Mapping[str, Plan]) -> Any:
     """The Dataset of some arrays.
 
     Raises
@@ -162,15 +162,17 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
     ConfigError
         If the arrays do not share their axes and coordinates.
     """
-    lengths: dict[str, tuple[int, str]] = {}
+    infos = {key: plan.info for key, plan in plans.items()}
+    lengths: dict[str, tuple[tuple[int, int], str]] = {}  # with padding and without
     coords: dict[str, Any] = {}
     for key, array in wrapped.items():
-        for dim, n in zip(array.dims, array.shape, strict=True):
+        for dim, n in zip(array.dims, zip(array.shape, plans[key].shape, strict=True), strict=True):
             first_length, first_key = lengths.setdefault(dim, (n, key))
             if first_length != n:
+                k = int(first_length[0] == n[0])
                 raise ConfigError(
-                    f"{dim!r} has {first_length} elements in [{first_key!r}] and {n} in [{key!r}], so these arrays cannot "
-                    f"share a Dataset. {_ONE_BY_ONE}"
+                    f"{dim!r} has {first_length[k]} elements in [{first_key!r}] and {n[k]} in [{key!r}], so these arrays "
+                    f"cannot share a Dataset. {_ONE_BY_ONE}"
                 )
         for name, coordinate in array.coords.variables.items():
             if name in coords and not coords[name].identical(coordinate):

@@ -444,16 +444,18 @@ class StreamPlanner:
             if any(spec[axis : axis + 1]):
                 raise ConfigError(f"stack is {name!r}, but {spec_text(spec)} cuts that axis: leave it whole, by None")
         for request, leaf in zip(requests, stacked, strict=True):
-            # Not those of a batch: with padding arrays of different lengths have the same.
-            shapes = [
-                [each.selection.region.shape[k] for k in each.rest if each.info.dims[k] != name]
+            # Not the lengths in a batch: with padding arrays of different lengths have the same.
+            lengths, first_lengths = (
+                {each.info.dims[k] or k: each.selection.region.shape[k] for k in each.rest if each.info.dims[k] != name}
                 for each in (request, requests[0])
-            ]
-            is_alike = shapes[0] == shapes[1] and leaf.dtype == first.dtype and request.spec == spec
+            )
+            is_turned = lengths.keys() == first_lengths.keys() and list(lengths) != list(first_lengths)
+            has_shape = [*lengths.values()] == [*first_lengths.values()] and not is_turned
+            is_alike = has_shape and leaf.dtype == first.dtype and request.spec == spec
             if not is_alike or request.window != requests[0].window or request.request.sharding != requests[0].request.sharding:
                 raise ConfigError(
-                    f"stack is {name!r}, but {request.info} and {requests[0].info} are not alike: steps of {shapes[0]} and "
-                    f"{shapes[1]} beside that axis, {leaf.dtype} and {first.dtype}, windows {request.window} and "
+                    f"stack is {name!r}, but {request.info} and {requests[0].info} are not alike: steps of {lengths} and "
+                    f"{first_lengths} beside that axis, {leaf.dtype} and {first.dtype}, windows {request.window} and "
                     f"{requests[0].window}, {spec_text(request.spec)} and {spec_text(spec)}"
                 )
         sizes = [1 if is_new else leaf.shape[axis] for leaf in stacked]
@@ -471,6 +473,10 @@ class StreamPlanner:
                 + ("decode=True, dtype='float32': they are packed" if array.info.packing else "dtype='float32'")
             )
         for values in scale:
+            if values.dtype.kind == "c" and dtype.kind != "c":
+                raise ConfigError(
+                    f"scale{where} has complex numbers, but the values of {array.info} are {dtype}: pass real ones"
+                )
             fits = len(values.shape) <= len(rest) and all(
                 n in (1, length) for n, length in zip(values.shape[::-1], rest[::-1], strict=False)
             )

@@ -138,6 +138,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
             r"the spec\['x'\] P\('data', 'lat'\) cuts the axis of the window",
         ),
         ({"spec": P("lat"), "window": (0, 1), "batch": None}, r"cuts the axis of the window, axis 0 of a batch"),
+        ({"scale": (1j, 1.0)}, "scale has complex numbers, but the values of '/t' .* are float32: pass real ones"),
         ({"spec": P("time")}, "names mesh axis 'time', but the mesh has"),
         (
             {"spec": P(None, None, None, "lat")},
@@ -176,6 +177,17 @@ def test_parts_of_one_array_that_are_passed_as_two(path: str, tmp_path: Path) ->
         file["t"] = np.zeros((20, N_LEVELS, N_LAT), "f4")
     with pytest.raises(ConfigError, match=r"are parts of one array, pass shardload.concat\(PATHS, along=AXIS\)"):
         stream([path, str(tmp_path / "b.h5")])  # type: ignore[arg-type]
+
+
+def test_arrays_whose_axes_are_in_another_order(tmp_path: Path) -> None:
+    """Wrong if lengths alone were compared: of square maps one would be turned in the stack."""
+    with h5py.File(tmp_path / "square.h5", "w") as file:
+        for name, labels in (("t", ("time", "lat", "lon")), ("u", ("time", "lon", "lat"))):
+            file[name] = np.zeros((8, 3, 3), "f4")
+            for axis, label in enumerate(labels):
+                file[name].dims[axis].label = label
+    with pytest.raises(ConfigError, match=r"not alike: steps of {'lon': 3, 'lat': 3} and {'lat': 3, 'lon': 3} beside"):
+        stream(str(tmp_path / "square.h5"), ["t", "u"], stack="channel")
 
 
 def test_a_mesh_without_devices(path: str) -> None:
