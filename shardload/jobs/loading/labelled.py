@@ -112,7 +112,7 @@ def _warn_of_left_out(infos: Sequence[ArrayInfo], is_single: bool) -> None:
     coords = {coord.dataset for info in infos for coord in info.coords.values() if coord.values is None}
     coords -= {info.dataset for info in infos}
     if coords:
-        why = f"they hold no numbers, or more than {format_nbytes(COORDINATE_NBYTES)} of them"
+        why = f"they hold no numbers, or more than {format_nbytes(COORDINATE_NBYTES)} of them, or an array has many so large"
         warn_once(f"left out coordinates, because {why}: {some(sorted(coords))}", LeftOutWarning, rank)
     left_out: dict[str, None] = {}
     for info in infos:
