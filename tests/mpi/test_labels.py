@@ -384,6 +384,16 @@ def test_to_xarray_of_attributes_that_are_too_long(comm: Any, shared_tmp_path: P
     assert "table" not in {**found["t"].attrs, **found["u"].attrs}
 
 
+def labelled_without(comm: Any, plan: Any, name: str) -> Any:
+    """What `to_xarray` makes of a plan. It names the coordinate that is left out, on rank 0."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", shardload.LeftOutWarning)
+        labelled = shardload.to_xarray(plan.execute(), plan)
+    texts = [str(warning.message) for warning in caught if warning.category is shardload.LeftOutWarning]
+    assert len(texts) == (comm.rank == 0) and all(text.endswith(f": {name}") for text in texts), texts
+    return labelled
+
+
 def test_to_xarray_of_coordinates_without_names_of_axes(comm: Any, shared_tmp_path: Path) -> None:
     """Plain HDF5 has none. Wrong if latitudes and longitudes were left out, or lay along an axis that only has their length."""
     n, where = (2, 4, 6), shared_tmp_path / "plain.h5"
@@ -401,7 +411,7 @@ def test_to_xarray_of_coordinates_without_names_of_axes(comm: Any, shared_tmp_pa
 
     on_root(comm, write)
     plan = shardload.plan(where, mesh_of(), P(), dataset="t", select=(slice(0, 2), slice(1, 3)))
-    found = shardload.to_xarray(plan.execute(), plan)
+    found = labelled_without(comm, plan, "/short")
     with xr.open_dataset(where, engine="h5netcdf", phony_dims="access") as theirs:  # names axes by their lengths
         wanted = theirs["t"][:, 1:3]
         for name in ("lat", "lon", "level"):
@@ -410,7 +420,7 @@ def test_to_xarray_of_coordinates_without_names_of_axes(comm: Any, shared_tmp_pa
             np.testing.assert_array_equal(found[name].values, wanted[name].values, err_msg=name)
     assert "short" not in found.coords
     plan = shardload.plan(where, mesh_of(), P(), dataset="square")
-    assert not shardload.to_xarray(plan.execute(), plan).coords
+    assert not labelled_without(comm, plan, "/level").coords
     plan = shardload.plan(where, mesh_of(), P(), dataset="half")
     found = shardload.to_xarray(plan.execute(), plan)
     assert {name: one.dims for name, one in found.coords.items()} == {"lat": ("level", "dim_1"), "level": ("level",)}

@@ -82,10 +82,10 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     (('x', 'dim_1'), array([2., 3., 4.]))
     """
     xarray = import_xarray("to_xarray")
-    infos = [each_plan.info for each_plan in _plans_of(plan)]
-    read_now(info.labels for info in infos if isinstance(info.labels, OnDemand))
+    plans = _plans_of(plan)
+    read_now(each_plan.info.labels for each_plan in plans if isinstance(each_plan.info.labels, OnDemand))
     wrapped = _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
-    _warn_of_left_out(infos, isinstance(plan, Plan))
+    _warn_of_left_out(plans, isinstance(plan, Plan))
     return wrapped
 
 
@@ -106,13 +106,20 @@ def _plans_of(plan: Any) -> list[Plan]:
     return [leaf for leaf in leaves if isinstance(leaf, Plan)]
 
 
-def _warn_of_left_out(infos: Sequence[ArrayInfo], is_single: bool) -> None:
+def _warn_of_left_out(plans: Sequence[Plan], is_single: bool) -> None:
     """Say which coordinates and attributes the objects of xarray do not have, because a plan does not."""
-    rank = jax.process_index()
-    coords = {coord.dataset for info in infos for coord in info.coords.values() if coord.values is None}
-    coords -= {info.dataset for info in infos}
-    if coords:
-        why = f"they hold no numbers, or more than {format_nbytes(COORDINATE_NBYTES)} of them, or an array has many so large"
+    rank, infos = jax.process_index(), [plan.info for plan in plans]
+    taken, coords = {info.dataset for info in infos}, set[str]()
+    for plan in plans:
+        for name, coord in plan.info.coords.items():
+            axes = None if coord.values is None else _axes_of_coordinate(name, coord.dims, coord.values.shape, plan)
+            if axes is None and (coord.values is None or {*coord.dims} - {None} <= {*_dims(plan)}):
+                coords.add(coord.dataset)
+            elif axes is not None:
+                taken.add(coord.dataset)
+    if coords := coords - taken:
+        limit = format_nbytes(COORDINATE_NBYTES)
+        why = f"they hold no numbers, or more than {limit} of them, or an array has many so large, or they do not fit its axes"
         warn_once(f"left out coordinates, because {why}: {some(sorted(coords))}", LeftOutWarning, rank)
     left_out: dict[str, None] = {}
     for info in infos:
@@ -308,11 +315,16 @@ def _axes_of_coordinate(
 ) -> tuple[str, ...] | None:
     """The names of a coordinate's axes among those of its array; None if they are not there, or more than one way fits.
 
-    Axes without names are found by their lengths, as the array has them one after the other.
+    Axes without names are found by their lengths, as the array has them one after the other. A coordinate that is longer than
+    its axis (the edges of cells) fits in netCDF4 alone, where an array may have fewer rows than an axis that can grow.
     """
     dims, shape = _dims(plan), plan.info.shape
     if None not in names:
-        return tuple(map(str, names)) if set(names) <= set(dims) else None
+        axes = tuple(map(str, names))
+        if not set(axes) <= set(dims):
+            return None
+        is_longer = any(n > shape[dims.index(name)] for name, n in zip(axes, lengths, strict=True))
+        return None if is_longer and plan.info.format != "netCDF4" else axes
     fitting = [
         tuple(dims[axis] for axis in axes)
         for axes in combinations(range(len(dims)), len(names))

@@ -542,3 +542,17 @@ def test_bad_input(tmp_path: Path) -> None:
         shardload.open([])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="untrusted is 'yes'"):
         shardload.open("a.nc", untrusted="yes")  # type: ignore[arg-type]
+
+
+def test_edges_of_cells_are_no_coordinates_of_centers(tmp_path: Path) -> None:
+    """Wrong if the first edges were taken for the places of the values, or were left out without a word."""
+    with h5py.File(tmp_path / "edges.h5", "w") as file:
+        file["v"] = np.arange(4, dtype="f4")
+        file["x"], file["y"] = np.arange(5.0), np.arange(4.0) + 0.5
+        for name in "xy":
+            file[name].make_scale(name)
+            file["v"].dims[0].attach_scale(file[name])
+    plan = shardload.plan(str(tmp_path / "edges.h5"), Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset="v")
+    with pytest.warns(shardload.LeftOutWarning, match="do not fit its axes: /x"):
+        v = shardload.to_xarray(plan.execute(), plan)
+    assert "x" not in v.coords
