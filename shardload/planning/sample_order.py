@@ -121,16 +121,19 @@ class SampleOrder:
         """The anchors of all samples of an epoch, in the order in which they are given."""
         if self.seed is None or not len(self.anchors):
             return self.anchors
-        words = random_words(self.seed, number, _OF_SAMPLES, self.anchors)
-        if self.spread >= self.n_blocks:
-            return self.anchors[np.argsort(words, kind="stable")]
+        keys = words = random_words(self.seed, number, _OF_SAMPLES, self.anchors)
+        if self.spread < self.n_blocks:
+            keys = self._keys_of_blocks(number, words)
+        anchors: IntArray = self.anchors[np.argsort(keys, kind="stable")]
+        return anchors
+
+    def _keys_of_blocks(self, number: int, words: Words) -> Words:
+        """The places of the blocks of all samples in an epoch, each with the sample's own word behind it."""
         place = np.empty(self.n_blocks, dtype=np.uint64)
         shuffled = np.argsort(random_words(self.seed, number, _OF_BLOCKS, np.arange(self.n_blocks)), kind="stable")
         place[shuffled] = np.arange(self.n_blocks, dtype=np.uint64)
-        keys = (place[self.block_of(self.anchors + self.first)] << np.uint64(32)) + np.uint64(self.spread) * (
-            words >> np.uint64(32)
-        )
-        return self.anchors[np.argsort(keys, kind="stable")]
+        blocks: Words = place[self.block_of(self.anchors + self.first)]
+        return (blocks << np.uint64(32)) + np.uint64(self.spread) * (words >> np.uint64(32))
 
     def horizon(self, batch: int, chunk: int) -> int:
         """Batches that a step waits in memory at most between two of its samples, if chunks have so many steps.
