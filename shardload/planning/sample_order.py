@@ -123,14 +123,14 @@ class SampleOrder:
             return self.anchors
         keys = words = random_words(self.seed, number, _OF_SAMPLES, self.anchors)
         if self.spread < self.n_blocks:
-            keys = self._keys_of_blocks(number, words)
+            shuffled = np.argsort(random_words(self.seed, number, _OF_BLOCKS, np.arange(self.n_blocks)), kind="stable")
+            keys = self._keys_of(shuffled, words)
         anchors: IntArray = self.anchors[np.argsort(keys, kind="stable")]
         return anchors
 
-    def _keys_of_blocks(self, number: int, words: Words) -> Words:
-        """The places of the blocks of all samples in an epoch, each with the sample's own word behind it."""
+    def _keys_of(self, shuffled: IntArray, words: Words) -> Words:
+        """The place of the block of each sample among the shuffled blocks, with the sample's own word behind it."""
         place = np.empty(self.n_blocks, dtype=np.uint64)
-        shuffled = np.argsort(random_words(self.seed, number, _OF_BLOCKS, np.arange(self.n_blocks)), kind="stable")
         place[shuffled] = np.arange(self.n_blocks, dtype=np.uint64)
         blocks: Words = place[self.block_of(self.anchors + self.first)]
         return (blocks << np.uint64(32)) + np.uint64(self.spread) * (words >> np.uint64(32))
