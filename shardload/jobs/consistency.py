@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -217,18 +218,25 @@ def check_unchanged(name: str, before: State, after: State, path: str, dataset: 
         raise SourceError(text, path=path, dataset=dataset)
 
 
-def check_all_unchanged(opened: Sequence[tuple[AbstractContextManager[None], Source, State]]) -> None:
-    """`check_unchanged` of some open arrays, each with what names its errors, and its file's state before. Where that takes a
-    request for each, they are sent together.
-    """
-    sources = [source for _, source, _ in opened]
-    is_slow = len(sources) > 1 and all(answers_slowly(source.info) for source in sources)
-    calls = [source.state for source in sources]
-    states = call_together(calls, "shardload-states") if is_slow else [call() for call in calls]
-    for (naming, source, before), now in zip(opened, states, strict=True):
-        info = source.info
-        with naming:
-            check_unchanged(str(info), before, now, info.path, info.dataset)
+Opened = tuple[
+    Callable[[], AbstractContextManager[None]], Source, State
+]  # what names errors; an array; its file's state before
+
+
+def check_all_unchanged(opened: Sequence[Opened]) -> None:
+    """`check_unchanged` of some open arrays. Where that takes a request for each, they are sent together."""
+    calls = [partial(_check_source, *source_and_state) for source_and_state in opened]
+    if all(answers_slowly(source.info) for _, source, _ in opened):
+        call_together(calls, "shardload-states")
+    else:
+        for call in calls:
+            call()
+
+
+def _check_source(naming: Callable[[], AbstractContextManager[None]], source: Source, before: State) -> None:
+    info = source.info
+    with naming():
+        check_unchanged(str(info), before, source.state(), info.path, info.dataset)
 
 
 class KeptSources:
@@ -260,7 +268,7 @@ class KeptSources:
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file of an open array has changed since it was opened."""
-        check_all_unchanged([(nullcontext(), source, before) for source, before in self._opened.values()])
+        check_all_unchanged([(nullcontext, source, before) for source, before in self._opened.values()])
 
     def close_first(self, most: int) -> None:
         """Close those that were opened first if there are more than `most`."""

@@ -256,7 +256,7 @@ class LoadSource(FileSource):
 def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:
     """Raise SourceError if a file has changed since it was opened."""
     if kind is None:
-        check_all_unchanged([(load.naming_errors(), source, before) for load, source, before in compared])
+        check_all_unchanged([(load.naming_errors, source, before) for load, source, before in compared])
 
 
 # --- where they go

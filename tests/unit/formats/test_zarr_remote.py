@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,8 +294,25 @@ def test_many_arrays_are_found_and_compared_together(tmp_path: Path, store: Stor
         infos = [finder.find(store.url, f"x{k}").info for k in range(4)]
     sources = [open_source(store.url, info.dataset, store.access, info) for info in infos]
     came = together(store.server, *keys)
-    check_all_unchanged([(nullcontext(), source, source.opened_in()) for source in sources])
+    check_all_unchanged([(nullcontext, source, source.opened_in()) for source in sources])
     assert sorted(came) == keys
     (tmp_path / keys[2]).write_text((tmp_path / keys[2]).read_text() + " ")
     with pytest.raises(SourceError, match=r"/x2' in .* changed while it was read"):
-        check_all_unchanged([(nullcontext(), source, source.opened_in()) for source in sources])
+        check_all_unchanged([(nullcontext, source, source.opened_in()) for source in sources])
+
+
+def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: Store) -> None:
+    """Wrong if the present state were asked for outside of what names errors: of many arrays nobody knew which one it was."""
+    write_zarr(tmp_path / "b/a.zarr", {f"x{k}": DATA for k in range(3)})
+    sources = [store.open(f"x{k}") for k in range(3)]
+
+    @contextmanager
+    def naming(k: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SourceError(f"array {k}: {error}") from error
+
+    store.server.faults.only, store.server.faults.status = lambda key: "x1" in key, 403
+    with pytest.raises(SourceError, match=r"array 1: .*x1/zarr.json' cannot be read"):
+        check_all_unchanged([(partial(naming, k), source, source.opened_in()) for k, source in enumerate(sources)])
