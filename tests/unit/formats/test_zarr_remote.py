@@ -19,6 +19,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
+from shardload.formats.zarr.chunks import ShardFiles
 from shardload.jobs.consistency import check_all_unchanged
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
@@ -299,6 +300,28 @@ def test_many_arrays_are_found_and_compared_together(tmp_path: Path, store: Stor
     (tmp_path / keys[2]).write_text((tmp_path / keys[2]).read_text() + " ")
     with pytest.raises(SourceError, match=r"/x2' in .* changed while it was read"):
         check_all_unchanged([(nullcontext, source, source.opened_in()) for source in sources])
+
+
+def test_shards_are_opened_ahead_as_their_boxes_are_needed(tmp_path: Path, store: Store) -> None:
+    """Wrong if all boxes of a few large shards were taken, and kept, before the first was read; or if the indices of the next
+    shards were asked for after the reader was closed.
+    """
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA}, 3, **SHARDS)
+    source = store.open("x")
+    reader, taken = source.chunk_reader(), list[int]()
+    assert isinstance(reader, ShardFiles)
+
+    def boxes() -> Iterator[list[range]]:
+        for shard in range(3):
+            for _ in range(5000):
+                taken.append(shard)
+                yield [range(2 * shard, 2 * shard + 1), range(1)]
+
+    opened_ahead = reader._opened_ahead(boxes())
+    assert next(opened_ahead) == [range(1), range(1)] and len(taken) < 2000
+    reader.close()
+    assert len(list(opened_ahead)) < 2000 and store.asked() == ["x/c/0/0"]
+    source.close()
 
 
 def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: Store) -> None:
