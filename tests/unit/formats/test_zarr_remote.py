@@ -20,6 +20,7 @@ from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.zarr.chunks import ShardFiles
+from shardload.formats.zarr.store import WatchedStore
 from shardload.jobs.consistency import check_all_unchanged
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
@@ -322,6 +323,24 @@ def test_shards_are_opened_ahead_as_their_boxes_are_needed(tmp_path: Path, store
     reader.close()
     assert len(list(opened_ahead)) < 2000 and store.asked() == ["x/c/0/0"]
     source.close()
+
+
+def test_which_format_a_store_has_is_seen_while_another_thread_reads_metadata(tmp_path: Path, store: Store) -> None:
+    """Wrong if the table of metadata were gone through itself, to which other threads add: Python's error about that would be
+    taken for a coordinate that cannot be read.
+    """
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA}, 2)
+    with open_file(store.url, store.access) as file:
+        watched: WatchedStore = file._file._store  # type: ignore[attr-defined]
+        watched.node("x")
+        n = len(watched._remote_files)
+
+        def has(key: str) -> bool:
+            watched._remote_files[f"{key} of another thread"] = None, None
+            return False
+
+        watched._has = has  # type: ignore[method-assign]
+        assert not watched._is_format_3 and len(watched._remote_files) == 2 * n
 
 
 def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: Store) -> None:
