@@ -10,11 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numcodecs
+import numpy as np
 import pytest
 import zarr
 import zarr.codecs
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
@@ -358,3 +363,16 @@ def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: St
     store.server.faults.only, store.server.faults.status = lambda key: "x1" in key, 403
     with pytest.raises(SourceError, match=r"array 1: .*x1/zarr.json' cannot be read"):
         check_all_unchanged([(partial(naming, k), source, source.opened_in()) for k, source in enumerate(sources)])
+
+
+def test_arrays_that_zarr_has_open_at_a_url_have_labels(tmp_path: Path, server: ObjectServer) -> None:
+    """Wrong if these were looked for in a file named '' together: an error, of a single array and of several."""
+    pytest.importorskip("fsspec")
+    pytest.importorskip("aiohttp")
+    write_zarr(tmp_path / "a.zarr", {"x": DATA, "y": DATA}, dimension_names=("t", "lat"))
+    opened = {name: zarr.open_array(f"{server.url}/a.zarr", path=name, mode="r") for name in ("x", "y")}
+    for arrays in (opened, {"x": opened["x"]}):
+        plan = shardload.plan(arrays, Mesh(np.array(jax.devices()), "a"), P())
+        dataset = shardload.to_xarray(plan.execute(), plan)
+        assert [dataset[name].dims for name in arrays] == [("t", "lat")] * len(arrays)
+        assert (dataset.x.values == DATA).all()
