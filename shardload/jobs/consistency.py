@@ -48,9 +48,9 @@ _N_BOXES = 8
 _FIX = "Load it again when nothing writes to it any more; write a new version beside the old one and rename it"
 _MIXTURE = f"Nothing was loaded, because it could have been a mixture of old and new. {_FIX}"
 SINCE_FOUND = f"changed while it was read. {_MIXTURE}"
-SINCE_SELECT = (
-    "has changed since select was looked up in it: what it names may lie elsewhere now. Nothing was loaded. Make the plan "
-    "again (or call load again), when nothing writes to the file any more"
+SINCE_LABELS = (
+    "has changed since its axes and coordinates were looked up: what was found there may lie elsewhere now. Nothing was "
+    "loaded. Make the plan again (or call load again), when nothing writes to the file any more"
 )
 SINCE_STREAM = (
     "is not what it was when the stream was made: its size, or the time of its last change, is another. It was replaced or "
