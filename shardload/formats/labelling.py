@@ -81,17 +81,17 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, l
 
 def read_now(labels: Iterable[OnDemand]) -> None:
     """Read those that nobody has looked at yet: each file is opened once, not once for each array."""
-    by_file = dict[tuple[Access, str], list[OnDemand]]()
+    by_file = dict[tuple[Access, str | None], list[OnDemand]]()
     for on_demand in labels:
-        by_file.setdefault((on_demand.access, as_path(on_demand.handle) or ""), []).append(on_demand)
+        path = as_path(on_demand.handle)
+        by_file.setdefault((on_demand.access, path and split_path(path)[0]), []).append(on_demand)
     with ExitStack() as opened:
         labellers = dict[Access, Labeller]()
         for (access, path), of_file in by_file.items():
             if access not in labellers:
                 labellers[access] = opened.enter_context(labelling(access, COORDINATE_NBYTES, of_groups=True))
             labeller, infos = labellers[access], [on_demand.info for on_demand in of_file]
-            calls = [partial(on_demand.read_by, labeller) for on_demand in of_file]
-            labeller.call_for_all(split_path(path)[0], infos, calls)
+            labeller.call_for_all(path, infos, [partial(on_demand.read_by, labeller) for on_demand in of_file])
 
 
 class Labeller:
@@ -130,11 +130,11 @@ class Labeller:
         """Arrays of a file, each with its labels if it can be loaded."""
         return self.call_for_all(path, infos, [partial(self._label_if_possible, path, info) for info in infos])
 
-    def call_for_all(self, path: str, infos: Sequence[ArrayInfo], calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The results of calls, each of which labels one of some arrays of a file. Where each look at one takes long, they are
-        made together, after all metadata and coordinates were read, each together.
+    def call_for_all(self, path: str | None, infos: Sequence[ArrayInfo], calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The results of calls, each of which labels one of some arrays of a file (None: open ones). Where each look at one
+        takes long, they are made together, after all metadata and coordinates were read, each together.
         """
-        if len(infos) < 2 or not all(map(answers_slowly, infos)):
+        if path is None or not infos or not all(map(answers_slowly, infos)):
             return [call() for call in calls]
         file, names = self.finder.file(path), dict[str, None]()
         datasets = [info.dataset for info in infos]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -47,9 +48,9 @@ _N_BOXES = 8
 _FIX = "Load it again when nothing writes to it any more; write a new version beside the old one and rename it"
 _MIXTURE = f"Nothing was loaded, because it could have been a mixture of old and new. {_FIX}"
 SINCE_FOUND = f"changed while it was read. {_MIXTURE}"
-SINCE_SELECT = (
-    "has changed since select was looked up in it: what it names may lie elsewhere now. Nothing was loaded. Make the plan "
-    "again (or call load again), when nothing writes to the file any more"
+SINCE_LABELS = (
+    "has changed since its axes and coordinates were looked up: what was found there may lie elsewhere now. Nothing was "
+    "loaded. Make the plan again (or call load again), when nothing writes to the file any more"
 )
 SINCE_STREAM = (
     "is not what it was when the stream was made: its size, or the time of its last change, is another. It was replaced or "
@@ -217,18 +218,25 @@ def check_unchanged(name: str, before: State, after: State, path: str, dataset: 
         raise SourceError(text, path=path, dataset=dataset)
 
 
-def check_all_unchanged(opened: Sequence[tuple[AbstractContextManager[None], Source, State]]) -> None:
-    """`check_unchanged` of some open arrays, each with what names its errors, and its file's state before. Where that takes a
-    request for each, they are sent together.
-    """
-    sources = [source for _, source, _ in opened]
-    is_slow = len(sources) > 1 and all(answers_slowly(source.info) for source in sources)
-    calls = [source.state for source in sources]
-    states = call_together(calls, "shardload-states") if is_slow else [call() for call in calls]
-    for (naming, source, before), now in zip(opened, states, strict=True):
-        info = source.info
-        with naming:
-            check_unchanged(str(info), before, now, info.path, info.dataset)
+Opened = tuple[
+    Callable[[], AbstractContextManager[None]], Source, State
+]  # what names errors; an array; its file's state before
+
+
+def check_all_unchanged(opened: Sequence[Opened]) -> None:
+    """`check_unchanged` of some open arrays. Where that takes a request for each, they are sent together."""
+    calls = [partial(_check_source, *source_and_state) for source_and_state in opened]
+    if all(answers_slowly(source.info) for _, source, _ in opened):
+        call_together(calls, "shardload-states")
+    else:
+        for call in calls:
+            call()
+
+
+def _check_source(naming: Callable[[], AbstractContextManager[None]], source: Source, before: State) -> None:
+    info = source.info
+    with naming():
+        check_unchanged(str(info), before, source.state(), info.path, info.dataset)
 
 
 class KeptSources:
@@ -260,7 +268,7 @@ class KeptSources:
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file of an open array has changed since it was opened."""
-        check_all_unchanged([(nullcontext(), source, before) for source, before in self._opened.values()])
+        check_all_unchanged([(nullcontext, source, before) for source, before in self._opened.values()])
 
     def close_first(self, most: int) -> None:
         """Close those that were opened first if there are more than `most`."""

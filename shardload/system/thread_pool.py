@@ -93,15 +93,19 @@ class Pool:
 
 
 def call_together(calls: Sequence[Callable[[], Any]], name: str, most: int = 16) -> list[Any]:
-    """The results of some calls that wait for answers. Up to `most` wait at a time. Raises the first error."""
+    """The results of some calls that wait for answers. Up to `most` wait at a time. Raises the first error when those that
+    have begun have ended, but Ctrl-C at once.
+    """
     pool, results = Pool(max(1, min(most, len(calls))), name), list[Any]()
     try:
         for future in [pool.submit(call) for call in calls]:
             results.append(future.result())
             step_done()
-        return results
-    finally:
-        pool.close()
+    except BaseException as error:
+        pool.close(wait=isinstance(error, Exception))
+        raise
+    pool.close()
+    return results
 
 
 def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> None:

@@ -656,8 +656,8 @@ def test_a_file_that_is_replaced(comm: Any, shared_tmp_path: Path, monkeypatch: 
             wrapped(again, whole, first)
             replace_it()
             for plan in plans:
-                same_error(comm, plan.execute, SourceError, "has changed since select was looked up in it")
-            with pytest.raises(SourceError, match="has changed since select was looked up in it"):
+                same_error(comm, plan.execute, SourceError, "has changed since its axes and coordinates were looked up")
+            with pytest.raises(SourceError, match="has changed since its axes and coordinates were looked up"):
                 _ = named.info.dims
             wrapped(old, whole, first)  # whose names were looked up before
             unseen = shardload.plan(at, mesh, P(), dataset="t")
@@ -680,7 +680,7 @@ def test_a_file_that_is_replaced(comm: Any, shared_tmp_path: Path, monkeypatch: 
     with tuned(small_nbytes=0, tiny_nbytes=0), monkeypatch.context() as patch:
         patch.setattr(LoadCall, "make", late)
         call = lambda: shardload.load(at, mesh, P(), dataset="t", select=lat)  # noqa: E731
-        same_error(comm, call, SourceError, "has changed since select was looked up in it")
+        same_error(comm, call, SourceError, "has changed since its axes and coordinates were looked up")
     check(shardload.load(at, mesh, P(), dataset="t", select=lat), second["t"].sel(lat=slice(55, 60)).values, mesh, P())
 
 

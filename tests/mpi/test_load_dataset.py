@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError, between, near
+from shardload.formats.labelling import Labeller
+from shardload.jobs.dataset.loading import DatasetCall
 from tests.mpi.support import mesh_of, on_root, same_error, unit
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -216,7 +218,7 @@ def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> 
     def groups() -> None:
         with h5py.File(path, "w") as file:
             for name in ("a", "b"):
-                file[f"{name}/rho"] = np.arange(4 * unit(), dtype="f4").reshape(4, -1)
+                file[f"{name}/rho"] = np.arange(4 * unit(), dtype="f4").reshape(unit(), -1)
             file["a/names"] = ["x", "y"]
 
     on_root(comm, groups)
@@ -392,3 +394,59 @@ def test_a_wrong_timeout_on_one_rank_is_one_error(comm: Any, shared_tmp_path: Pa
     timeout: Any = "soon" if comm.rank == comm.size - 1 else 60
     with pytest.raises(ConfigError, match="timeout is 'soon'"):
         shardload.load_dataset(path, mesh_of(), timeout=timeout)
+
+
+def test_only_what_is_loaded_is_looked_at(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the coordinates of all arrays of a file were read, up to 16 MiB each, for the variable that was named; or those
+    of other groups, of which none is loaded.
+    """
+    path = str(shared_tmp_path / "groups.nc")
+
+    def groups() -> None:
+        for group, name, mode in (("/", "x", "w"), ("/", "y", "a"), ("/below", "z", "a")):
+            made = xr.Dataset({f"of_{name}": (name, np.ones(3, "f4"))}, {name: np.arange(3.0)})
+            made.to_netcdf(path, group=group, mode=mode, engine="h5netcdf")
+
+    on_root(comm, groups)
+    read, read_coordinate = list[str](), Labeller._coordinate
+
+    def reading(labeller: Labeller, file: Any, dataset: str) -> Any:
+        read.append(dataset)
+        return read_coordinate(labeller, file, dataset)
+
+    monkeypatch.setattr(Labeller, "_coordinate", reading)
+    for dataset, names in (("of_x", ["/x"]), (None, ["/x", "/y"])):
+        read.clear()
+        loaded = shardload.load_dataset(path, mesh_of(), dataset=dataset)
+        assert comm.allgather(sorted(read)) == [names, *[[]] * (comm.size - 1)]
+        assert set(loaded.coords) == {name[1:] for name in names}
+
+
+def test_what_a_save_has_left_is_refused(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the file were opened for its names first, and loaded then without another look: it may be half of a file."""
+    path = str(shared_tmp_path / "run.nc.0123456789abcdef.unfinished")
+    on_root(comm, lambda: xr.Dataset({"t": ("x", np.ones(3, "f4"))}).to_netcdf(path, engine="h5netcdf"))
+    same_error(comm, lambda: shardload.load_dataset(path, mesh_of()), SourceError, "that a save to")
+
+
+def test_a_file_that_is_replaced_before_its_values_are_read(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if values of one version got coordinates of another; or if the error spoke of a selection, where there is none."""
+    path, make = shared_tmp_path / "run.nc", DatasetCall.make
+
+    def write_version(n: int) -> None:
+        made = xr.Dataset({"t": ("x", np.full(3, n, "f4"))}, {"x": np.arange(3) + n}, {"history": "x" * n})
+        made.to_netcdf(shared_tmp_path / "new.nc", engine="h5netcdf")
+        (shared_tmp_path / "new.nc").rename(path)
+
+    def replacing(call: DatasetCall, arrays: Any) -> Any:
+        on_root(comm, lambda: write_version(1000))
+        return make(call, arrays)
+
+    on_root(comm, lambda: write_version(1))
+    monkeypatch.setattr(DatasetCall, "make", replacing)
+    error = same_error(
+        comm, lambda: shardload.load_dataset(path, mesh_of()), SourceError, "has changed since its axes and coord"
+    )
+    assert "select" not in str(error)

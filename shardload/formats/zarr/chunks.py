@@ -36,6 +36,7 @@ from shardload.system.thread_pool import call_together
 # is no open file, and must be kept if it was fetched ahead.
 _MOST_SHARDS, _MOST_REMOTE_SHARDS = 64, 4096
 _MOST_OPENED_AHEAD, _MOST_AHEAD_NBYTES = 32, 1 << 22  # shards of a store whose indices are fetched together, and their bytes
+_MOST_BOXES_AHEAD = 1024  # for which these are looked for
 
 # Offset and length, in a shard's index, of a missing chunk.
 _MISSING = 2**64 - 1
@@ -218,16 +219,18 @@ class ShardFiles(ZarrChunks):
     def _opened_ahead(self, boxes: Iterator[Sequence[range]]) -> Iterator[Sequence[range]]:
         """The same boxes. The indices of the next few shards are fetched together: each answer takes long."""
         n = max(1, min(_MOST_OPENED_AHEAD, self._most_kept, _MOST_AHEAD_NBYTES // self._index_nbytes))
-        while True:
+        while not self._is_closed:
             batch, positions = list[Sequence[range]](), dict[tuple[int, ...], None]()
             for box in boxes:
                 batch.append(box)
                 positions |= dict.fromkeys(self._shards_met(box))
-                if len(positions) >= n:
+                if len(positions) >= n or len(batch) >= _MOST_BOXES_AHEAD:
                     break
             if not batch:
                 return
-            call_together([partial(self._shard, position) for position in positions], "shardload_indices", n)
+            with self._lock:
+                new = [position for position in positions if position not in self._shards]
+            call_together([partial(self._shard, position) for position in new], "shardload-indices", n)
             yield from batch
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     @property
     def _is_format_3(self) -> bool:
         """True if the first metadata file at a URL that was found is one of format 3."""
-        first = next(filter(self._has, self._remote_files), "")
+        first = next(filter(self._has, list(self._remote_files)), "")  # (other threads add to it)
         return first.endswith("zarr.json")
 
     def _fetch(self, keys: Sequence[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec
 from shardload.arrays.padding import loaded_as
 from shardload.errors import ConfigError, LeftOutWarning, SourceError
 from shardload.formats.concatenation import Concatenation
-from shardload.formats.contract.array import some
+from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
 from shardload.formats.lookup import Finder, split_path
 from shardload.jobs.contents import Contents, arrays_in
@@ -163,25 +162,35 @@ class DatasetCall(LoadCall):
 
     def _find_all(self, finder: Finder) -> Any:
         """The axes of each variable by its full name; the variables whose value means nothing; a `FoundArray` for each."""
+        finder.file(self._path, is_loaded=True)
         labeller = Labeller(finder, COORDINATE_NBYTES, of_groups=True)
-        infos, _, _ = arrays_in(os.fspath(self._full_path), labeller, sys.maxsize)
+        infos, _, _ = arrays_in(os.fspath(self._full_path), labeller, 0)
         contents = Contents(self._path, infos, self._group or "/", finder.access)
-        axes, mappings = self._variables(contents)
+        infos = labeller.label_all(self._path, self._candidates(contents))
+        axes, mappings = {info.dataset: list(info.dims) for info in infos}, list[str]()
+        if self._names is None:
+            axes, mappings = self._variables(contents, infos)
+        labels = {info.dataset: info.labels for info in infos}
         parts, arrays = _of_each("select", self._keywords["select"], axes), {}
         for name in axes:
-            look = partial(look_at, contents[name].labels, parts[name] or None)
-            arrays[name] = finder.find(self._path, name, look)
+            arrays[name] = finder.find(self._path, name, partial(look_at, labels[name], parts[name] or None))
         return axes, mappings, arrays
 
-    def _variables(self, contents: Contents) -> tuple[Axes, list[str]]:
-        """The full names of the variables to load, and the names of their axes; and those whose value means nothing."""
+    def _candidates(self, contents: Contents) -> list[ArrayInfo]:
+        """The arrays that were named, or those of the group: variables, and coordinates of some."""
         group = self._group
-        if self._names is not None:
-            try:
-                return {info.dataset: list(info.dims) for info in (contents[f"{group}/{name}"] for name in self._names)}, []
-            except KeyError as error:
-                raise ConfigError(error.args[0]) from None
-        infos = [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
+        if self._names is None:
+            return [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
+        try:
+            return [contents[f"{group}/{name}"] for name in self._names]
+        except KeyError as error:
+            raise ConfigError(error.args[0]) from None
+
+    def _variables(self, contents: Contents, infos: Sequence[ArrayInfo]) -> tuple[Axes, list[str]]:
+        """Of the arrays of the group, with labels, the full names of those that are data, and the names of their axes; and of
+        these the names of those whose value means nothing.
+        """
+        group = self._group
         coords = [coord for info in infos for coord in info.coords.values()]
         not_data = {coord.dataset for coord in coords} | {
             f"{group}/{coord.attrs[key]}" for coord in coords for key in _OF_COORDINATES if key in coord.attrs

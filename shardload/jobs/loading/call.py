@@ -36,7 +36,7 @@ from shardload.formats.contract.format import Source
 from shardload.formats.labelling import COORDINATE_NBYTES, SMALL_NBYTES, Labeller, read_labels
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
-from shardload.jobs.consistency import SINCE_SELECT, check_same_version, check_unchanged
+from shardload.jobs.consistency import SINCE_LABELS, check_same_version, check_unchanged
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, execute
 from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
@@ -435,7 +435,7 @@ def _read_names(brief: Labels | None, handle: Any, info: ArrayInfo, access: Acce
     """The labels of an array, of the same version of the file as those in which its selection was looked up."""
     labels = read_labels(handle, info, access, labeller)
     if brief is not None:
-        check_same_version(str(info), brief.read_in, labels.read_in, info, SINCE_SELECT)
+        check_same_version(str(info), brief.read_in, labels.read_in, info, SINCE_LABELS)
     return labels
 
 

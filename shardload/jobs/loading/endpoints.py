@@ -29,7 +29,7 @@ from shardload.formats.contract.array import ArrayInfo, OnDemand, settle_bools
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.jobs.consistency import (
-    SINCE_SELECT,
+    SINCE_LABELS,
     State,
     as_planned,
     check_all_unchanged,
@@ -240,7 +240,7 @@ class LoadSource(FileSource):
                     # The labels are there if a selection by names was looked up in them.
                     labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
                     read_in = None if labels is None else labels.read_in
-                    check_same_version(load.name, read_in, state, info, SINCE_SELECT)
+                    check_same_version(load.name, read_in, state, info, SINCE_LABELS)
                 if load.is_open:
                     self.contents[k] = load.contents()
             opened_sources.append(source)
@@ -256,7 +256,7 @@ class LoadSource(FileSource):
 def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:
     """Raise SourceError if a file has changed since it was opened."""
     if kind is None:
-        check_all_unchanged([(load.naming_errors(), source, before) for load, source, before in compared])
+        check_all_unchanged([(load.naming_errors, source, before) for load, source, before in compared])
 
 
 # --- where they go

@@ -38,7 +38,7 @@ from shardload.storage.remote import is_remote
 from shardload.system.terminal import width_of_prints, wrap
 from shardload.units import PrintedReport, counted, format_nbytes
 
-_AT_ONCE_IN_STORE = 16  # requests of a rank
+_AT_ONCE_IN_STORE, _REQUEST_NBYTES = 16, 4 << 20  # requests of a rank, and what each holds of a chunk that is read back
 _CHUNK_OF_COORDINATE = 512  # elements, of an array with one axis, which can grow
 _MODES = {"w-": "must not exist", "w": "is replaced if it exists", "a": "exists, and what has it grows"}
 
@@ -210,7 +210,9 @@ def plan_into(
         sent = [layout.array for layout in layouts if layout.schedule is not None]
         check_sent("save", sum(math.prod(array.shape) * array.itemsize for array in sent))
     cap = _staging(request, layouts, machine.memory_nbytes)
-    n_threads = max(machine.n_threads, _AT_ONCE_IN_STORE) if is_remote(request.path) else machine.n_threads
+    n_threads = machine.n_threads
+    if is_remote(request.path):
+        n_threads = max(n_threads, min(_AT_ONCE_IN_STORE, cap // _REQUEST_NBYTES))
     memory = plan_save_memory(layouts, cap, n_threads)
     return SavePlan(
         path=request.path,

@@ -230,7 +230,8 @@ class Client:
     def put(self, key: str, data: Any, mode: Literal["create", "overwrite"]) -> None:
         """Put an object. With ``"create"``, RemoteChangedError if it exists."""
         options = {"mode": mode, "use_multipart": False}
-        self._wait_for(key, lambda path: self._obstore.put(self._store, path, bytes(data), **options), "put")
+        content = data if isinstance(data, bytes) else memoryview(data).cast("B")  # not a copy of each chunk under way
+        self._wait_for(key, lambda path: self._obstore.put(self._store, path, content, **options), "put")
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. No error if one does not exist."""

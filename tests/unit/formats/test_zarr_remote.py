@@ -5,19 +5,27 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numcodecs
+import numpy as np
 import pytest
 import zarr
 import zarr.codecs
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
+from shardload.formats.zarr.chunks import ShardFiles
+from shardload.formats.zarr.store import WatchedStore
 from shardload.jobs.consistency import check_all_unchanged
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
@@ -293,8 +301,78 @@ def test_many_arrays_are_found_and_compared_together(tmp_path: Path, store: Stor
         infos = [finder.find(store.url, f"x{k}").info for k in range(4)]
     sources = [open_source(store.url, info.dataset, store.access, info) for info in infos]
     came = together(store.server, *keys)
-    check_all_unchanged([(nullcontext(), source, source.opened_in()) for source in sources])
+    check_all_unchanged([(nullcontext, source, source.opened_in()) for source in sources])
     assert sorted(came) == keys
     (tmp_path / keys[2]).write_text((tmp_path / keys[2]).read_text() + " ")
     with pytest.raises(SourceError, match=r"/x2' in .* changed while it was read"):
-        check_all_unchanged([(nullcontext(), source, source.opened_in()) for source in sources])
+        check_all_unchanged([(nullcontext, source, source.opened_in()) for source in sources])
+
+
+def test_shards_are_opened_ahead_as_their_boxes_are_needed(tmp_path: Path, store: Store) -> None:
+    """Wrong if all boxes of a few large shards were taken, and kept, before the first was read; or if the indices of the next
+    shards were asked for after the reader was closed.
+    """
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA}, 3, **SHARDS)
+    source = store.open("x")
+    reader, taken = source.chunk_reader(), list[int]()
+    assert isinstance(reader, ShardFiles)
+
+    def boxes() -> Iterator[list[range]]:
+        for shard in range(3):
+            for _ in range(5000):
+                taken.append(shard)
+                yield [range(2 * shard, 2 * shard + 1), range(1)]
+
+    opened_ahead = reader._opened_ahead(boxes())
+    assert next(opened_ahead) == [range(1), range(1)] and len(taken) < 2000
+    reader.close()
+    assert len(list(opened_ahead)) < 2000 and store.asked() == ["x/c/0/0"]
+    source.close()
+
+
+def test_which_format_a_store_has_is_seen_while_another_thread_reads_metadata(tmp_path: Path, store: Store) -> None:
+    """Wrong if the table of metadata were gone through itself, to which other threads add: Python's error about that would be
+    taken for a coordinate that cannot be read.
+    """
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA}, 2)
+    with open_file(store.url, store.access) as file:
+        watched: WatchedStore = file._file._store  # type: ignore[attr-defined]
+        watched.node("x")
+        n = len(watched._remote_files)
+
+        def has(key: str) -> bool:
+            watched._remote_files[f"{key} of another thread"] = None, None
+            return False
+
+        watched._has = has  # type: ignore[method-assign]
+        assert not watched._is_format_3 and len(watched._remote_files) == 2 * n
+
+
+def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: Store) -> None:
+    """Wrong if the present state were asked for outside of what names errors: of many arrays nobody knew which one it was."""
+    write_zarr(tmp_path / "b/a.zarr", {f"x{k}": DATA for k in range(3)})
+    sources = [store.open(f"x{k}") for k in range(3)]
+
+    @contextmanager
+    def naming(k: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SourceError(f"array {k}: {error}") from error
+
+    store.server.faults.only, store.server.faults.status = lambda key: "x1" in key, 403
+    with pytest.raises(SourceError, match=r"array 1: .*x1/zarr.json' cannot be read"):
+        check_all_unchanged([(partial(naming, k), source, source.opened_in()) for k, source in enumerate(sources)])
+
+
+def test_arrays_that_zarr_has_open_at_a_url_have_labels(tmp_path: Path, server: ObjectServer) -> None:
+    """Wrong if these were looked for in a file named '' together: an error, of a single array and of several."""
+    pytest.importorskip("fsspec")
+    pytest.importorskip("aiohttp")
+    write_zarr(tmp_path / "a.zarr", {"x": DATA, "y": DATA}, dimension_names=("t", "lat"))
+    opened = {name: zarr.open_array(f"{server.url}/a.zarr", path=name, mode="r") for name in ("x", "y")}
+    for arrays in (opened, {"x": opened["x"]}):
+        plan = shardload.plan(arrays, Mesh(np.array(jax.devices()), "a"), P())
+        dataset = shardload.to_xarray(plan.execute(), plan)
+        assert [dataset[name].dims for name in arrays] == [("t", "lat")] * len(arrays)
+        assert (dataset.x.values == DATA).all()

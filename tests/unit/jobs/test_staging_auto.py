@@ -110,3 +110,13 @@ def test_a_plan_without_a_job_asks_for_what_is_needed(path: str) -> None:
     """On a login node the memory of the job's nodes is not known."""
     found = shardload.plan(path, AbstractMesh((64,), ("a",)), P(None, "a"), dataset="large")
     assert found.staging_nbytes == 512 * MIB
+
+
+def test_requests_of_a_save_to_a_store_fit_into_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if there were 16 for each cap: what was read back took twice a cap of 32 MiB, where chunks are not compressed."""
+    pytest.importorskip("obstore")
+    with_memory(monkeypatch, 1 << 40)
+    x = jax.device_put(np.zeros((8, 256, 1024), "f4"))
+    for staging, n_threads in (("8MiB", 2), ("32MiB", 8), ("1GiB", 16)):
+        plan = shardload.plan_save("s3://b/a.zarr", x, staging=staging, chunks=(1, 256, 1024), compression=None)
+        assert plan.n_threads == n_threads

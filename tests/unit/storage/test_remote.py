@@ -585,6 +585,19 @@ def test_a_put_that_meets_another_is_tried_again(server):
     assert "bucket/new.zarr/shardload-unfinished" in server.objects
 
 
+def test_what_is_put_is_not_copied(server, monkeypatch):
+    """Wrong if each chunk under way were in memory twice, which no plan counts."""
+    put, chunk = [], np.arange(5, dtype="f4")
+    remote = client.Client("s3://bucket/new.zarr", server.storage)
+    right = remote._obstore.put
+    monkeypatch.setattr(
+        remote._obstore, "put", lambda store, key, data, **how: put.append(data) or right(store, key, data, **how)
+    )
+    remote.put("x/c/0", chunk, "create")
+    assert np.shares_memory(np.frombuffer(put[0], "u1"), chunk)
+    assert server.objects["bucket/new.zarr/x/c/0"] == chunk.tobytes()
+
+
 def test_what_does_not_exist_keeps_nothing_from_being_deleted(tmp_path):
     """In folders, Google and Azure that is an error of obstore. Wrong if the rest stayed: what a failed save has put."""
     url, options = with_store((stores.LocalStore(tmp_path), "new.zarr"), None)

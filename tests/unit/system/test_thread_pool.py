@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +13,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from shardload.system.thread_pool import Pool, done_here
+from shardload.system.thread_pool import Pool, call_together, done_here
 
 SECONDS = 20  # no test waits that long unless it fails
 
@@ -222,3 +224,36 @@ def test_a_pool_that_is_closed_twice_ends_a_thread_that_was_busy() -> None:
     pool.close(wait=False)
     goes_on.set()
     assert pool.close(seconds=20)
+
+
+def test_calls_together_end_before_their_error_is_raised() -> None:
+    """Wrong if results came as they are done; or if the error were raised while another call still uses what is closed then."""
+    begun, ended = threading.Barrier(3), list[int]()
+
+    def call(k: int) -> int:
+        begun.wait(20)
+        ended.append(k)
+        if k == 1:
+            raise ValueError("of the second")
+        return k
+
+    assert call_together([lambda k=k: call(2 * k) for k in range(3)], "test") == [0, 2, 4]  # type: ignore[misc]
+    ended.clear()
+    with pytest.raises(ValueError, match="of the second"):
+        call_together([lambda k=k: call(k) for k in range(3)], "test")  # type: ignore[misc]
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_calls_together_are_interrupted() -> None:
+    """Wrong if Ctrl-C waited for the answers of a store, which may take minutes."""
+    may_end, ended = threading.Event(), list[int]()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        may_end.wait(20)
+        ended.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        call_together([interrupt], "test")
+    assert not ended
+    may_end.set()
