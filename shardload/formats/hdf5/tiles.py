@@ -198,10 +198,15 @@ def tell_parts(
         The grid by which it is read.
     """
     parts = [metadata[box.names] for box in boxes if box.names in metadata]
-    if len(parts) < len(boxes) or any(part.kind != virtual.kind for part in parts):
+    if len(parts) < len(boxes) or not all(_same_kind(part.kind, virtual.kind) for part in parts):
         return None  # HDF5 converts types
     versions, shapes = [list(part.version) for part in parts], [list(part.shape) for part in parts]
     return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, parts, virtual, chunks)}
+
+
+def _same_kind(kind: bytes, other: bytes) -> bool:
+    """True if two encoded types are one. In a file of `libver` "latest", HDF5 encodes records and names in another way."""
+    return kind == other or bool(h5py.h5t.decode(kind).equal(h5py.h5t.decode(other)))
 
 
 def _is_one_grid(
