@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
+from shardload.formats.hdf5 import skeleton
 from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
 from tests.mpi.test_remote_hdf5 import Shared
 
@@ -119,6 +120,38 @@ def test_a_part_that_changed_is_one_error(comm: Any, shared: Shared) -> None:
     same_error(comm, lambda: shardload.load(run, mesh_of(), P(), dataset="x"), SourceError, "it was replaced")
     x = shardload.load(run, mesh_of(), P(), dataset="x", select={"time": slice(0, 4)})
     check(x, values[:4], mesh_of(), P())
+
+
+@pytest.mark.parametrize("layout", ["one grid", "chunks cut at borders"])
+def test_a_part_that_each_rank_opens_is_that_version(
+    comm: Any, shared: Shared, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if values of a new version were given where rank 0 has too many chunks to tell of them."""
+    monkeypatch.setattr(skeleton, "_MOST_TOLD", 0)
+    urls, values = write(shared, layout), values_of(LENGTHS[layout])
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    check(shardload.load(run, mesh_of(), P(), dataset="x"), values, mesh_of(), P())
+
+    def change() -> None:
+        with h5py.File(shared.folder / "b" / urls[1].rpartition("/")[2], "r+") as file:
+            file["x"][...] = -1
+
+    on_root(comm, change)
+    same_error(comm, lambda: shardload.load(run, mesh_of(), P(), dataset="x"), SourceError, "has changed since it was")
+
+
+def test_a_comparison_with_a_part_that_changed(comm: Any, shared: Shared) -> None:
+    """Wrong if values were compared with those of another version of the file."""
+    urls = write(shared, "one grid")
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    x = shardload.load(run, mesh_of(), P(), dataset="x")
+
+    def change() -> None:
+        with h5py.File(shared.folder / "b/one_grid1.h5", "r+") as file:
+            file["x"].attrs["note"] = "its values are the same"
+
+    on_root(comm, change)
+    same_error(comm, lambda: shardload.verify(x, run, dataset="x"), SourceError, "it was replaced")
 
 
 def test_what_is_no_part(comm: Any, shared: Shared) -> None:

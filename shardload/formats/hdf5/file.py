@@ -113,7 +113,9 @@ class Hdf5File(OpenFile):
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
             if (in_store := virtual.facts.in_store.get((name, dataset))) is not None:
-                return StoreFile(name, self._access).open(dataset, in_store.info), {name: in_store.version}
+                file = StoreFile(name, self._access)
+                source = file.open(dataset, in_store.info)
+                return source, {name: file.state() or in_store.version}  # None: it reads that version
             path, _ = search_path().find(name)
             reference, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
             version = state_of(path) or (0, 0)
@@ -129,10 +131,10 @@ class Hdf5File(OpenFile):
                     "parts are looked for there. Load it again"
                 ) from error
             try:
-                file = Hdf5File(facts, path, self._access, self._fence)
-                target, opened = file._look_up(dataset)
+                part = Hdf5File(facts, path, self._access, self._fence)
+                target, opened = part._look_up(dataset)
                 versions = versions_of([facts, *opened])
-                source = file.source(target, dataset, _closing(target, opened, closing), is_linked=bool(opened))
+                source = part.source(target, dataset, _closing(target, opened, closing), is_linked=bool(opened))
                 if source.info.refused is not None:
                     raise OSError(f"{source.info} holds {source.info.refused}")
                 return source, versions | source.others.versions
@@ -397,6 +399,8 @@ class StoreFile(Hdf5File):
         What the caller allows, with the options of the store.
     """
 
+    _pin: Any = None  # the version that is read; None: the present one
+
     def __init__(self, url: str, access: Access) -> None:
         self._path, self._access = without_secrets(url), access
         self._fence = Fence(("://",))  # no folder: nothing is inside
@@ -404,7 +408,7 @@ class StoreFile(Hdf5File):
 
     @cached
     def _cache(self) -> BlockCache:
-        return BlockCache(self._remote.object())
+        return BlockCache(self._remote.object(self._pin))
 
     def expect(self, datasets: Iterable[str]) -> None:
         """The first MiB is fetched, without HDF5, which lets no other thread of the process open a file meanwhile."""
@@ -429,8 +433,9 @@ class StoreFile(Hdf5File):
         if planned is None or planned.parts is None:
             return super().open(dataset, planned)
 
+        self._pin = planned.parts["pin"]
         open_whole = functools.partial(super().open, dataset)
-        return SkeletonSource(planned, self._remote.object(planned.parts["pin"]), self._access, open_whole)
+        return SkeletonSource(planned, self._remote.object(self._pin), self._access, open_whole)
 
     def state(self) -> tuple[int, ...] | None:
         """The version of the object; None if nothing was read of it yet: then all ranks read the version of the plan."""
