@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
+from shardload.comm.group import Group
 from shardload.formats.hdf5 import skeleton
 from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
 from tests.mpi.test_remote_hdf5 import Shared
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
 xr = pytest.importorskip("xarray")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
@@ -152,6 +153,37 @@ def test_a_comparison_with_a_part_that_changed(comm: Any, shared: Shared) -> Non
 
     on_root(comm, change)
     same_error(comm, lambda: shardload.verify(x, run, dataset="x"), SourceError, "it was replaced")
+
+
+def test_each_rank_reaches_the_store_in_its_own_way(comm: Any, shared: Shared) -> None:
+    """Wrong if ranks read with what rank 0 passed, or if that were sent: a function cannot be."""
+    urls, values = write(shared, "one grid"), values_of(LENGTHS["one grid"])
+    keys = {"access_key_id": "AKIATEST", "secret_access_key": "TOPSECRET", "token": None, "expires_at": None}
+    storage = {name: value for name, value in shared.storage.items() if "key" not in name}
+    storage["credential_provider"] = lambda: keys
+    run = shardload.concat([f"s3://b/{url.rpartition('/')[2]}" for url in urls], along="time", storage=storage)
+    shared.asked()
+    check(shardload.load(run, mesh_of(), P("a"), dataset="x", readers="direct"), values, mesh_of(), P("a"))
+    assert {request.client for request in shared.asked()} == {f"rank {rank}" for rank in range(comm.size)}
+    store = obstore.store.HTTPStore(shared.url, client_options={"allow_http": True})
+    run = shardload.concat([(store, url.removeprefix(f"{shared.url}/")) for url in urls], along="time")
+    check(shardload.load(run, mesh_of(), P("a"), dataset="x"), values, mesh_of(), P("a"))
+
+
+def test_the_query_of_a_part_stays_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were in the title of the call, which a rank that waits prints."""
+    begin, titles = Group.begin, list[str]()
+
+    def begun(group: Group, asked: Any, *arguments: Any) -> Any:
+        titles.append(f"{asked.title}: {asked}")
+        return begin(group, asked, *arguments)
+
+    monkeypatch.setattr(Group, "begin", begun)
+    url = "https://me:TOPSECRET@example.org/a.h5?X-Amz-Signature=TOPSECRET"
+    for parts in (url, [url, "b.h5"]):
+        with pytest.raises(ConfigError, match="has a query or a signature"):
+            shardload.concat(parts, along=0)
+    assert len(titles) == 2 and "https://example.org/a.h5" in titles[0] and "TOPSECRET" not in " ".join(titles)
 
 
 def test_what_is_no_part(comm: Any, shared: Shared) -> None:
