@@ -42,7 +42,7 @@ from shardload.jobs.progress import progress_of
 from shardload.planning.region import Region
 from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
-from shardload.storage.remote import is_remote, open_remote, without_secrets
+from shardload.storage.remote import RemoteFolders, is_remote, without_secrets
 from shardload.system.thread_pool import call_together
 from shardload.values.dates import in_other_units
 from shardload.values.decoding import ATTRIBUTES
@@ -617,7 +617,8 @@ class JoinedParts:
     def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
         urls = [path for path in self.versions if is_remote(path)]
-        asked = call_together([partial(open_remote(url, self._access.storage).version, "") for url in urls], "shardload-states")
+        folders = RemoteFolders(self._access.storage)
+        asked = call_together([partial(folder.version, key) for folder, key in map(folders.place, urls)], "shardload-states")
         versions_now = dict(zip(urls, asked, strict=True))
         for path, version in self.versions.items():
             if (versions_now[path] if path in versions_now else state_of(path)) != version:
