@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import h5py
 import jax
@@ -17,6 +18,7 @@ import shardload
 from shardload import ConfigError, SourceError
 from shardload.comm.group import Group
 from shardload.formats.hdf5 import skeleton
+from shardload.storage.block_cache import BlockCache
 from shardload.storage.remote import client
 from tests.mpi.support import check, counted, mesh_of, on_root, ramp, same_error, unit
 from tests.mpi.test_remote_hdf5 import Shared
@@ -165,6 +167,39 @@ def test_files_in_one_folder_share_connections(shared: Shared, layout: str, monk
     counted(monkeypatch, counts, client, "address_of")
     check(shardload.load(run, mesh_of(), P(), dataset="x", readers="direct"), values_of(LENGTHS[layout]), mesh_of(), P())
     assert counts["address_of"] == 1
+
+
+def test_what_is_kept_of_files_does_not_grow_with_their_number(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the values of all files that were compared were kept until the end: up to 32 MiB of each."""
+    values, urls = ramp((24, unit(), 40_000)), list[str]()
+    for k in range(len(values)):
+
+        def make(file: h5py.File, k: int = k) -> None:
+            file["x"], file["time"], file["same"] = values[k : k + 1], [float(k)], np.zeros(300_000)
+            file["time"].make_scale("time")
+            file["x"].dims[0].attach_scale(file["time"])
+
+        urls.append(shared.write(f"large{k}.h5", make)[0])
+    caches, most = WeakSet[BlockCache](), 0
+    begin, read = BlockCache.__init__, BlockCache._read_blocks
+
+    def begun(cache: BlockCache, stored: Any) -> None:
+        begin(cache, stored)
+        caches.add(cache)
+
+    def noted(cache: BlockCache, numbers: range) -> list[bytes]:
+        nonlocal most
+        blocks = read(cache, numbers)
+        most = max(most, sum(len(block) for cache in caches.copy() for block in list(cache._blocks.values())))
+        return blocks
+
+    monkeypatch.setattr(BlockCache, "__init__", begun)
+    monkeypatch.setattr(BlockCache, "_read_blocks", noted)
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    most_of_concat, most = most, 0
+    check(shardload.load(run, mesh_of(), P(), dataset="x", verify="full"), values, mesh_of(), P())
+    assert most_of_concat <= (len(urls) + 8) << 20, "more than the first MiB of each"
+    assert most <= 10 << 20, "more than eight files and one"
 
 
 def test_each_rank_reaches_the_store_in_its_own_way(comm: Any, shared: Shared) -> None:

@@ -286,11 +286,6 @@ class _Part:
     reader: ChunkReader | None
     n_users: int = 0
 
-    @property
-    def may_close(self) -> bool:
-        """True if nobody uses it. What was fetched of a part at a URL would be lost."""
-        return not self.n_users and not is_remote(self.source.info.path)
-
 
 class Tiles(ChunkReader):
     """The tiles of one open virtual dataset, and a reader of their chunks if these lie on one grid and are encoded alike.
@@ -317,6 +312,7 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected: Region | None = None
         self._decoder: Any = None
+        self._is_read_plain = False
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
         self._last_missing: tuple[Region, list[tuple[int, ...]]] | None = None  # what was read last, and its missing chunks
 
@@ -349,7 +345,7 @@ class Tiles(ChunkReader):
             part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
-            idle = [n for n, candidate in self._open.items() if candidate.may_close]
+            idle = [n for n, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
             for n in idle[: max(0, len(self._open) - _MOST_OPEN)]:
                 self._open.pop(n).source.close()
         try:
@@ -357,6 +353,10 @@ class Tiles(ChunkReader):
         finally:
             with self._lock:
                 part.n_users -= 1
+
+    def _may_close(self, part: _Part) -> bool:
+        """False for a part at a URL: what was fetched ahead of it would be lost. But `plain` keeps up to 32 MiB of each."""
+        return self._is_read_plain or not is_remote(part.source.info.path)
 
     def _opened(self, k: int) -> _Part:
         """Open a part. ChangedError if it has changed since it was looked at."""
@@ -405,6 +405,7 @@ class Tiles(ChunkReader):
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """See `Source`, for parts at URLs, which HDF5 does not open."""
+        self._is_read_plain = True
         out = np.full(region.shape, self._fill)
         for k, common in self.meeting(region) if region.size else ():
             with self.use(k) as part:

@@ -320,7 +320,7 @@ class RemoteFolder:
         self._read_early = set[str]()  # keys that were read before their turn: they are not fetched ahead any more
 
     def object(self, pin: Pin | tuple[int, str, float] | None = None, key: str = "") -> RemoteObject:
-        """The object at the URL itself, or one below: the version that another rank saw (`RemoteObject.pin`), or the present."""
+        """The object at the URL, or one below: the version that another rank saw (`RemoteObject.pin`), or the present one."""
         return RemoteObject(self._client, key, None if pin is None else Pin(*pin))
 
     def version(self, key: str) -> State | None:
