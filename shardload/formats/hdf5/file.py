@@ -367,7 +367,8 @@ def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, plann
     if any(names in dataset.facts.in_store for names in others.names):
         if told is None:
             why = (
-                "values of files at URLs, whose types differ, so that HDF5 would have to open them. `shardload copy` each first"
+                "values of files at URLs, whose types differ from each other or from NumPy's, so that HDF5 would have to open "
+                "them. `shardload copy` each first"
             )
             return replace(info, dtype="unknown", refused=why)
         told["in_store"] = True
