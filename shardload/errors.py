@@ -71,6 +71,15 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(c if c in shown else c.encode("unicode_escape").decode() for c in text)
 
 
+def without_queries(text: str) -> str:
+    """A text whose URLs have no user, password or query, which may be secret.
+
+    >>> without_queries("['https://me:pw@host/a.h5?X-Amz-Signature=1', 'b.h5']")
+    "['https://host/a.h5', 'b.h5']"
+    """
+    return _SECRET.sub(r"\1\2", text)
+
+
 class ShardloadError(Exception):
     """Base class of everything shardload raises on purpose. URLs in its text have no query, which may be a signature.
 
@@ -82,7 +91,7 @@ class ShardloadError(Exception):
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
-        super().__init__(printable(_SECRET.sub(r"\1\2", message), kept="\n\t"))
+        super().__init__(printable(without_queries(message), kept="\n\t"))
         self.rank = rank
 
 

@@ -40,7 +40,7 @@ class Concatenation(str):
     in_store : mapping
         Of parts at URLs what ranks that read them must know (`hdf5.tiles.PartInStore`), by URL and name of the array.
     storage : StorageOptions
-        How these stores are reached.
+        How this rank reaches these stores.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Concatenation(str):
     in_store: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     storage: StorageOptions = field(default_factory=lambda: StorageOptions({}))
 
-    def __new__(cls, text: str, *_: Any) -> Concatenation:
+    def __new__(cls, text: str, *_: Any, **__: Any) -> Concatenation:
         """The text alone is what a path is."""
         return super().__new__(cls, text)
 

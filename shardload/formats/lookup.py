@@ -386,6 +386,10 @@ class Finder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         while self._files:
             self._files.popitem()[1].close()
 

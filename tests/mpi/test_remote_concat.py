@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import h5py
 import jax
@@ -14,10 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
+from shardload.comm.group import Group
+from shardload.formats.hdf5 import skeleton
+from shardload.storage.block_cache import BlockCache
+from shardload.storage.remote import client
+from tests.mpi.support import check, counted, mesh_of, on_root, ramp, same_error, unit
 from tests.mpi.test_remote_hdf5 import Shared
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
 xr = pytest.importorskip("xarray")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
@@ -119,6 +125,112 @@ def test_a_part_that_changed_is_one_error(comm: Any, shared: Shared) -> None:
     same_error(comm, lambda: shardload.load(run, mesh_of(), P(), dataset="x"), SourceError, "it was replaced")
     x = shardload.load(run, mesh_of(), P(), dataset="x", select={"time": slice(0, 4)})
     check(x, values[:4], mesh_of(), P())
+
+
+@pytest.mark.parametrize("layout", ["one grid", "chunks cut at borders"])
+def test_a_part_that_each_rank_opens_is_that_version(
+    comm: Any, shared: Shared, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if values of a new version were given where rank 0 has too many chunks to tell of them."""
+    monkeypatch.setattr(skeleton, "_MOST_TOLD", 0)
+    urls, values = write(shared, layout), values_of(LENGTHS[layout])
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    check(shardload.load(run, mesh_of(), P(), dataset="x"), values, mesh_of(), P())
+
+    def change() -> None:
+        with h5py.File(shared.folder / "b" / urls[1].rpartition("/")[2], "r+") as file:
+            file["x"][...] = -1
+
+    on_root(comm, change)
+    same_error(comm, lambda: shardload.load(run, mesh_of(), P(), dataset="x"), SourceError, "has changed since it was")
+
+
+def test_a_comparison_with_a_part_that_changed(comm: Any, shared: Shared) -> None:
+    """Wrong if values were compared with those of another version of the file."""
+    urls = write(shared, "one grid")
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    x = shardload.load(run, mesh_of(), P(), dataset="x")
+
+    def change() -> None:
+        with h5py.File(shared.folder / "b/one_grid1.h5", "r+") as file:
+            file["x"].attrs["note"] = "its values are the same"
+
+    on_root(comm, change)
+    same_error(comm, lambda: shardload.verify(x, run, dataset="x"), SourceError, "it was replaced")
+
+
+@pytest.mark.parametrize("layout", LENGTHS)
+def test_files_in_one_folder_share_connections(shared: Shared, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each were reached in a way of its own: that takes milliseconds, and has a limit of requests of its own."""
+    run = shardload.concat(write(shared, layout), along="time", storage=shared.of_http)
+    counts = Counter[str]()
+    counted(monkeypatch, counts, client, "address_of")
+    check(shardload.load(run, mesh_of(), P(), dataset="x", readers="direct"), values_of(LENGTHS[layout]), mesh_of(), P())
+    assert counts["address_of"] == 1
+
+
+def test_what_is_kept_of_files_does_not_grow_with_their_number(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the values of all files that were compared were kept until the end: up to 32 MiB of each."""
+    values, urls = ramp((24, unit(), 40_000)), list[str]()
+    for k in range(len(values)):
+
+        def make(file: h5py.File, k: int = k) -> None:
+            file["x"], file["time"], file["same"] = values[k : k + 1], [float(k)], np.zeros(300_000)
+            file["time"].make_scale("time")
+            file["x"].dims[0].attach_scale(file["time"])
+
+        urls.append(shared.write(f"large{k}.h5", make)[0])
+    caches, most = WeakSet[BlockCache](), 0
+    begin, read = BlockCache.__init__, BlockCache._read_blocks
+
+    def begun(cache: BlockCache, stored: Any) -> None:
+        begin(cache, stored)
+        caches.add(cache)
+
+    def noted(cache: BlockCache, numbers: range) -> list[bytes]:
+        nonlocal most
+        blocks = read(cache, numbers)
+        most = max(most, sum(len(block) for cache in caches.copy() for block in list(cache._blocks.values())))
+        return blocks
+
+    monkeypatch.setattr(BlockCache, "__init__", begun)
+    monkeypatch.setattr(BlockCache, "_read_blocks", noted)
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    most_of_concat, most = most, 0
+    check(shardload.load(run, mesh_of(), P(), dataset="x", verify="full"), values, mesh_of(), P())
+    assert most_of_concat <= (len(urls) + 8) << 20, "more than the first MiB of each"
+    assert most <= 10 << 20, "more than eight files and one"
+
+
+def test_each_rank_reaches_the_store_in_its_own_way(comm: Any, shared: Shared) -> None:
+    """Wrong if ranks read with what rank 0 passed, or if that were sent: a function cannot be."""
+    urls, values = write(shared, "one grid"), values_of(LENGTHS["one grid"])
+    keys = {"access_key_id": "AKIATEST", "secret_access_key": "TOPSECRET", "token": None, "expires_at": None}
+    storage = {name: value for name, value in shared.storage.items() if "key" not in name}
+    storage["credential_provider"] = lambda: keys
+    run = shardload.concat([f"s3://b/{url.rpartition('/')[2]}" for url in urls], along="time", storage=storage)
+    shared.asked()
+    check(shardload.load(run, mesh_of(), P("a"), dataset="x", readers="direct"), values, mesh_of(), P("a"))
+    assert {request.client for request in shared.asked()} == {f"rank {rank}" for rank in range(comm.size)}
+    store = obstore.store.HTTPStore(shared.url, client_options={"allow_http": True})
+    run = shardload.concat([(store, url.removeprefix(f"{shared.url}/")) for url in urls], along="time")
+    check(shardload.load(run, mesh_of(), P("a"), dataset="x"), values, mesh_of(), P("a"))
+
+
+def test_the_query_of_a_part_stays_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were in the title of the call, which a rank that waits prints."""
+    begin, titles = Group.begin, list[str]()
+
+    def begun(group: Group, asked: Any, *arguments: Any) -> Any:
+        titles.append(f"{asked.title}: {asked}")
+        return begin(group, asked, *arguments)
+
+    monkeypatch.setattr(Group, "begin", begun)
+    url = "https://me:TOPSECRET@example.org/a.h5?X-Amz-Signature=TOPSECRET"
+    for parts in (url, [url, "b.h5"]):
+        with pytest.raises(ConfigError, match="has a query or a signature"):
+            shardload.concat(parts, along=0)
+    assert len(titles) == 2 and "https://example.org/a.h5" in titles[0] and "TOPSECRET" not in " ".join(titles)
 
 
 def test_what_is_no_part(comm: Any, shared: Shared) -> None:

@@ -443,6 +443,8 @@ class ChunkPlaces:
             raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
         shape = tuple(map(len, box))
         table = ChunkTable(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
+        if not table.offsets.size:
+            return table
         if self._tree is None:
             chunk = np.array(self.chunk)
 

@@ -49,7 +49,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import PartMetadata, PartOpener, Versions, find_boxes, tell_parts
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.local import Fence, NotAFileError, OutsideError, head_of, open_file, state_of
-from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
+from shardload.storage.remote import RemoteError, RemoteFolders, is_remote, open_remote, without_secrets
 from shardload.system.undo import Undo
 
 FileVersions = tuple[tuple[str, tuple[int, ...]], ...]
@@ -109,11 +109,14 @@ class Hdf5File(OpenFile):
         """Opens the parts of a virtual dataset, each by its name in HDF5 (not that in netCDF), as if it were loaded from its
         own file. They are inside of the fence of this file.
         """
+        folders = RemoteFolders(self._access.storage)
         search_path = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # made when the first is opened
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
             if (in_store := virtual.facts.in_store.get((name, dataset))) is not None:
-                return StoreFile(name, self._access).open(dataset, in_store.info), {name: in_store.version}
+                file = StoreFile(name, self._access, folders)
+                source = file.open(dataset, in_store.info)
+                return source, {name: file.state() or in_store.version}  # None: it reads that version
             path, _ = search_path().find(name)
             reference, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
             version = state_of(path) or (0, 0)
@@ -129,10 +132,10 @@ class Hdf5File(OpenFile):
                     "parts are looked for there. Load it again"
                 ) from error
             try:
-                file = Hdf5File(facts, path, self._access, self._fence)
-                target, opened = file._look_up(dataset)
+                part = Hdf5File(facts, path, self._access, self._fence)
+                target, opened = part._look_up(dataset)
                 versions = versions_of([facts, *opened])
-                source = file.source(target, dataset, _closing(target, opened, closing), is_linked=bool(opened))
+                source = part.source(target, dataset, _closing(target, opened, closing), is_linked=bool(opened))
                 if source.info.refused is not None:
                     raise OSError(f"{source.info} holds {source.info.refused}")
                 return source, versions | source.others.versions
@@ -364,7 +367,8 @@ def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, plann
     if any(names in dataset.facts.in_store for names in others.names):
         if told is None:
             why = (
-                "values of files at URLs, whose types differ, so that HDF5 would have to open them. `shardload copy` each first"
+                "values of files at URLs, whose types differ from each other or from NumPy's, so that HDF5 would have to open "
+                "them. `shardload copy` each first"
             )
             return replace(info, dtype="unknown", refused=why)
         told["in_store"] = True
@@ -395,16 +399,20 @@ class StoreFile(Hdf5File):
         Its URL.
     access : Access
         What the caller allows, with the options of the store.
+    folders : RemoteFolders, optional
+        Those of other files that are open.
     """
 
-    def __init__(self, url: str, access: Access) -> None:
+    _pin: Any = None  # the version that is read; None: the present one
+
+    def __init__(self, url: str, access: Access, folders: RemoteFolders | None = None) -> None:
         self._path, self._access = without_secrets(url), access
         self._fence = Fence(("://",))  # no folder: nothing is inside
-        self._remote = open_remote(url, access.storage)
+        self._folder, self._key = (open_remote(url, access.storage), "") if folders is None else folders.place(url)
 
     @cached
     def _cache(self) -> BlockCache:
-        return BlockCache(self._remote.object())
+        return BlockCache(self._folder.object(self._pin, self._key))
 
     def expect(self, datasets: Iterable[str]) -> None:
         """The first MiB is fetched, without HDF5, which lets no other thread of the process open a file meanwhile."""
@@ -429,8 +437,9 @@ class StoreFile(Hdf5File):
         if planned is None or planned.parts is None:
             return super().open(dataset, planned)
 
+        self._pin = planned.parts["pin"]
         open_whole = functools.partial(super().open, dataset)
-        return SkeletonSource(planned, self._remote.object(planned.parts["pin"]), self._access, open_whole)
+        return SkeletonSource(planned, self._folder.object(self._pin, self._key), self._access, open_whole)
 
     def state(self) -> tuple[int, ...] | None:
         """The version of the object; None if nothing was read of it yet: then all ranks read the version of the plan."""

@@ -20,7 +20,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -198,10 +198,15 @@ def tell_parts(
         The grid by which it is read.
     """
     parts = [metadata[box.names] for box in boxes if box.names in metadata]
-    if len(parts) < len(boxes) or any(part.kind != virtual.kind for part in parts):
+    if len(parts) < len(boxes) or not all(_same_kind(part.kind, virtual.kind) for part in parts):
         return None  # HDF5 converts types
     versions, shapes = [list(part.version) for part in parts], [list(part.shape) for part in parts]
     return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, parts, virtual, chunks)}
+
+
+def _same_kind(kind: bytes, other: bytes) -> bool:
+    """True if two encoded types are one. In a file of `libver` "latest", HDF5 encodes records and names in another way."""
+    return kind == other or bool(h5py.h5t.decode(kind).equal(h5py.h5t.decode(other)))
 
 
 def _is_one_grid(
@@ -281,11 +286,6 @@ class _Part:
     reader: ChunkReader | None
     n_users: int = 0
 
-    @property
-    def may_close(self) -> bool:
-        """True if nobody uses it. What was fetched of a part at a URL would be lost."""
-        return not self.n_users and not is_remote(self.source.info.path)
-
 
 class Tiles(ChunkReader):
     """The tiles of one open virtual dataset, and a reader of their chunks if these lie on one grid and are encoded alike.
@@ -312,6 +312,7 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected: Region | None = None
         self._decoder: Any = None
+        self._is_read_plain = False
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
         self._last_missing: tuple[Region, list[tuple[int, ...]]] | None = None  # what was read last, and its missing chunks
 
@@ -344,7 +345,7 @@ class Tiles(ChunkReader):
             part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
-            idle = [n for n, candidate in self._open.items() if candidate.may_close]
+            idle = [n for n, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
             for n in idle[: max(0, len(self._open) - _MOST_OPEN)]:
                 self._open.pop(n).source.close()
         try:
@@ -352,6 +353,10 @@ class Tiles(ChunkReader):
         finally:
             with self._lock:
                 part.n_users -= 1
+
+    def _may_close(self, part: _Part) -> bool:
+        """False for a part at a URL: what was fetched ahead of it would be lost. But `plain` keeps up to 32 MiB of each."""
+        return self._is_read_plain or not is_remote(part.source.info.path)
 
     def _opened(self, k: int) -> _Part:
         """Open a part. ChangedError if it has changed since it was looked at."""
@@ -400,6 +405,7 @@ class Tiles(ChunkReader):
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """See `Source`, for parts at URLs, which HDF5 does not open."""
+        self._is_read_plain = True
         out = np.full(region.shape, self._fill)
         for k, common in self.meeting(region) if region.size else ():
             with self.use(k) as part:
@@ -464,7 +470,7 @@ class Tiles(ChunkReader):
         """See `Source`, for parts at URLs."""
         met = ((k, self._boxes[k].inside(common)) for region in regions if region.size for k, common in self.meeting(region))
         for k, regions_of_part in itertools.groupby(met, key=lambda pair: pair[0]):
-            with self.use(k) as part:
+            with suppress(OSError), self.use(k) as part:  # who reads it meets the same error, and raises it
                 part.source.expect_in_order(iter([region for _, region in regions_of_part]))
 
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
@@ -472,10 +478,11 @@ class Tiles(ChunkReader):
         met = (pair for box in boxes for pair in self._parts_of(box))
         for k, boxes_of_part in itertools.groupby(met, key=lambda pair: pair[0]):
             boxes_in_part = list[Sequence[range]]()
-            for _, box in boxes_of_part:
-                with self.part_at(k, box) as (reader, inside):
-                    boxes_in_part.append(inside)
-            reader.expect(iter(boxes_in_part))
+            with suppress(OSError):  # as above
+                for _, box in boxes_of_part:
+                    with self.part_at(k, box) as (reader, inside):
+                        boxes_in_part.append(inside)
+                reader.expect(iter(boxes_in_part))
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
         """Read a box of chunks as they are stored; those that no part covers are missing."""

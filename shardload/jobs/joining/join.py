@@ -11,12 +11,13 @@ import os
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from shardload.engine.call import begin_request
-from shardload.errors import ConfigError, LeftOutWarning, SourceError, printable
+from shardload.errors import ConfigError, LeftOutWarning, SourceError, printable, without_queries
 from shardload.formats.access import Access
 from shardload.formats.concatenation import SCHEME, Concatenation
 from shardload.formats.lookup import absolute, list_arrays
@@ -145,7 +146,7 @@ def _protect_values(path: str, virtual: Collection[str], access: Access) -> None
 
 
 def concat(
-    parts: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    parts: str | os.PathLike[str] | Sequence[Any],
     along: str | int | None = None,
     *,
     stack: str | None = None,
@@ -166,9 +167,9 @@ def concat(
     Parameters
     ----------
     parts : str, path-like or sequence of them
-        HDF5 and netCDF4 files, or their URLs, in their order along the axis. Or a pattern of files, ``"era5_*.nc"`` (``**``:
-        folders, too): they are put into the order of the coordinate of the axis; without one, into that of the numbers in their
-        names.
+        HDF5 and netCDF4 files, or their URLs (or ``(store, key)`` of obstore), in their order along the axis. Or a pattern of
+        files, ``"era5_*.nc"`` (``**``: folders, too): they are put into the order of the coordinate of the axis; without one,
+        into that of the numbers in their names.
     along : str or int, optional
         The axis along which they follow each other, as `axis` of `join`.
     stack, dataset, allow_external, progress
@@ -212,13 +213,14 @@ def concat(
     """
     keywords = {"allow_external": allow_external, "storage": storage, "progress": progress, "timeout": timeout}
     read = partial(PartsRequest.check, parts, along, stack=stack, dataset=dataset, word="along", **keywords)
-    with begin_request("concat", f"concat of {parts!r}"[:80], read, comm=comm) as (call, request):
+    with begin_request("concat", f"concat of {without_queries(repr(parts))}"[:80], read, comm=comm) as (call, request):
         concatenation: Concatenation = call.plan(lambda: _find(request), lambda found: found, str)
-        return concatenation
+    # Each rank's own: it has keys, and some of what it may have cannot be sent.
+    return replace(concatenation, storage=request.options.storage)
 
 
 def _find(request: PartsRequest) -> Concatenation:
-    """What the files are together. Runs on rank 0."""
+    """What the files are together, without `storage`. Runs on rank 0."""
     with closing(JoinedParts(request)) as joined:
         return _concatenation(request, joined)
 
@@ -241,7 +243,7 @@ def _concatenation(request: PartsRequest, joined: JoinedParts) -> Concatenation:
     shapes = [[os.path.basename(path) for path in names], [(row.name, row.shape) for row in joined.rows], joined.lengths()]
     identity = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
     report = JoinReport(name, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, False)
-    return Concatenation(name, image, versions, fence, identity, str(report), joined.in_store, request.options.storage)
+    return Concatenation(name, image, versions, fence, identity, str(report), joined.in_store)
 
 
 def _ends(joined: JoinedParts) -> str:

@@ -22,7 +22,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -42,7 +42,7 @@ from shardload.jobs.progress import progress_of
 from shardload.planning.region import Region
 from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
-from shardload.storage.remote import is_remote, open_remote, without_secrets
+from shardload.storage.remote import RemoteFolders, is_remote, without_secrets
 from shardload.system.thread_pool import call_together
 from shardload.values.dates import in_other_units
 from shardload.values.decoding import ATTRIBUTES
@@ -168,19 +168,17 @@ class JoinedParts:
         self.nbytes = 0
         self.in_store: dict[tuple[str, str], PartInStore] = {}  # see `Concatenation`
         self._told: dict[tuple[str, str], PartInStore] = {}  # of all arrays at URLs, by their full names
-        self._opened, self._kept = ExitStack(), dict[str, Finder]()  # files at URLs stay open until `close`
+        self._kept: dict[str, Finder] = {}  # of files at URLs, which stay open
 
     def close(self) -> None:
         """Close what was kept open."""
-        self._opened.close()
+        while self._kept:
+            self._kept.popitem()[1].close()
 
     def _finder(self, path: str) -> AbstractContextManager[Finder]:
         """What opens a part."""
-        if not is_remote(path) or len(self._paths) > _MOST_KEPT:
-            return Finder(self._access, tells=True)
-        if path not in self._kept:
-            self._kept[path] = self._opened.enter_context(Finder(self._access, tells=True))
-        return nullcontext(self._kept[path])
+        kept = self._kept.get(path)
+        return Finder(self._access, tells=True) if kept is None else nullcontext(kept)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -219,10 +217,8 @@ class JoinedParts:
         self._check_apart()
         if len(self._paths) <= _MOST_KEPT:
             urls = [path for path in self._paths if is_remote(path)]
-            with ExitStack() as opened:
-                finders = [opened.enter_context(self._finder(url)) for url in urls]
-                calls = [partial(finder.expect, [(url, None)]) for finder, url in zip(finders, urls, strict=True)]
-                call_together(calls, "shardload-open")
+            self._kept = {url: Finder(self._access, tells=True) for url in urls}
+            call_together([partial(finder.expect, [(url, None)]) for url, finder in self._kept.items()], "shardload-open")
         empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
         progress = self._request.options.progress
         with progress_of(progress, f"parts of {title}", len(self._paths), is_bytes=False) as advance:
@@ -484,6 +480,8 @@ class JoinedParts:
                     digest = _digest_of(file, member)
                     if first_digests.setdefault(member.name, digest) != digest:
                         raise self._differs("value", member, k, ("one", "another"), fix=fix)
+            if k and path in self._kept:  # of what was read, up to 32 MiB are kept; of the first, some is read again
+                self._kept.pop(path).close()
 
     # --- 4: coordinates along the axis
 
@@ -617,7 +615,8 @@ class JoinedParts:
     def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
         urls = [path for path in self.versions if is_remote(path)]
-        asked = call_together([partial(open_remote(url, self._access.storage).version, "") for url in urls], "shardload-states")
+        folders = RemoteFolders(self._access.storage)
+        asked = call_together([partial(folder.version, key) for folder, key in map(folders.place, urls)], "shardload-states")
         versions_now = dict(zip(urls, asked, strict=True))
         for path, version in self.versions.items():
             if (versions_now[path] if path in versions_now else state_of(path)) != version:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardload.comm.group import Invocation
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, without_queries
 from shardload.options import CallOptions, Options
+from shardload.storage.remote import with_store
 from shardload.units import PrintedReport, counted, format_nbytes
 
 _NUMBER = re.compile(r"\d+")
@@ -34,7 +35,7 @@ class PartsRequest:
     word : str
         The caller's argument that names the axis.
     options : CallOptions
-        ``allow_external``, ``progress``, ``timeout``.
+        ``allow_external``, ``storage``, ``progress``, ``timeout``.
     """
 
     parts: str | tuple[str, ...]
@@ -49,7 +50,8 @@ class PartsRequest:
         cls, parts: Any, axis: Any = None, *, dataset: Any = None, stack: Any = None, word: str = "axis", **keywords: Any
     ) -> PartsRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
-        options = Options.check(**keywords)
+        parts, storage = with_store(parts, keywords.pop("storage", None))
+        options = Options.check(storage=storage, **keywords)
         names = (dataset,) if isinstance(dataset, str) else tuple(dataset or ())
         if not isinstance(axis, str | None) and (not isinstance(axis, int) or isinstance(axis, bool) or axis < 0):
             raise ConfigError(f"{word} is {axis!r}; expected the name of an axis, or its number from 0 on")
@@ -76,7 +78,7 @@ class PartsRequest:
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`."""
-        values = {name: repr(value) for name, value in vars(self).items() if name != "options"}
+        values = {name: without_queries(repr(value)) for name, value in vars(self).items() if name != "options"}
         return Invocation(call, title, values | self.options.describe("allow_external", "timeout"))
 
     def find(self) -> tuple[str, ...]:

@@ -115,8 +115,8 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
         raise ConfigError(text) from None
     ours = {name: value for name, value in options.items() if name in _OURS}
     requests = _count(ours.get("requests", 16))
-    if (store := ours.get("store")) is not None and url.startswith(root := _root_of(store)):
-        return _without_retries(store), url.removeprefix(root).strip("/"), url, requests
+    if (store := ours.get("store")) is not None and f"{url}/".startswith(root := _root_of(store)):
+        return _without_retries(store), f"{url}/".removeprefix(root).strip("/"), url, requests
     scheme, _, rest = url.partition("://")
     kind, scheme = _SCHEMES[scheme.lower()], scheme.lower()
     client = {**_TIMEOUTS, **{name: value for name, value in options.items() if name in _OF_CLIENT}}

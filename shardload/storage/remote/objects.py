@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import re
 import threading
 import warnings
 from bisect import bisect_right
@@ -22,6 +23,7 @@ from shardload.storage.remote.ahead import PIECE_NBYTES, Wanted, plan_pieces
 from shardload.storage.remote.client import Answer, Client, Pin, ahead
 
 State = tuple[int, ...]
+_PLAIN = re.compile(r"[\w.-]*[\w-]", re.ASCII)  # names that no store escapes
 
 
 def expect(wanted: Iterator[tuple[StoredObject, Ints, Ints]]) -> None:
@@ -48,6 +50,28 @@ def open_remote(url: str, options: Mapping[str, Any] | None = None) -> RemoteFol
         If an option is not known, the URL names no bucket, a profile is not there, or obstore is not installed.
     """
     return RemoteFolder(Client(url, options or {}))
+
+
+class RemoteFolders:
+    """Folders of many objects at URLs: objects in one folder share its connections, and the limit of its requests.
+
+    Parameters
+    ----------
+    options : mapping
+        How the stores are reached.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options, self._folders = options, dict[str, RemoteFolder]()
+
+    def place(self, url: str) -> tuple[RemoteFolder, str]:
+        """The folder of an object, and its key there. The object itself, and no key, if its name might be escaped once more."""
+        folder, _, key = url.rpartition("/")
+        if folder.endswith("/") or not _PLAIN.fullmatch(key):
+            folder, key = url, ""
+        if folder not in self._folders:
+            self._folders[folder] = open_remote(folder, self._options)
+        return self._folders[folder], key
 
 
 @dataclass(slots=True, eq=False)
@@ -295,9 +319,9 @@ class RemoteFolder:
         self._is_order_known = False  # `expect` was called
         self._read_early = set[str]()  # keys that were read before their turn: they are not fetched ahead any more
 
-    def object(self, pin: Pin | tuple[int, str, float] | None = None) -> RemoteObject:
-        """The object at the URL itself: the version that another rank has seen (`RemoteObject.pin`), or the present one."""
-        return RemoteObject(self._client, "", None if pin is None else Pin(*pin))
+    def object(self, pin: Pin | tuple[int, str, float] | None = None, key: str = "") -> RemoteObject:
+        """The object at the URL, or one below: the version that another rank saw (`RemoteObject.pin`), or the present one."""
+        return RemoteObject(self._client, key, None if pin is None else Pin(*pin))
 
     def version(self, key: str) -> State | None:
         """See `ObjectFolder`. One request."""

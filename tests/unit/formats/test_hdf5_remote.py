@@ -111,6 +111,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[h5py.File], None]]] = {
     "compact": ({}, low_level(chunks=None, setting=compact)),
     "number": ({}, lambda file: file.create_dataset("g/x", data=np.float64(3.5))),
     "nothing": ({}, lambda file: file.create_dataset("g/x", (0, 4), "f4", maxshape=(None, 4))),
+    "nothing, latest": (LATEST, lambda file: file.create_dataset("g/x", (0, 4), "f4", maxshape=(None, 4))),
     "small arrays": ({}, small_arrays),
     "bool": ({}, of_type("?", DATA % 3 == 0, chunks=CHUNK)),
     "complex": ({}, of_type("c8", DATA + 1j, chunks=CHUNK, compression="gzip")),

@@ -189,6 +189,17 @@ def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
     check(whole(tmp_path, (6, 8), [((slice(0, 6),), first)]), is_tiled=False)
 
 
+@pytest.mark.parametrize("dtype", ["c8", "bool"])
+def test_types_that_a_new_version_of_hdf5_encodes_in_another_way(tmp_path: Path, dtype: str) -> None:
+    """Wrong if the bytes that encode two types were compared: those of a file of `libver` "latest" differ for the same type."""
+    placed, values = [], numbered((8, 6), "i4").astype(dtype)
+    for k, libver in enumerate(("earliest", "latest")):
+        with h5py.File(tmp_path / f"p{k}.h5", "w", libver=libver) as file:
+            file.create_dataset("g/x", data=values[4 * k : 4 * k + 4], chunks=(2, 6), compression="gzip")
+        placed.append(((slice(4 * k, 4 * k + 4),), h5py.VirtualSource(f"p{k}.h5", "g/x", (4, 6), values.dtype)))
+    check(whole(tmp_path, (8, 6), placed, dtype, fill=values.dtype.type(0)), has_reader=True)
+
+
 def test_a_virtual_dataset_of_virtual_datasets(tmp_path: Path) -> None:
     inner = rows(tmp_path, (2, 3), chunks=(1, 6, 5), compression="gzip")
     os.rename(inner, tmp_path / "inner.h5")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import count
 from threading import Barrier, Event
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from shardload.storage.objects import Ranges
 from shardload.storage.remote import (
     RemoteChangedError,
     RemoteError,
+    RemoteFolders,
     StorageOptions,
     client,
     counts,
@@ -526,6 +528,26 @@ def test_a_store_that_is_handed_in(server):
     assert tree == {"x": "store://a", "y": ["store://b", "local.h5"]}
     with pytest.raises(ConfigError, match="was given several"):
         with_store([(memory, "a"), (s3, "b")], None)
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "store"])
+def test_objects_in_one_folder_share_its_connections(server, scheme):
+    """Wrong if a name were escaped twice, or asked for below another path: a slash too many is another key of S3."""
+    names = ["bucket/a/x.h5", "bucket/a/y.h5", "bucket/z.h5", "bucket/a/a b%41?.h5", "bucket/a/..h5"]
+    server.objects |= {name: name.encode() for name in names}
+    root, options = f"{server.url}/bucket", {}
+    if scheme == "s3":
+        root, options = "s3://bucket", server.storage
+    elif scheme == "store":
+        options = {"store": stores.HTTPStore(root, client_options={"allow_http": True})}
+    folders, folder_of = RemoteFolders(options), dict[str, object]()
+    for name in names:
+        key = name.removeprefix("bucket/")
+        folder_of[name], key_below = folders.place(f"{root}/{quote(key) if scheme == 'http' else key}")
+        stored = folder_of[name].object(None, key_below)
+        assert stored.read_at_most(0, 100).decode() == name and stored.name.startswith(root)
+    assert [request.key for request in server.log] == names
+    assert folder_of[names[0]] is folder_of[names[1]] is folder_of[names[4]] and len(set(folder_of.values())) == 3
 
 
 def test_an_empty_object_that_stands_for_a_folder_is_no_store(server):
