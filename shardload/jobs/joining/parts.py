@@ -218,11 +218,13 @@ class JoinedParts:
         if len(self._paths) <= _MOST_KEPT:
             urls = [path for path in self._paths if is_remote(path)]
             self._kept = {url: Finder(self._access, tells=True) for url in urls}
-            call_together([partial(finder.expect, [(url, None)]) for url, finder in self._kept.items()], "shardload-open")
         empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
         progress = self._request.options.progress
         with progress_of(progress, f"parts of {title}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
+                if k == 1:  # the first one could be opened: it does not take minutes to hear that a server does not answer
+                    finders = list(self._kept.items())
+                    call_together([partial(finder.expect, [(url, None)]) for url, finder in finders], "shardload-open")
                 self.versions[path] = state_of(path)
                 with self._finder(path) as finder:
                     infos, empty = find_arrays(finder, path, self._request.dataset or ("*",))
