@@ -58,12 +58,12 @@ def test_a_rank_of_several_devices_decodes_a_chunk_once(per_rank: int, decoded: 
 @examples(80)
 @given(cases())
 def test_without_chunks_no_byte_that_is_read_is_left_out(case: Case) -> None:
-    """The bytes between near runs come on top."""
+    """The bytes between near runs come on top. Where ranks read for all of their shards at once, it is an estimate."""
     plan = case.plan()
     cost = plan_cost(plan, case.layout(has_chunks=False, file_itemsize=2))
     read = [elements_read(plan, rank) for rank in range(case.n_ranks)]
     assert cost.chunks_decoded == 0
-    assert cost.decoded_nbytes >= 2 * sum(read)
+    assert plan.is_merged or cost.decoded_nbytes >= 2 * sum(read)
     assert cost.reader_nbytes >= 2 * max(read)
 
 
