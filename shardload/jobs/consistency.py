@@ -218,9 +218,8 @@ def check_unchanged(name: str, before: State, after: State, path: str, dataset: 
         raise SourceError(text, path=path, dataset=dataset)
 
 
-Opened = tuple[
-    Callable[[], AbstractContextManager[None]], Source, State
-]  # what names errors; an array; its file's state before
+Opened = tuple[Callable[[], AbstractContextManager[None]], Source, State]
+"""What names errors; an array that is open; the state of its file before."""
 
 
 def check_all_unchanged(opened: Sequence[Opened]) -> None:

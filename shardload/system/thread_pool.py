@@ -96,7 +96,9 @@ def call_together(calls: Sequence[Callable[[], Any]], name: str, most: int = 16)
     """The results of some calls that wait for answers. Up to `most` wait at a time. Raises the first error when those that
     have begun have ended, but Ctrl-C at once.
     """
-    pool, results = Pool(max(1, min(most, len(calls))), name), list[Any]()
+    if len(calls) < 2:  # as mostly: it needs no thread
+        return [call() for call in calls]
+    pool, results = Pool(min(most, len(calls)), name), list[Any]()
     try:
         for future in [pool.submit(call) for call in calls]:
             results.append(future.result())

@@ -363,16 +363,16 @@ def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, plann
         return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
     metadata = others.metadata
     boxes = find_boxes(dataset, others.names, lambda names: metadata[names].shape if names in metadata else None)
-    told = None if boxes is None else tell_parts(boxes, metadata, PartMetadata.of(dataset, ()), info.chunks)
+    parts = None if boxes is None else tell_parts(boxes, metadata, PartMetadata.of(dataset, ()), info.chunks)
     if any(names in dataset.facts.in_store for names in others.names):
-        if told is None:
+        if parts is None:
             why = (
                 "values of files at URLs, whose types differ from each other or from NumPy's, so that HDF5 would have to open "
                 "them. `shardload copy` each first"
             )
             return replace(info, dtype="unknown", refused=why)
-        told["in_store"] = True
-    return replace(info, parts=told)
+        parts["in_store"] = True
+    return replace(info, parts=parts)
 
 
 def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:

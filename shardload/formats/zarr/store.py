@@ -44,7 +44,7 @@ from shardload.system.steps import step_done
 State = tuple[int, ...] | None
 
 _NO_STORE = "there is no Zarr store: none of zarr.json, .zarray, .zgroup and .zmetadata"
-_MANY_FOLDERS = 8  # of which the metadata are fetched together
+_MANY_FOLDERS = 8  # from so many on, the first one is asked for alone, and says which format it is
 _UNFINISHED = f"is no store yet: a save to it goes on, or was killed ('{FOLDER_MARK}' is there, and no metadata of the root)"
 _MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,

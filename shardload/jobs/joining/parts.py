@@ -167,7 +167,7 @@ class JoinedParts:
         self._group_attrs: dict[str, dict[str, Any]] = {}
         self.nbytes = 0
         self.in_store: dict[tuple[str, str], PartInStore] = {}  # see `Concatenation`
-        self._told: dict[tuple[str, str], PartInStore] = {}  # of all arrays at URLs, by their full names
+        self._arrays_in_store: dict[tuple[str, str], PartInStore] = {}  # of all arrays at URLs, by their full names
         self._kept: dict[str, Finder] = {}  # of files at URLs, which stay open
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class JoinedParts:
 
         for info in infos.values():
             if info.refused is None:
-                self._told[path, info.dataset] = part_in_store(file, path, info)
+                self._arrays_in_store[path, info.dataset] = part_in_store(file, path, info)
         self.versions[path] = file.state()
 
     def _take_file(self, k: int, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
@@ -596,8 +596,9 @@ class JoinedParts:
                     PlacedPart(self._paths[k], stored_name, region, member.shape_in_part(region.shape))
                     for k, region in regions.items()
                 ]
-                told = {path: self._told[path, name] for path in map(self._paths.__getitem__, regions) if is_remote(path)}
-                self.in_store |= {(path, stored_name): part for path, part in told.items()}
+                for path in map(self._paths.__getitem__, regions):
+                    if is_remote(path):
+                        self.in_store[path, stored_name] = self._arrays_in_store[path, name]
                 how = f"{'' if axis is not None else 'the same '}in {where}"
             self.specs[full] = self._spec(member, shape)
             self.nbytes += 0 if member.texts else nbytes_of(member.info, shape)

@@ -55,7 +55,8 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     Warns
     -----
     LeftOutWarning
-        On rank 0: names the coordinates that are left out because they are too large, or hold no numbers.
+        On rank 0: names the coordinates that are left out because they are too large, hold no numbers, or do not fit the
+        axes of their arrays.
 
     Raises
     ------
