@@ -268,7 +268,7 @@ class Target:
             elif self._is_folder:
                 leftover = self._replace_folder(self.temporary)
             else:
-                os.replace(self.temporary, self._final)
+                _rename(self.temporary, self._final)
         # From here on the file has its name. No error may deny that, or take anything back.
         self.temporary = None
         try:
@@ -295,7 +295,7 @@ class Target:
         except FileExistsError:
             raise self._name_is_taken() from None
         try:
-            os.rename(temporary, self._final)
+            _rename(temporary, self._final)
         except OSError:
             with contextlib.suppress(OSError):
                 os.rmdir(self._final) if self._is_folder else os.unlink(self._final)
@@ -325,8 +325,8 @@ class Target:
             self._refuse()
             try:
                 with contextlib.suppress(FileNotFoundError):
-                    os.rename(self._final, old_path)
-                os.rename(temporary, self._final)
+                    _rename(self._final, old_path)
+                _rename(temporary, self._final)
                 break
             except OSError as error:
                 if not n_more or error.errno not in _NOT_EMPTY:
@@ -353,6 +353,19 @@ class Target:
         temporary, self.temporary = self.temporary, None
         if temporary is not None:
             _remove(temporary)
+
+
+def _rename(path: str, new_path: str) -> None:
+    """Rename a file or folder; a file that has the new name is replaced. No error if it has the new name after all.
+
+    Over NFS the answer to a rename that was made can be lost; the second request then does not find the old name.
+    """
+    state = os.lstat(path)
+    try:
+        os.rename(path, new_path)
+    except OSError:
+        if not (os.path.lexists(new_path) and os.path.samestat(os.lstat(new_path), state)):
+            raise
 
 
 def _remove(path: str) -> None:
