@@ -42,6 +42,7 @@ from shardload.storage.target import (
     WritableFile,
     as_write_error,
     mark,
+    rename,
     sync_folder,
     temporary_of,
 )
@@ -252,7 +253,7 @@ class GrowingFile(WritableFile):
             if not is_same_file or status.st_size < self._new_nbytes or not self.is_as_before():
                 raise changed_meanwhile(self._name)
             changes = f"{self.temporary.removesuffix('.unfinished')}.changes"
-            os.rename(self.temporary, changes)
+            rename(self.temporary, changes)
             self._target.temporary = changes
             sync_folder(self._target.folder)
             lock = WritableFile(changes)

@@ -43,6 +43,7 @@ from shardload.storage.target import (
     WritableFile,
     check_mark,
     mark,
+    rename,
     sync_folder,
     temporary_of,
 )
@@ -255,7 +256,7 @@ class NewFolder(LocalFolder):
             try:
                 file.sync()
                 if self._about is not None:
-                    os.rename(path + _PART, path)
+                    rename(path + _PART, path)
             except OSError as error:
                 raise UnsyncedError(error, key) from error
 
@@ -327,7 +328,7 @@ class AddedFolder(NewFolder):
                         while folder not in folders and len(folder) >= len(self.old):
                             folders.add(folder)
                             folder = os.path.dirname(folder)
-                    os.replace(os.path.join(self.path, key), path)
+                    rename(os.path.join(self.path, key), path)
                     if pairs is new:
                         moved.append(path)
                 for folder in sorted(folders, reverse=True):
@@ -357,13 +358,13 @@ class AddedFolder(NewFolder):
         replaced: list[str] = []
         try:
             for old_key, key in steps_of(keys.items()):
-                replaced.append(old_key)  # first: an error may come of a file server that did it, and lost the answer
-                os.replace(os.path.join(self.path, key), os.path.join(self.old, old_key))
+                replaced.append(old_key)  # first, also if the rename is interrupted
+                rename(os.path.join(self.path, key), os.path.join(self.old, old_key))
         except BaseException as error:
             try:
                 for old_key in reversed(replaced):
                     self._write_small(f"{GROWTH_MARK}-back", before[old_key])
-                    os.replace(os.path.join(self.path, f"{GROWTH_MARK}-back"), os.path.join(self.old, old_key))
+                    rename(os.path.join(self.path, f"{GROWTH_MARK}-back"), os.path.join(self.old, old_key))
             except OSError as second_error:
                 texts = [
                     getattr(cause, "strerror", None) or str(cause) or type(cause).__name__ for cause in (error, second_error)

@@ -268,7 +268,7 @@ class Target:
             elif self._is_folder:
                 leftover = self._replace_folder(self.temporary)
             else:
-                _rename(self.temporary, self._final)
+                rename(self.temporary, self._final)
         # From here on the file has its name. No error may deny that, or take anything back.
         self.temporary = None
         try:
@@ -295,7 +295,7 @@ class Target:
         except FileExistsError:
             raise self._name_is_taken() from None
         try:
-            _rename(temporary, self._final)
+            rename(temporary, self._final)
         except OSError:
             with contextlib.suppress(OSError):
                 os.rmdir(self._final) if self._is_folder else os.unlink(self._final)
@@ -325,8 +325,8 @@ class Target:
             self._refuse()
             try:
                 with contextlib.suppress(FileNotFoundError):
-                    _rename(self._final, old_path)
-                _rename(temporary, self._final)
+                    rename(self._final, old_path)
+                rename(temporary, self._final)
                 break
             except OSError as error:
                 if not n_more or error.errno not in _NOT_EMPTY:
@@ -355,7 +355,7 @@ class Target:
             _remove(temporary)
 
 
-def _rename(path: str, new_path: str) -> None:
+def rename(path: str, new_path: str) -> None:
     """Rename a file or folder; a file that has the new name is replaced. No error if it has the new name after all.
 
     Over NFS the answer to a rename that was made can be lost; the second request then does not find the old name.
