@@ -128,6 +128,10 @@ def _coordinate(text: str) -> Any:
     ends = [_typed_end(end) for end in (low, high or low)]
     if None in ends:
         return None
+    if dots and all(re.fullmatch(r"(1[5-9]|2[0-4])\d\d", end.strip()) for end in (low, high)):
+        # On an axis in days they would be days.
+        years = f"{low.strip()}-01..{high.strip()}-12"
+        raise wrong("--select", f"{text!r} may be years or numbers. Type {years}, or {low.strip()}.0..{high.strip()}.0")
     is_month = not dots and re.fullmatch(r"\d{4}-\d{1,2}", text) is not None
     return between(*ends) if dots or is_month else near(ends[0])
 

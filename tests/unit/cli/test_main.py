@@ -99,6 +99,7 @@ WRONG: list[tuple[Callable[[str], Any], tuple[str, ...], str]] = [
     (parse_select, ("", "x", "0,,1", "1:2:3:4", "1.5", "a:b", "t=1,3", "=1", "t=x", "t=1..x"), '"time=-1,lat=10:50", or by'),
     (lambda text: parse_spec(text, MESH), ("lat=a,b", "=a", "lat=a,lat=b"), "--spec lat=a,lon=b"),
     (parse_select, ("time=0,lat=3:5,time=-1",), "'time' twice"),
+    (parse_select, ("time=2001..2002",), "years or numbers. Type 2001-01..2002-12, or 2001.0..2002.0"),  # were days, silently
     (parse_pad, ("zero",), "not a number"),
 ]
 
