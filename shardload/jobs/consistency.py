@@ -18,8 +18,9 @@ The comparison: if each of `n` ranks has a number `h`, ``n * sum(h * h) == sum(h
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from hashlib import blake2b
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from shardload.arrays.compare import sample_regions
+from shardload.comm.group import Group
 from shardload.errors import ShardloadError, SourceError, StallError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
@@ -171,6 +173,19 @@ def check_same(name: str, sums: list[int], path: str, dataset: str, is_open: boo
             f"a mixture. {_FIX}"
         )
     raise SourceError(text, path=path, dataset=dataset)
+
+
+def check_same_objects(group: Group, versions: Mapping[str, Sequence[Any]]) -> None:
+    """Raise SourceError if two ranks have read two versions of an object: see `Source.versions_read`. Collective."""
+    first: dict[str, Any] = {}
+    for text in group.gather_text(json.dumps(versions)):
+        for key, version in json.loads(text).items():
+            if first.setdefault(key, version) != version:
+                raise SourceError(
+                    f"'{version[0]}', to which references lead, is not the same on all ranks: it was replaced or written while "
+                    f"they read it. {_MIXTURE}",
+                    path=version[0],
+                )
 
 
 def check_same_version(name: str, before: State, now: State, info: ArrayInfo, what_changed: str = SINCE_FOUND) -> None:

@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
+from shardload.formats.zarr.references import ReferenceFolder
+from shardload.planning.tuning import tuned
 from tests.mpi.servers import SharedServer
 from tests.mpi.sources import NAME
 from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error
@@ -173,26 +175,44 @@ def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> Non
     same_error(comm, load, SourceError, "it was replaced", "s3://bucket/sharded.zarr")
 
 
-def test_references_to_chunks_in_another_file(comm: Any, bucket: Bucket) -> None:
-    """A set of references in the bucket, to chunks of an HDF5 file beside it."""
-
-    def write() -> None:
-        with h5py.File(bucket.folder / "bucket/x.h5", "w") as file:
-            made = file.create_dataset("x", data=ramp(cube()), chunks=(3, 5, 7), compression="gzip")
+def write_references(bucket: Bucket) -> None:
+    """A set of references in the bucket, to chunks of an HDF5 file beside it; and that file with other values, as y.h5."""
+    for name, values in (("y.h5", ramp(cube()) + 1), ("x.h5", ramp(cube()))):
+        with h5py.File(bucket.folder / "bucket" / name, "w") as file:
+            made = file.create_dataset("x", data=values, chunks=(3, 5, 7))
             infos = [made.id.get_chunk_info(k) for k in range(made.id.get_num_chunks())]
-        array = {"zarr_format": 2, "shape": cube(), "chunks": (3, 5, 7), "dtype": "<f4", "fill_value": None, "order": "C"}
-        refs: dict[str, Any] = {"x/.zarray": json.dumps(array | {"filters": None, "compressor": {"id": "zlib", "level": 4}})}
-        for info in infos:
-            index = ".".join(str(a // c) for a, c in zip(info.chunk_offset, (3, 5, 7), strict=True))
-            refs[f"x/{index}"] = ["x.h5", info.byte_offset, info.size]
-        (bucket.folder / "bucket/refs.json").write_text(json.dumps({"version": 1, "refs": refs}))
+    array = {"zarr_format": 2, "shape": cube(), "chunks": (3, 5, 7), "dtype": "<f4", "fill_value": None, "order": "C"}
+    refs: dict[str, Any] = {"x/.zarray": json.dumps(array | {"filters": None, "compressor": None})}
+    for info in infos:
+        index = ".".join(str(a // c) for a, c in zip(info.chunk_offset, (3, 5, 7), strict=True))
+        refs[f"x/{index}"] = ["x.h5", info.byte_offset, info.size]
+    (bucket.folder / "bucket/refs.json").write_text(json.dumps({"version": 1, "refs": refs}))
 
-    on_root(comm, write)
+
+def test_references_to_chunks_in_another_file(comm: Any, bucket: Bucket) -> None:
+    on_root(comm, lambda: write_references(bucket))
     bucket.asked()
     x = shardload.load("s3://bucket/refs.json:/x", mesh_of(), P("a", "b"), storage=bucket.storage, readers="parallel")
     check(x, ramp(cube()), mesh_of(), P("a", "b"))
     nbytes = sum(request.nbytes for request in bucket.asked() if request.key == "bucket/x.h5")
     assert nbytes <= 1.05 * (bucket.folder / "bucket/x.h5").stat().st_size + 4096 * comm.size
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("is_local", [False, True])
+def test_references_to_a_file_that_ranks_see_in_two_versions(
+    comm: Any, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    """Wrong if the values of both were mixed: each rank opens the file when it comes to it, and by then it may be another."""
+    on_root(comm, lambda: write_references(bucket))
+    opened = ReferenceFolder._open
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(ReferenceFolder, "_open", lambda self, url, pin: opened(self, url.replace("x.h5", "y.h5"), pin))
+    where = str(bucket.folder / "bucket") if is_local else "s3://bucket"
+    storage = None if is_local else bucket.storage
+    with tuned(small_nbytes=0, tiny_nbytes=0):
+        load = partial(shardload.load, f"{where}/refs.json:/x", mesh_of(), P("a", "b"), storage=storage, readers="direct")
+        same_error(comm, load, SourceError, "x.h5', to which references lead, is not the same on all ranks")
 
 
 def test_each_rank_that_reads_compares_the_metadata(comm: Any, bucket: Bucket) -> None:

@@ -75,6 +75,12 @@ class Source(abc.ABC):
         """
         return self.state()
 
+    def versions_read(self) -> Mapping[str, Sequence[Any]]:
+        """Of each object elsewhere to which the file leads, and which was read: its name, and numbers of its version, by a key
+        that is the same on all ranks. All have to read the same version. The default is that there is none.
+        """
+        return {}
+
     def interrupt(self) -> None:
         """Called after an error, by any thread: nobody needs the values that are being read now. The default does nothing."""
         return None

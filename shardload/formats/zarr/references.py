@@ -11,6 +11,7 @@ The set says which objects are read. Those outside of its own folder need ``allo
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -108,6 +109,7 @@ class ReferenceFolder:
         self._folders: Mapping[str, list[str]] = _folders_of(self._references)
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
         self._pins = dict[str, Pin]()  # the versions of objects at URLs that are not kept any more
+        self._versions = dict[str, tuple[int, ...] | None]()  # of all that are not kept any more
 
     def version(self, key: str) -> tuple[int, ...] | None:
         """See `ObjectFolder`: that of the set now. `opened_in` is that which was read."""
@@ -160,13 +162,26 @@ class ReferenceFolder:
         with self._lock:
             stored = self._objects.get(url)
             if stored is None:
-                stored = self._objects[url] = self._open(url, self._pins.get(url))
+                stored = self._open(url, self._pins.get(url))
+                if url in self._versions and stored.version != self._versions[url]:
+                    raise OSError(f"'{without_secrets(url)}' was replaced, or written, since it was read first")
+                self._objects[url] = stored
                 if len(self._objects) > _MOST_OPEN:
                     first_url, first = self._objects.popitem(last=False)
+                    self._versions[first_url] = first.version
                     if isinstance(first, RemoteObject):
                         self._pins[first_url] = first.pin
             self._objects.move_to_end(url)
         return stored
+
+    def versions_read(self) -> dict[str, tuple[Any, ...]]:
+        """See `Source`."""
+        with self._lock:
+            versions = self._versions | {url: stored.version for url, stored in self._objects.items()}
+        return {
+            hashlib.blake2b(url.encode(), digest_size=8).hexdigest(): (without_secrets(url), *(version or ())[:2])
+            for url, version in versions.items()
+        }
 
     def _open(self, url: str, pin: Pin | None) -> StoredObject:
         """Open an object: of one at a URL, this version. A name without a scheme is that of a file beside the set."""

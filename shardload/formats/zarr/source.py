@@ -20,7 +20,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -64,7 +64,7 @@ from shardload.formats.zarr.metadata import (
     refuse_codecs,
 )
 from shardload.formats.zarr.nodes import ArrayNode, GroupNode, UnknownCodecError, quiet
-from shardload.formats.zarr.references import SUFFIXES, is_references
+from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
 from shardload.formats.zarr.store import WatchedStore, open_store, watch, watched
 from shardload.planning.region import Region
 from shardload.storage.leftovers import ROOTS
@@ -230,6 +230,11 @@ class ZarrSource(Source):
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before the metadata were read."""
         return self._opened_in
+
+    def versions_read(self) -> Mapping[str, Sequence[Any]]:
+        """Those of the objects to which references lead."""
+        folder = self._store.folder
+        return folder.versions_read() if isinstance(folder, ReferenceFolder) else {}
 
     def close(self) -> None:
         """Close the shards that its chunk reader keeps open."""

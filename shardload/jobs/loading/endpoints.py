@@ -214,6 +214,8 @@ class LoadSource(FileSource):
         The state of each array when it was opened, to compare with the other ranks; None of one that this rank does not read.
     files : dict
         The state of each file with several arrays that this rank has open, by path.
+    versions_read : dict
+        See `Source.versions_read`: of all arrays, when they have been read.
     """
 
     def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning) -> None:
@@ -221,6 +223,7 @@ class LoadSource(FileSource):
         self._loads = loads
         self.contents: list[State] = [None] * len(loads)
         self.files: dict[str, State] = {}
+        self.versions_read: dict[str, Sequence[Any]] = {}
 
     def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
@@ -249,14 +252,17 @@ class LoadSource(FileSource):
             if load.values is not None and load.info.path in self.files:
                 with load.naming_errors():
                     check_same_version(load.name, load.read_in, self.files[load.info.path], load.info)
-        opened.push(partial(_check_unchanged, compared))
+        opened.push(partial(self._check_unchanged, compared))
         return opened_sources
 
-
-def _check_unchanged(compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object) -> None:
-    """Raise SourceError if a file has changed since it was opened."""
-    if kind is None:
-        check_all_unchanged([(load.naming_errors, source, before) for load, source, before in compared])
+    def _check_unchanged(
+        self, compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object
+    ) -> None:
+        """Raise SourceError if a file has changed since it was opened."""
+        if kind is None:
+            check_all_unchanged([(load.naming_errors, source, before) for load, source, before in compared])
+            for _load, source, _state in compared:
+                self.versions_read |= source.versions_read()
 
 
 # --- where they go

@@ -29,7 +29,7 @@ from shardload.engine.call import begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
-from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums, version_in, version_of_state
+from shardload.jobs.consistency import N_SUMS, State, check_same, check_same_objects, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, OpenSources, moves_of
 from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, join_proven, phases_of, staging_of
 from shardload.jobs.progress import progress_of
@@ -130,7 +130,7 @@ class Loader:
                     checked = self._check([sharded.array for sharded in target.arrays], pieces)
             group.watch.enter("agree")
             totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, requests_before))
-            arrays, report = self._finish(totals, session, target, checked, started)
+            arrays, report = self._finish(totals, session, source, target, checked, started)
         group.watch.close()
         _log.info("loaded %s: %s", self._name, report)
         return arrays, report
@@ -193,6 +193,7 @@ class Loader:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
         store_counts = counts().since(requests_before)
         numbers = [session.counters.n_checksums, store_counts.requests, store_counts.nbytes, store_counts.retries]
+        numbers.append(len(source.versions_read))
         for contents, sharded, proven in zip(source.contents, target.arrays, checked, strict=True):
             counters = sharded.counters
             numbers += [counters.chunks_missing, counters.chunks_decoded, counters.nbytes_read, counters.n_checksums]
@@ -204,12 +205,18 @@ class Loader:
     # --- what all ranks do together
 
     def _finish(
-        self, totals: list[int], session: Session, target: DeviceTarget, checked: list[ShardFindings], started: float
+        self,
+        totals: list[int],
+        session: Session,
+        source: LoadSource,
+        target: DeviceTarget,
+        checked: list[ShardFindings],
+        started: float,
     ) -> Loaded:
         """Check that all read the same file, warn, and make the result. `totals`: the sums of `_counts` over the ranks."""
         arrays = [sharded.array for sharded in target.arrays]
         n_files = len(self._paths_of_several)
-        n_parts, n_requests, nbytes_fetched, n_retries, *sums = totals[: len(totals) - n_files * N_SUMS]
+        n_parts, n_requests, nbytes_fetched, n_retries, n_objects, *sums = totals[: len(totals) - n_files * N_SUMS]
         of_arrays = _split_evenly(sums, len(arrays))
         states = [sums[_N_COSTS : _N_COSTS + N_SUMS] for sums in of_arrays]
         for load, array, state in zip(self._loads, arrays, states, strict=True):
@@ -222,6 +229,8 @@ class Loader:
         if n_files:  # also if each array was read by one rank, but not all by the same
             for path, state in zip(self._paths_of_several, _split_evenly(totals[-n_files * N_SUMS :], n_files), strict=True):
                 check_same(f"'{path}'", state, path, "")
+        if n_objects:
+            check_same_objects(self._group, source.versions_read)
         proven = self._agree(checked, [sums[_N_COSTS + N_SUMS :] for sums in of_arrays])
         costs = [sums[:_N_COSTS] for sums in of_arrays]
         counters = Counters()
