@@ -25,7 +25,7 @@ import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import ArrayInfo, native_dtype
-from shardload.formats.contract.chunk_reader import box_of, fresh
+from shardload.formats.contract.chunk_reader import Scratch, box_of
 from shardload.formats.contract.format import Format, Source, open_alone
 from shardload.planning.region import Region
 
@@ -130,6 +130,8 @@ def check_format(
         with findings.promise("opens what it lists"), file_format.open_file(path) as file:
             for name, dataset in names.items():
                 _check_source(findings, partial(file.open, dataset), arrays[name])
+        with findings.promise("opens an array just so if it is given its description, as each rank of a load is"):
+            _check_planned(file_format, path, names, arrays)
     with findings.promise("claims its own files, whatever they are called, no other files, nor objects"):
         _check_claims(file_format, files, first)
     if not findings.broken:  # otherwise these checks would fail for the same reasons
@@ -435,7 +437,11 @@ def _cell(info: ArrayInfo, index: Sequence[int]) -> Region:
     return Region(start, tuple(min(a + c, n) for a, c, n in zip(start, chunks, info.shape, strict=True)))
 
 
-def _check_chunks(source: Source, expected: Array) -> None:
+def _check_chunks(source: Source, expected: Array, missing: Collection[tuple[int, ...]] | None = None) -> None:
+    """As a load does it: each thread has memory that it uses again, and passes its target in several shapes.
+
+    `missing`: the chunks that are not stored, if that is known.
+    """
     reader, info = source.chunk_reader(), source.info
     if reader is None:
         return
@@ -444,13 +450,23 @@ def _check_chunks(source: Source, expected: Array) -> None:
     counts = [-(-n // c) for n, c in zip(info.shape, chunks, strict=True)]
 
     def check(box: Sequence[range]) -> None:
-        shape = (*map(len, box), *chunks)
-        out = np.full(math.prod(shape) * source.dtype.itemsize, _FILLS[0], np.uint8).view(source.dtype).reshape(shape)
-        reader.decode(reader.fetch(box, fresh), out)
-        for place, index in zip(np.ndindex(*map(len, box)), itertools.product(*box), strict=True):
-            cell = _cell(info, index)
-            inside: Any = (*place, *(slice(0, n) for n in cell.shape), ...)
-            _compare(info, cell, out[inside].copy(order="C"), expected)
+        sizes, indices = tuple(map(len, box)), [*itertools.product(*box)]
+        nbytes, room = math.prod((*sizes, *chunks)) * source.dtype.itemsize, Scratch()
+        room(2 * nbytes)  # now it gives the same memory each time
+        for cut, is_plain in itertools.product([(len(indices),), sizes, *[()] * (len(indices) == 1)], (False, True)):
+            out = np.full(nbytes, _FILLS[0], np.uint8).view(source.dtype).reshape((*cut, *chunks))
+            if not is_plain:
+                encoded = reader.fetch(box, room)
+                reader.decode(encoded, out)
+                given = {index for index, data in zip(indices, encoded.data, strict=True) if data is None}
+                right = given if missing is None else set(missing) & set(indices)
+                expect(given == right, f"fetch({box}) of {info} gives None for {sorted(given)}, expected {sorted(right)}")
+            elif not reader.read_plain(box, out):
+                continue
+            for values, index in zip(out.reshape((-1, *chunks)), indices, strict=True):
+                cell = _cell(info, index)
+                inside: Any = (*(slice(0, n) for n in cell.shape), ...)
+                _compare(info, cell, values[inside].copy(order="C"), expected)
 
     boxes = [box_of(index) for index in np.ndindex(*counts)] * 2
     if boxes:
@@ -527,6 +543,17 @@ def _check_listing(file_format: Format, path: str, names: Mapping[str, str], arr
     with file_format.open_file(path) as file:
         sketched = file.sketch(most=1, like=next(iter(names.values())))
     expect(len(sketched) == min(2, len(infos)), f"{len(sketched)} arrays of '{path}' are listed with most=1, of {len(infos)}")
+
+
+def _check_planned(file_format: Format, path: str, names: Mapping[str, str], arrays: Mapping[str, Array]) -> None:
+    planned = {info.dataset: ArrayInfo.from_json(info.to_json()) for info in _list(file_format, path)}
+    with file_format.open_file(path) as file:
+        for name, dataset in names.items():
+            with contextlib.closing(file.open(dataset, planned[dataset])) as source:
+                _check_described(source.info, arrays[name])
+                whole = Region.whole(arrays[name].shape)
+                _compare(source.info, whole, _read(source, whole), arrays[name])
+                _check_chunks(source, arrays[name])
 
 
 def _check_other_names(file_format: Format, path: str, names: Mapping[str, str]) -> None:
@@ -624,3 +651,4 @@ def _check_missing(files: _Files, write_missing: WriteMissing) -> None:
             meeting = {index for index in indices if region.size and (not index or _cell(info, index).intersect(region))}
             reported = {tuple(index) for index in source.missing(region)}
             expect(reported == meeting, f"missing({region}) of {info} is {sorted(reported)}, expected {sorted(meeting)}")
+        _check_chunks(source, values, indices)

@@ -150,6 +150,7 @@ def test_arrays_in_memory_conform(dtype: Any) -> None:
 # --- a format that conforms, and what can be wrong with it
 
 MARK = b"RAW1"
+FILL = 9  # of missing chunks
 
 
 def write_raw(path: str, arrays: dict[str, Array], chunks: Any = None, missing: Any = ()) -> None:
@@ -165,7 +166,7 @@ def write_raw(path: str, arrays: dict[str, Array], chunks: Any = None, missing: 
 
 def raw_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
     values = ramp((6, 8), "i4")
-    values[:2, 4:] = 9
+    values[:2, 4:] = FILL
     write_raw(path, {"a": values}, [2, 4], [(0, 1)])
     return values, [(0, 1)]
 
@@ -221,14 +222,18 @@ class RawChunks(ChunkReader):
         self.source, self.chunks = source, source.info.chunks or ()
 
     def fetch(self, box: Any, room: Any = None) -> Any:
-        starts = [[k * c for k, c in zip(index, self.chunks, strict=True)] for index in itertools.product(*box)]
-        values = self.source.values()
-        return Encoded([values[(*(slice(a, a + c) for a, c in zip(at, self.chunks, strict=True)), ...)] for at in starts])
+        indices, values, missing = [*itertools.product(*box)], self.source.values(), self.source.entry["missing"]
+        starts = [[k * c for k, c in zip(index, self.chunks, strict=True)] for index in indices]
+        stored = [values[(*(slice(a, a + c) for a, c in zip(at, self.chunks, strict=True)), ...)] for at in starts]
+        return Encoded([None if [*index] in missing else part for index, part in zip(indices, stored, strict=True)])
 
     def decode(self, encoded: Any, out: Array) -> None:
         chunks = out.reshape(len(encoded.data), *self.chunks)
         for k, values in enumerate(encoded.data):
-            chunks[(k, *(slice(0, n) for n in values.shape), ...)] = values
+            if values is None:
+                chunks[k] = FILL
+            else:
+                chunks[(k, *(slice(0, n) for n in values.shape), ...)] = values
 
 
 class RawFile(OpenFile):
@@ -292,6 +297,10 @@ def read_wrongly(change: Callable[[Raw, Region, Array], None]) -> Format:
         change(self, region, out)
 
     return source_with(read_into=read_into)
+
+
+def chunks_with(reader: type[ChunkReader]) -> Format:
+    return source_with(chunk_reader=lambda self: reader(self))  # type: ignore[call-arg]
 
 
 def file_with(source: type[Raw] = Raw, **methods: Any) -> Format:
@@ -439,6 +448,14 @@ def leaking(self: RawFile) -> tuple[dict[str, Any], int]:
 kept_open: list[int] = []
 
 
+def as_planned(self: RawFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
+    """It takes the type from the description, which has no byte order."""
+    source = RawFile.open(self, dataset)
+    if planned is not None:
+        vars(source)["stored"] = np.dtype(planned.dtype)
+    return source
+
+
 def the_first(self: RawFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
     """The same array whatever the name, once it is known."""
     first = self.__dict__.setdefault("first", dataset if dataset in self.header()[0] else None)
@@ -449,6 +466,44 @@ class OneTooShort(RawChunks):
     def decode(self, encoded: Any, out: Array) -> None:
         super().decode(encoded, out)
         out[-1:] = 0
+
+
+class ByTheAxesOfTheBox(RawChunks):
+    def decode(self, encoded: Any, out: Array) -> None:
+        for place, values in zip(np.ndindex(*out.shape[: len(self.chunks)]), encoded.data, strict=False):
+            inside = () if values is None else tuple(slice(0, n) for n in values.shape)
+            out[(*place, *inside, ...)] = FILL if values is None else values
+
+
+class RoomForEachChunk(RawChunks):
+    """Each chunk is read into memory that may be the last one's."""
+
+    def fetch(self, box: Any, room: Any = None) -> Any:
+        read = []
+        for values in super().fetch(box).data:
+            read.append(values)
+            if values is not None:
+                read[-1] = room(values.nbytes).view(values.dtype).reshape(values.shape)
+                read[-1][...] = values
+        return Encoded(read)
+
+
+class ZerosForMissing(RawChunks):
+    def decode(self, encoded: Any, out: Array) -> None:
+        super().decode(Encoded([np.zeros(self.chunks) if values is None else values for values in encoded.data]), out)
+
+
+class FillForMissing(RawChunks):
+    def fetch(self, box: Any, room: Any = None) -> Any:
+        return Encoded([np.full(self.chunks, FILL) if values is None else values for values in super().fetch(box).data])
+
+
+class PlainFromTheStart(RawChunks):
+    """What is stored as plain values is taken from the beginning of the array, whatever the box."""
+
+    def read_plain(self, box: Any, out: Array) -> bool:
+        out.reshape(-1)[...] = np.resize(self.source.values(), out.size)
+        return True
 
 
 class OneAtATime(RawChunks):
@@ -485,8 +540,13 @@ WRONG: dict[str, tuple[Format, str, str]] = {
     "plain is something else": (source_with(plain=lambda self, r: self.values()[r.slices()] * 2), "by plain", "wrong values"),
     "view is something else": (source_with(view=lambda self, r: np.zeros(r.shape, self.dtype)), "by view", "wrong values"),
     "what was not expected is lost": (source_with(expect=forgets_the_rest), "told that a part will be read", "wrong values of"),
-    "chunks too short": (source_with(chunk_reader=lambda self: OneTooShort(self)), "chunk by chunk", "wrong values"),
-    "chunks one at a time": (source_with(chunk_reader=lambda self: OneAtATime(self)), "chunk by chunk", "."),
+    "chunks too short": (chunks_with(OneTooShort), "chunk by chunk", "wrong values"),
+    "chunks one at a time": (chunks_with(OneAtATime), "chunk by chunk", "."),
+    "chunks where the box has its axes": (chunks_with(ByTheAxesOfTheBox), "chunk by chunk", "."),
+    "room for each chunk": (chunks_with(RoomForEachChunk), "chunk by chunk", "wrong values"),
+    "plain chunks of another place": (chunks_with(PlainFromTheStart), "chunk by chunk", "wrong values"),
+    "zeros in missing chunks": (chunks_with(ZerosForMissing), "chunks that are missing", "expected 9"),
+    "missing chunks as if they were there": (chunks_with(FillForMissing), "chunks that are missing", r"None for \[\]"),
     "KeyError for damage": (raising(KeyError), "where a file was cut", "says that the file is sound"),
     "no memory for damage": (raising(lambda _: MemoryError()), "where a file was cut", "MemoryError"),
     "the caller's error for damage": (raising(ConfigError), "where a file was cut", "ConfigError.*instead of SourceError"),
@@ -502,6 +562,7 @@ WRONG: dict[str, tuple[Format, str, str]] = {
         "can be opened, and was never written",
     ),
     "leaves files open": (file_with(header=leaking), "gives back what it opened", "descriptors stay open"),
+    "opens as described": (file_with(open=as_planned), "if it is given its description", "wrong values of"),
     "one array for all names": (file_with(open=the_first), "each value of each region", "."),
 }
 WRONG["cut files padded"] = (
