@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError
+from shardload import ConfigError, SourceError
+from shardload.jobs.loading.given_arrays import StateCall
 from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
 from tests.mpi.test_save import put
 
@@ -187,3 +188,32 @@ def test_a_number_is_not_changed_by_what_like_has_in_its_place(comm: Any, shared
     for name, leaves in others.items():
         for leaf in leaves:
             same_error(comm, lambda: shardload.load(path, like={name: leaf}), ConfigError, f"'/{name}'", "in `like`")  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_a_state_is_of_one_version(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Wrong if arrays were those of the old state, and numbers those of the new one, because a save (in the background, or of
+    another job) took the name between the two.
+    """
+    path, later, x = shared_tmp_path / name, shared_tmp_path / f"later-{name}", ramp((unit(), 3), "float32")
+    for place, number in ((path, 1), (later, 2)):
+        shardload.save(place, {"x": put(number * x, mesh_of(), P("a")), "step": number})
+    load = StateCall.load
+
+    def load_and_replace(call: StateCall) -> Any:
+        arrays = load(call)
+
+        def replace() -> None:
+            path.rename(shared_tmp_path / "before")
+            later.rename(path)
+
+        on_root(comm, replace)
+        return arrays
+
+    like = {"x": put(x, mesh_of(), P("b")), "step": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(StateCall, "load", load_and_replace)
+        same_error(comm, lambda: shardload.load(path, like=like), SourceError, f"'{path}' changed while it was read")
+    found = shardload.load(path, like=like)
+    check(found["x"], 2 * x, mesh_of(), P("b"))
+    assert found["step"] == 2

@@ -22,8 +22,9 @@ from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import some
-from shardload.formats.lookup import FoundArray, open_file
+from shardload.formats.lookup import Finder, FoundArray, open_file, split_path
 from shardload.formats.memory import MemorySource
+from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.described import read_values
 from shardload.jobs.loading.call import LoadCall, describe_path, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
@@ -249,11 +250,20 @@ def _sharding_of(x: Any) -> Any:
 
 
 class StateCall(LoadCall):
-    """One call of `load(..., like=)` on this rank: `leaves` are the sharded leaves of `like`, by their names in the file."""
+    """One call of `load(..., like=)` on this rank: `leaves` are the sharded leaves of `like`, by their names in the file.
+
+    On rank 0 `state` is that of the file when the arrays were found.
+    """
 
     def __init__(self, path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
         self._leaves = {f"/{name}": leaf for name, leaf in leaves.items()}
+        self.state: State = None
         super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**keywords, "dataset": [*leaves]})
+
+    def _find_all(self, finder: Finder) -> Any:
+        """See `LoadCall`."""
+        self.state = finder.file(split_path(os.fsdecode(self._path))[0], is_loaded=True).state()
+        return super()._find_all(finder)
 
     def plan_file(self, request: Request, place: Place, where: str, array: FoundArray) -> ArrayLoad:
         """See `LoadCall`. If the file's array has another shape, that is the error, not what follows from it."""
@@ -291,11 +301,12 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
             "read as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
         )
     values: dict[str, Any] = {}
+    state: State = None
     if sharded:
         with StateCall(path, sharded, keywords).begin() as call:
-            values = dict(zip(sharded, call.load(), strict=True))
+            values, state = dict(zip(sharded, call.load(), strict=True)), call.state
     if unsharded:
-        values |= {name: _as(leaves[name], value) for name, value in _read_all(path, unsharded, keywords).items()}
+        values |= {name: _as(leaves[name], value) for name, value in _read_all(path, unsharded, keywords, state).items()}
     for name, leaf in leaves.items():
         value = values[name]
         if np.shape(value) != np.shape(leaf) or not _is_like(leaf, value):
@@ -303,24 +314,29 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
 
 
-def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Array]:
-    """The values of whole arrays, which rank 0 reads and tells all. Collective."""
+def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any], state: State) -> dict[str, Array]:
+    """The values of whole arrays, which rank 0 reads and tells all. SourceError if `state` is that of another version of the
+    file, from which it has other arrays. Collective.
+    """
     options = Options.check(
         **{name: keywords[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout")}
     )
     path_text = describe_path(path)
     invocation = Invocation("load", f"load of {path_text}", {"path": path_text, "dataset": repr(names)})
     with begin_call(invocation, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
-        return call.plan(lambda: _read(path, names, options.access), lambda values: values, lambda _: "")
+        return call.plan(lambda: _read(path, names, options.access, state), lambda values: values, lambda _: "")
 
 
-def _read(path: Any, names: Sequence[str], access: Access) -> dict[str, Array]:
+def _read(path: Any, names: Sequence[str], access: Access, state: State) -> dict[str, Array]:
     with open_file(path, access) as file:
+        state = file.state() if state is None else state
         stored = {info.dataset for info in file.list_arrays()}
         if missing := [f"/{name}" for name in names if f"/{name}" not in stored]:
             missing_text, stored_text = (some(list(map(repr, sorted(names)))) for names in (missing, stored))
             raise ConfigError(f"'{path}' has no {missing_text}, which `like` has; it has {stored_text}")
-        return {name: read_values(file, f"/{name}") for name in names}
+        values = {name: read_values(file, f"/{name}") for name in names}
+        check_unchanged(f"'{path}'", state, file.state(), str(path), "")
+        return values
 
 
 def _as(leaf: Any, value: Array) -> Any:
