@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -21,20 +22,22 @@ from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import some
+from shardload.formats.contract.array import ArrayInfo, settle_bools, some
+from shardload.formats.diagnosis import as_source_error, check_loadable
 from shardload.formats.lookup import Finder, FoundArray, open_file, split_path
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_unchanged
-from shardload.jobs.described import read_values
 from shardload.jobs.loading.call import LoadCall, describe_path, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
 from shardload.jobs.loading.request import Request, has_trees, read_requests
 from shardload.jobs.trees import ArrayTree, Place, Where, in_array, named_leaves, naming_errors, node_of, text_of, where_text
 from shardload.options import FILE, FULL, OPTIONS, Options
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region, ravel
 from shardload.planning.schedule import ROOT
+from shardload.planning.selection import select_axes
 from shardload.transfer.buffers import sendable
+from shardload.transfer.counters import MOST_NAMED, describe_missing, settle_missing
 
 Array = np.ndarray[Any, Any]
 
@@ -319,24 +322,43 @@ def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any], stat
     file, from which it has other arrays. Collective.
     """
     options = Options.check(
-        **{name: keywords[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout")}
+        **{name: keywords[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout", "missing")}
     )
     path_text = describe_path(path)
     invocation = Invocation("load", f"load of {path_text}", {"path": path_text, "dataset": repr(names)})
+    values: dict[str, Array]
     with begin_call(invocation, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
-        return call.plan(lambda: _read(path, names, options.access, state), lambda values: values, lambda _: "")
+        values, missing = call.plan(lambda: _read(path, names, options.access, state), lambda found: found, lambda _: "")
+        if missing:
+            settle_missing("; ".join(text for _, text in missing), options.missing, call.group.rank, missing[0][0])
+        return values
 
 
-def _read(path: Any, names: Sequence[str], access: Access, state: State) -> dict[str, Array]:
+def _read(
+    path: Any, names: Sequence[str], access: Access, state: State
+) -> tuple[dict[str, Array], list[tuple[ArrayInfo, str]]]:
+    """The values of arrays by name; and of which chunks are missing, in words."""
+    values, missing = dict[str, Array](), list[tuple[ArrayInfo, str]]()
     with open_file(path, access) as file:
         state = file.state() if state is None else state
         stored = {info.dataset for info in file.list_arrays()}
-        if missing := [f"/{name}" for name in names if f"/{name}" not in stored]:
-            missing_text, stored_text = (some(list(map(repr, sorted(names)))) for names in (missing, stored))
-            raise ConfigError(f"'{path}' has no {missing_text}, which `like` has; it has {stored_text}")
-        values = {name: read_values(file, f"/{name}") for name in names}
+        if absent := [f"/{name}" for name in names if f"/{name}" not in stored]:
+            absent_text, stored_text = (some(list(map(repr, sorted(names)))) for names in (absent, stored))
+            raise ConfigError(f"'{path}' has no {absent_text}, which `like` has; it has {stored_text}")
+        for name in names:
+            with closing(file.open(f"/{name}")) as source, as_source_error(source.info.path, name):
+                info, region = check_loadable(source.info), Region.whole(source.info.shape)
+                source.expect(region)
+                values[name] = np.empty(region.shape, source.dtype)
+                source.read_into(region, values[name])
+                settle_bools(values[name])
+                if indices := source.missing(region):
+                    cell = info.chunks or tuple(max(1, n) for n in info.shape)
+                    chunks = Grid(info.shape, cell, (0,) * len(cell))
+                    numbers = [ravel(index, chunks.counts) for index in indices[:MOST_NAMED] if index]
+                    missing.append((info, describe_missing(len(indices), numbers, info, select_axes(None, info.shape), chunks)))
         check_unchanged(f"'{path}'", state, file.state(), str(path), "")
-        return values
+    return values, missing
 
 
 def _as(leaf: Any, value: Array) -> Any:
