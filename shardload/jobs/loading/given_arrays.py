@@ -22,7 +22,7 @@ from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo, settle_bools, some
+from shardload.formats.contract.array import ArrayInfo, native_dtype, settle_bools, some
 from shardload.formats.diagnosis import as_source_error, check_loadable
 from shardload.formats.lookup import Finder, FoundArray, open_file, split_path
 from shardload.formats.memory import MemorySource
@@ -373,6 +373,7 @@ def _as(leaf: Any, value: Array) -> Any:
     if dtype == np.bool_ and value.dtype == np.int8:  # netCDF has no booleans
         value = value.astype(bool)
     if isinstance(leaf, (np.ndarray, np.generic)):
+        value = value.astype(leaf.dtype, copy=False) if value.dtype == native_dtype(leaf.dtype) else value  # in its byte order
         return value if isinstance(leaf, np.ndarray) else value[()]
     if dtype is None or value.dtype != dtype:  # JAX would cut 64 bits to 32
         return value
