@@ -275,3 +275,35 @@ def test_a_filter_that_is_not_allowed(comm: Any, shared_tmp_path: Path) -> None:
     same_error(comm, lambda: shardload.load(path, like=like), SourceError, "allow_filters='bitshuffle'")
     found = shardload.load(path, like=like, allow_filters="bitshuffle")
     np.testing.assert_array_equal(found["x"], like["x"], strict=True)
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_arrays_of_numpy_in_another_byte_order(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if a state that was saved, with an array as FITS and GRIB have them, were refused as one of another type."""
+    state = {"x": ramp((4, 3), ">f8"), "n": np.array(7, ">i4"), "little": ramp((3,), "<i2")}
+    shardload.save(shared_tmp_path / name, state)
+    found = shardload.load(shared_tmp_path / name, like={key: np.zeros_like(values) for key, values in state.items()})
+    for key, values in state.items():
+        np.testing.assert_array_equal(found[key], values)
+        assert found[key].dtype == values.dtype
+
+
+class Twins:
+    """A node of a tree with two children of one name."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+
+jax.tree_util.register_pytree_with_keys(
+    Twins,
+    lambda twins: (list(zip(map(jax.tree_util.DictKey, (1, "1")), twins.children, strict=True)), None),
+    lambda _, children: Twins(*children),
+)
+
+
+def test_two_arrays_of_one_name(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the second one were saved alone, without a word."""
+    path, twins = shared_tmp_path / "state.h5", Twins(np.arange(2), np.arange(3))
+    same_error(comm, lambda: shardload.save(path, {"a": twins}), ConfigError, "two arrays are called '/a/1'")
+    same_error(comm, lambda: shardload.save(path, twins), ConfigError, "two arrays are called '/1'")
