@@ -233,7 +233,7 @@ def load(
     options = keywords_of("load", locals())
     if options.pop("like") is not None:
         if (mesh, spec, dataset) != (None, None, None):
-            raise ConfigError("like is options, which says what to load and where: leave out mesh, spec and dataset")
+            raise ConfigError("like is a state, which says what to load and where: leave out mesh, spec and dataset")
         return load_state(path, like, options)
     with LoadCall("load", path, mesh, spec, options).begin() as call:
         return call.load()

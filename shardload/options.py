@@ -386,8 +386,11 @@ _WRITES = (*_SAVES, "append")
 
 
 def _number_or_date(at: Any) -> Any:
-    """The number of an array without axes; all else as it is."""
-    return at.item() if getattr(at, "ndim", None) == 0 and at.dtype.kind in "iuf" else at
+    """The number of an array without axes; all else as it is. ConfigError for NaN, before which there is no row."""
+    at = at.item() if getattr(at, "ndim", None) == 0 and at.dtype.kind in "iuf" else at
+    if isinstance(at, float) and math.isnan(at):
+        raise ConfigError("at is nan, so that nothing says which rows stay; expected a number or a date")
+    return at
 
 
 _STREAM = ("stream",)

@@ -555,6 +555,8 @@ def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str
     refused(time(0.26, 0.28), "ends with 2001-01-01T00:16:48 before at=0.3, and", "begins with 2001-01-01T00:15:36", at=0.3)
     refused(time(0.30, 0.32), "begins with", at=0.32)
     refused(time(0.30, 0.32), "no date", at="soon")
+    for nan in (np.nan, np.float32("nan"), np.array(np.nan)):  # all rows would be replaced: none lies before it
+        refused(time(0.30, 0.32), "at is nan", at=nan)
     refused(time(0.30, 0.32), "dim is a number", at=0.3, dim=0)
     assert on_root(ranks, lambda: files(path) if path.is_dir() else path.read_bytes()) == before
     shardload.append(path, {"rho": 2 * rho, "time": time(0.28, 0.29)}, at=0.28)  # of float32 it is another number

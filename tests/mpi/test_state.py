@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
+import hdf5plugin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError
-from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
+from shardload import ConfigError, MissingChunksWarning, SourceError
+from shardload.jobs.loading.given_arrays import StateCall
+from tests.mpi.support import check, mesh_of, on_root, raised, ramp, same_error, unit
 from tests.mpi.test_save import put
 
 pytestmark = pytest.mark.any_library
@@ -187,3 +190,120 @@ def test_a_number_is_not_changed_by_what_like_has_in_its_place(comm: Any, shared
     for name, leaves in others.items():
         for leaf in leaves:
             same_error(comm, lambda: shardload.load(path, like={name: leaf}), ConfigError, f"'/{name}'", "in `like`")  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_a_state_is_of_one_version(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Wrong if arrays were those of the old state, and numbers those of the new one, because a save (in the background, or of
+    another job) took the name between the two.
+    """
+    path, later, x = shared_tmp_path / name, shared_tmp_path / f"later-{name}", ramp((unit(), 3), "float32")
+    for place, number in ((path, 1), (later, 2)):
+        shardload.save(place, {"x": put(number * x, mesh_of(), P("a")), "step": number})
+    load = StateCall.load
+
+    def load_and_replace(call: StateCall) -> Any:
+        arrays = load(call)
+
+        def replace() -> None:
+            path.rename(shared_tmp_path / "before")
+            later.rename(path)
+
+        on_root(comm, replace)
+        return arrays
+
+    like = {"x": put(x, mesh_of(), P("b")), "step": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(StateCall, "load", load_and_replace)
+        same_error(comm, lambda: shardload.load(path, like=like), SourceError, f"'{path}' changed while it was read")
+    found = shardload.load(path, like=like)
+    check(found["x"], 2 * x, mesh_of(), P("b"))
+    assert found["step"] == 2
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_a_chunk_is_missing(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if the zeros of an array that rank 0 reads for all came without a word, as no other load gives them."""
+    path, like = shared_tmp_path / name, {"x": np.arange(1, 7.0), "y": np.ones(6)}
+    shardload.save(path, like, chunks=(2,), compression="gzip")
+
+    def lose_a_chunk() -> None:
+        if path.suffix == ".zarr":
+            (path / "x/c/1").unlink()
+            return
+        with h5py.File(path, "r+") as file:
+            del file["x"]
+            x = file.create_dataset("x", (6,), "f8", chunks=(2,))
+            x[:2], x[4:] = like["x"][:2], like["x"][4:]
+
+    on_root(comm, lose_a_chunk)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for how in ("error", "warn"):
+            error = raised(lambda: shardload.load(path, like=like, missing=how))  # noqa: B023
+            assert type(error) is {"error": SourceError, "warn": MissingChunksWarning}[how], error
+            assert "1 of 3 chunks is not stored in '/x'" in str(error) and "(1,)" in str(error)
+        found = shardload.load(path, like=like, missing="fill")
+    np.testing.assert_array_equal(found["x"], [1, 2, 0, 0, 5, 6])
+
+
+def test_an_array_was_never_written(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the place of a chunk were looked for where there are none: in an array in one piece, or a single number."""
+    path = shared_tmp_path / "state.h5"
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            for name, shape in (("x", (3, 2)), ("n", ()), ("nothing", (0, 2))):
+                file.create_dataset(name, shape, "f8")
+
+    on_root(comm, write)
+    for name, shape in (("x", (3, 2)), ("n", ())):
+        like = {name: np.ones(shape)}
+        same_error(comm, lambda: shardload.load(path, like=like, missing="error"), SourceError, f"'/{name}'", "never written")  # noqa: B023
+    assert shardload.load(path, like={"nothing": np.ones((0, 2))}, missing="error")["nothing"].shape == (0, 2)
+
+
+def test_a_filter_that_is_not_allowed(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if `like` were a way around `allow_filters`."""
+    path, like = shared_tmp_path / "state.h5", {"x": np.arange(4.0)}
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=np.arange(4.0), **hdf5plugin.Bitshuffle())
+
+    on_root(comm, write)
+    same_error(comm, lambda: shardload.load(path, like=like), SourceError, "allow_filters='bitshuffle'")
+    found = shardload.load(path, like=like, allow_filters="bitshuffle")
+    np.testing.assert_array_equal(found["x"], like["x"], strict=True)
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_arrays_of_numpy_in_another_byte_order(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if a state that was saved, with an array as FITS and GRIB have them, were refused as one of another type."""
+    state = {"x": ramp((4, 3), ">f8"), "n": np.array(7, ">i4"), "little": ramp((3,), "<i2")}
+    shardload.save(shared_tmp_path / name, state)
+    found = shardload.load(shared_tmp_path / name, like={key: np.zeros_like(values) for key, values in state.items()})
+    for key, values in state.items():
+        np.testing.assert_array_equal(found[key], values)
+        assert found[key].dtype == values.dtype
+
+
+class Twins:
+    """A node of a tree with two children of one name."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+
+jax.tree_util.register_pytree_with_keys(
+    Twins,
+    lambda twins: (list(zip(map(jax.tree_util.DictKey, (1, "1")), twins.children, strict=True)), None),
+    lambda _, children: Twins(*children),
+)
+
+
+def test_two_arrays_of_one_name(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the second one were saved alone, without a word."""
+    path, twins = shared_tmp_path / "state.h5", Twins(np.arange(2), np.arange(3))
+    same_error(comm, lambda: shardload.save(path, {"a": twins}), ConfigError, "two arrays are called '/a/1'")
+    same_error(comm, lambda: shardload.save(path, twins), ConfigError, "two arrays are called '/1'")

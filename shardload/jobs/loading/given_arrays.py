@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -21,19 +22,22 @@ from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import some
-from shardload.formats.lookup import FoundArray, open_file
+from shardload.formats.contract.array import ArrayInfo, native_dtype, settle_bools, some
+from shardload.formats.diagnosis import as_source_error, check_loadable
+from shardload.formats.lookup import Finder, FoundArray, open_file, split_path
 from shardload.formats.memory import MemorySource
-from shardload.jobs.described import read_values
+from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.loading.call import LoadCall, describe_path, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
 from shardload.jobs.loading.request import Request, has_trees, read_requests
 from shardload.jobs.trees import ArrayTree, Place, Where, in_array, named_leaves, naming_errors, node_of, text_of, where_text
 from shardload.options import FILE, FULL, OPTIONS, Options
-from shardload.planning.region import Region
+from shardload.planning.region import Grid, Region, ravel
 from shardload.planning.schedule import ROOT
+from shardload.planning.selection import select_axes
 from shardload.transfer.buffers import sendable
+from shardload.transfer.counters import MOST_NAMED, describe_missing, settle_missing
 
 Array = np.ndarray[Any, Any]
 
@@ -249,11 +253,20 @@ def _sharding_of(x: Any) -> Any:
 
 
 class StateCall(LoadCall):
-    """One call of `load(..., like=)` on this rank: `leaves` are the sharded leaves of `like`, by their names in the file."""
+    """One call of `load(..., like=)` on this rank: `leaves` are the sharded leaves of `like`, by their names in the file.
+
+    On rank 0 `state` is that of the file when the arrays were found.
+    """
 
     def __init__(self, path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
         self._leaves = {f"/{name}": leaf for name, leaf in leaves.items()}
+        self.state: State = None
         super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**keywords, "dataset": [*leaves]})
+
+    def _find_all(self, finder: Finder) -> Any:
+        """See `LoadCall`."""
+        self.state = finder.file(split_path(os.fsdecode(self._path))[0], is_loaded=True).state()
+        return super()._find_all(finder)
 
     def plan_file(self, request: Request, place: Place, where: str, array: FoundArray) -> ArrayLoad:
         """See `LoadCall`. If the file's array has another shape, that is the error, not what follows from it."""
@@ -291,11 +304,12 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
             "read as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
         )
     values: dict[str, Any] = {}
+    state: State = None
     if sharded:
         with StateCall(path, sharded, keywords).begin() as call:
-            values = dict(zip(sharded, call.load(), strict=True))
+            values, state = dict(zip(sharded, call.load(), strict=True)), call.state
     if unsharded:
-        values |= {name: _as(leaves[name], value) for name, value in _read_all(path, unsharded, keywords).items()}
+        values |= {name: _as(leaves[name], value) for name, value in _read_all(path, unsharded, keywords, state).items()}
     for name, leaf in leaves.items():
         value = values[name]
         if np.shape(value) != np.shape(leaf) or not _is_like(leaf, value):
@@ -303,24 +317,48 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
 
 
-def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Array]:
-    """The values of whole arrays, which rank 0 reads and tells all. Collective."""
+def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any], state: State) -> dict[str, Array]:
+    """The values of whole arrays, which rank 0 reads and tells all. SourceError if `state` is that of another version of the
+    file, from which it has other arrays. Collective.
+    """
     options = Options.check(
-        **{name: keywords[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout")}
+        **{name: keywords[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout", "missing")}
     )
     path_text = describe_path(path)
     invocation = Invocation("load", f"load of {path_text}", {"path": path_text, "dataset": repr(names)})
+    values: dict[str, Array]
     with begin_call(invocation, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
-        return call.plan(lambda: _read(path, names, options.access), lambda values: values, lambda _: "")
+        values, missing = call.plan(lambda: _read(path, names, options.access, state), lambda found: found, lambda _: "")
+        if missing:
+            settle_missing("; ".join(text for _, text in missing), options.missing, call.group.rank, missing[0][0])
+        return values
 
 
-def _read(path: Any, names: Sequence[str], access: Access) -> dict[str, Array]:
+def _read(
+    path: Any, names: Sequence[str], access: Access, state: State
+) -> tuple[dict[str, Array], list[tuple[ArrayInfo, str]]]:
+    """The values of arrays by name; and of which chunks are missing, in words."""
+    values, missing = dict[str, Array](), list[tuple[ArrayInfo, str]]()
     with open_file(path, access) as file:
+        state = file.state() if state is None else state
         stored = {info.dataset for info in file.list_arrays()}
-        if missing := [f"/{name}" for name in names if f"/{name}" not in stored]:
-            missing_text, stored_text = (some(list(map(repr, sorted(names)))) for names in (missing, stored))
-            raise ConfigError(f"'{path}' has no {missing_text}, which `like` has; it has {stored_text}")
-        return {name: read_values(file, f"/{name}") for name in names}
+        if absent := [f"/{name}" for name in names if f"/{name}" not in stored]:
+            absent_text, stored_text = (some(list(map(repr, sorted(names)))) for names in (absent, stored))
+            raise ConfigError(f"'{path}' has no {absent_text}, which `like` has; it has {stored_text}")
+        for name in names:
+            with closing(file.open(f"/{name}")) as source, as_source_error(source.info.path, name):
+                info, region = check_loadable(source.info), Region.whole(source.info.shape)
+                source.expect(region)
+                values[name] = np.empty(region.shape, source.dtype)
+                source.read_into(region, values[name])
+                settle_bools(values[name])
+                if indices := source.missing(region):
+                    cell = info.chunks or tuple(max(1, n) for n in info.shape)
+                    chunks = Grid(info.shape, cell, (0,) * len(cell))
+                    numbers = [ravel(index, chunks.counts) for index in indices[:MOST_NAMED] if index]
+                    missing.append((info, describe_missing(len(indices), numbers, info, select_axes(None, info.shape), chunks)))
+        check_unchanged(f"'{path}'", state, file.state(), str(path), "")
+    return values, missing
 
 
 def _as(leaf: Any, value: Array) -> Any:
@@ -335,6 +373,7 @@ def _as(leaf: Any, value: Array) -> Any:
     if dtype == np.bool_ and value.dtype == np.int8:  # netCDF has no booleans
         value = value.astype(bool)
     if isinstance(leaf, (np.ndarray, np.generic)):
+        value = value.astype(leaf.dtype, copy=False) if value.dtype == native_dtype(leaf.dtype) else value  # in its byte order
         return value if isinstance(leaf, np.ndarray) else value[()]
     if dtype is None or value.dtype != dtype:  # JAX would cut 64 bits to 32
         return value

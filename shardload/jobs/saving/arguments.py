@@ -154,7 +154,7 @@ class SaveRequest:
         if keywords["shape"] is not None and keywords["plan"] is not None:
             raise ConfigError("both shape and plan are given; pass one of them")
         if not isinstance(tree, Mapping) and not is_labelled(tree) and node_of(tree) is not None:  # a NamedTuple, a list, ...
-            tree = {key_text(key): child for key, child in node_of(tree) or ()}
+            tree = _by_name(tree, "")
         labels: dict[str, Labels] = {}
         attrs_of_file: Mapping[str, Any] = {}
         if is_labelled(tree):
@@ -326,9 +326,19 @@ def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]
         if isinstance(value, Mapping):
             yield from _named_in(value, name)
         elif node_of(value) is not None:  # any other pytree
-            yield from _named_in({key_text(key): child for key, child in node_of(value) or ()}, name)
+            yield from _named_in(_by_name(value, name), name)
         elif value is not None:  # which is a tree without leaves
             yield name, value
+
+
+def _by_name(node: Any, above: str) -> dict[str, Any]:
+    """The children of a node of a pytree that is no dict. ConfigError if two have the same name."""
+    children: dict[str, Any] = {}
+    for key, child in node_of(node) or ():
+        if (name := key_text(key)) in children:
+            raise ConfigError(f"two arrays are called '{above}/{name}'. Rename one of them")
+        children[name] = child
+    return children
 
 
 def _checked(name: str, x: Any) -> Any:
