@@ -175,6 +175,18 @@ class JoinedParts:
         while self._kept:
             self._kept.popitem()[1].close()
 
+    def _open_next(self, k: int) -> None:
+        """Before part k is looked at: have it and the next ones at URLs opened together; close those before, but the first."""
+        if k and k % _MOST_KEPT != 1:
+            return
+        # The first one is opened before, alone: it does not take minutes to hear that a server does not answer.
+        urls = [path for path in self._paths[k : k + _MOST_KEPT] if is_remote(path)] if k else []
+        kept = [*filter(is_remote, self._paths[:1]), *urls]
+        for path in self._kept.keys() - kept if k else ():
+            self._kept.pop(path).close()
+        self._kept |= {path: Finder(self._access, tells=True) for path in kept if path not in self._kept}
+        call_together([partial(self._kept[url].expect, [(url, None)]) for url in urls], "shardload-open")
+
     def _finder(self, path: str) -> AbstractContextManager[Finder]:
         """What opens a part."""
         kept = self._kept.get(path)
@@ -215,16 +227,11 @@ class JoinedParts:
     def look(self, title: str) -> None:
         """Take in all parts. `title` says what they will be, for the progress bar."""
         self._check_apart()
-        if len(self._paths) <= _MOST_KEPT:
-            urls = [path for path in self._paths if is_remote(path)]
-            self._kept = {url: Finder(self._access, tells=True) for url in urls}
         empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
         progress = self._request.options.progress
         with progress_of(progress, f"parts of {title}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
-                if k == 1:  # the first one could be opened: it does not take minutes to hear that a server does not answer
-                    finders = list(self._kept.items())
-                    call_together([partial(finder.expect, [(url, None)]) for url, finder in finders], "shardload-open")
+                self._open_next(k)
                 self.versions[path] = state_of(path)
                 with self._finder(path) as finder:
                     infos, empty = find_arrays(finder, path, self._request.dataset or ("*",))
@@ -476,6 +483,7 @@ class JoinedParts:
         members = [member for member in members if len(member.shapes) > 1]
         first_digests: dict[str, bytes] = {}
         for k, path in enumerate(self._paths if members else ()):
+            self._open_next(k)
             with self._finder(path) as finder:  # once for all arrays
                 file = finder.file(path)
                 for member in (member for member in members if k in member.shapes):
