@@ -116,9 +116,14 @@ class OnDemand:
         """All labels."""
         return self._read(self.handle, self.info, self.access, None)
 
+    @property
+    def is_read(self) -> bool:
+        """True if `full` was read."""
+        return "full" in vars(self)
+
     def read_by(self, labeller: Any) -> None:
         """Have `full` read now, unless it was."""
-        if "full" not in vars(self):
+        if not self.is_read:
             vars(self)["full"] = self._read(self.handle, self.info, self.access, labeller)
 
     def read_again(self) -> None:

@@ -380,3 +380,15 @@ def test_arrays_that_zarr_has_open_at_a_url_have_labels(tmp_path: Path, server: 
         dataset = shardload.to_xarray(plan.execute(), plan)
         assert [dataset[name].dims for name in arrays] == [("t", "lat")] * len(arrays)
         assert (dataset.x.values == DATA).all()
+
+
+def test_names_that_were_read_are_not_asked_for_again(tmp_path: Path, store: Store) -> None:
+    """Wrong if metadata and coordinates were fetched each time that arrays are wrapped, or a file is shown."""
+    data = DATA.astype("f4")
+    write_zarr(tmp_path / "b/a.zarr", {"x": data, "y": data}, dimension_names=("t", "lat"))
+    how = {"dataset": {"x": "x", "y": "y"}, "storage": store.access.storage}
+    plan = shardload.plan({"x": store.url, "y": store.url}, Mesh(np.array(jax.devices()), "a"), P(), **how)
+    arrays = plan.execute()
+    assert shardload.to_xarray(arrays, plan).x.dims == ("t", "lat")
+    store.server.clear()
+    assert shardload.to_xarray(arrays, plan).x.dims == ("t", "lat") and not store.asked()
