@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -239,9 +239,9 @@ class JoinedParts:
                         if not group:
                             raise error
                         empty_groups.setdefault(group, []).append(error)  # a part may have no stars
-                    self._take_file(k, path, finder.file(path), infos)
+                    names = self._take_file(k, path, finder.file(path), infos)
                     if is_remote(path):
-                        self._note_places(path, finder.file(path), infos)
+                        self._note_places(path, finder, [infos.get(name) or finder.find(path, name).info for name in names])
                 advance(1)
         for errors in empty_groups.values():
             if len(errors) == len(self._paths):
@@ -273,16 +273,17 @@ class JoinedParts:
         if "*" in url:
             raise ConfigError(f"'{name}' is a pattern of URLs, for which nothing looks. Pass a list of URLs")
 
-    def _note_places(self, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
+    def _note_places(self, path: str, finder: Finder, infos: Iterable[ArrayInfo]) -> None:
         """Keep what ranks that read parts at a URL must know, and the version of the object."""
         from shardload.formats.hdf5.joined import part_in_store
 
-        for info in infos.values():
-            if info.refused is None:
-                self._arrays_in_store[path, info.dataset] = part_in_store(file, path, info)
+        file = finder.file(path)
+        for info in infos:
+            self._arrays_in_store[path, info.dataset] = part_in_store(file, path, info)
         self.versions[path] = file.state()
 
-    def _take_file(self, k: int, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
+    def _take_file(self, k: int, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> list[str]:
+        """Take in one part. Returns the names of its arrays of numbers, some of which belong to others (`take_along`)."""
         for info in infos.values():
             if not info.format.startswith(("HDF5", "netCDF4")):
                 raise ConfigError(
@@ -306,6 +307,7 @@ class JoinedParts:
         for group, attrs in groups.items():
             self._groups.setdefault(group, {})[k] = attrs
         self._note(*notes, *(f"{what} was left out" for what in unread))
+        return [name for name, (info, _, _) in described.items() if info.refused is None]
 
     def _note(self, *texts: str) -> None:
         self._notes |= dict.fromkeys(texts)

@@ -231,3 +231,24 @@ def test_files_at_urls_are_opened_together_however_many_they_are(
         n_again = 4 if most_kept == 2 else 0  # all but the first, if not all stay open
         assert len(server.log) == 5 + n_again + 5, "each is opened, and asked for its version in the end"
         np.testing.assert_array_equal(load(one), np.arange(30.0).reshape(10, 3))
+
+
+def test_what_belongs_to_a_named_array_is_at_urls_too(tmp_path: Path) -> None:
+    """Wrong if only the arrays that are named were known there: bounds, or a large coordinate, are joined with them."""
+    pytest.importorskip("obstore")
+    for k in range(2):
+        with netCDF4.Dataset(tmp_path / f"f{k}.nc", "w") as file:
+            for dim, n in {"time": None, "y": 3, "nv": 2}.items():
+                file.createDimension(dim, n)
+            for name, dims in {"time": ["time"], "bounds": ["time", "nv"], "height": ["time", "y"], "t": ["time", "y"]}.items():
+                shape = tuple({"time": 4, "y": 3, "nv": 2}[dim] for dim in dims)
+                variable = file.createVariable(name, "f4", dims)
+                variable[...] = np.arange(np.prod(shape)).reshape(shape) + 100 * k
+            file["time"].bounds, file["t"].coordinates = "bounds", "height"
+    paths = [f"{tmp_path}/f{k}.nc" for k in range(2)]
+    local = shardload.concat(paths, dataset="t")
+    with ObjectServer(tmp_path) as server:
+        one = shardload.concat([f"{server.url}/f{k}.nc" for k in range(2)], dataset="t")
+        for name in ("t", "height", "bounds", "time"):
+            np.testing.assert_array_equal(load(one, name), load(local, name), name)
+    assert load(local, "height")[5, 1] == 104
