@@ -83,6 +83,8 @@ def read_now(labels: Iterable[OnDemand]) -> None:
     """Read those that nobody has looked at yet: each file is opened once, not once for each array."""
     by_file = dict[tuple[Access, str | None], list[OnDemand]]()
     for on_demand in labels:
+        if on_demand.is_read:
+            continue
         path = as_path(on_demand.handle)
         by_file.setdefault((on_demand.access, path and split_path(path)[0]), []).append(on_demand)
     with ExitStack() as opened:

@@ -11,7 +11,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from typing import Any
+
+_changing = threading.RLock()
+
+
+@contextlib.contextmanager
+def warnings_caught(**options: Any) -> Iterator[None]:
+    """`warnings.catch_warnings`, by one thread at a time: the filters are the process's, and two threads that change them and
+    put them back in turn leave them changed.
+    """
+    with _changing, warnings.catch_warnings(**options):
+        yield
 
 
 def warn_once(text: str, kind: type[Warning], rank: int) -> None:
@@ -26,5 +40,5 @@ def warn_once(text: str, kind: type[Warning], rank: int) -> None:
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
-    with contextlib.nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
+    with contextlib.nullcontext() if rank == 0 else warnings_caught(record=True):
         warnings.warn(text, kind, stacklevel=level)

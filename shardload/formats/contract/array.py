@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +24,7 @@ import numpy as np
 from shardload.errors import printable
 from shardload.planning.region import Region
 from shardload.storage.remote import is_remote
+from shardload.system.caller import warnings_caught
 from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
 
 Dims = tuple[str | None, ...]
@@ -116,9 +116,14 @@ class OnDemand:
         """All labels."""
         return self._read(self.handle, self.info, self.access, None)
 
+    @property
+    def is_read(self) -> bool:
+        """True if `full` was read."""
+        return "full" in vars(self)
+
     def read_by(self, labeller: Any) -> None:
         """Have `full` read now, unless it was."""
-        if "full" not in vars(self):
+        if not self.is_read:
             vars(self)["full"] = self._read(self.handle, self.info, self.access, labeller)
 
     def read_again(self) -> None:
@@ -230,7 +235,7 @@ def cast_value(value: Any, dtype: np.dtype[Any]) -> Any:
     """
     try:
         before = np.asarray(value)
-        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+        with np.errstate(all="ignore"), warnings_caught(action="ignore"):
             after = before.astype(native_dtype(dtype))
         is_rounded = dtype.kind in "fc" and not (before.dtype.kind == "c" and dtype.kind == "f")
         same = np.isfinite(after) == np.isfinite(before) if is_rounded else (after == before)

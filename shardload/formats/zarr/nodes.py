@@ -33,6 +33,7 @@ from shardload.errors import printable
 from shardload.formats.codecs.algorithms import blosc_error, check_blosc
 from shardload.formats.contract.array import is_added, refusal
 from shardload.formats.zarr.metadata import SURVIVED, Json, json_number, names_of
+from shardload.system.caller import warnings_caught
 
 # Where it is depends on the version of zarr-python: 3.1.3 has it in `zarr.dtype`.
 NotThisTypeError: Any = getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
@@ -181,7 +182,7 @@ def _checked(document: Json, version: int) -> Json:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppress zarr-python's warnings about stray files, and about data types that other programs may not know."""
-    with warnings.catch_warnings():
+    with warnings_caught():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", FutureWarning)
         yield

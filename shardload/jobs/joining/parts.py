@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -175,6 +175,18 @@ class JoinedParts:
         while self._kept:
             self._kept.popitem()[1].close()
 
+    def _open_next(self, k: int) -> None:
+        """Before part k is looked at: have it and the next ones at URLs opened together; close those before, but the first."""
+        if k and k % _MOST_KEPT != 1:
+            return
+        # The first one is opened before, alone: it does not take minutes to hear that a server does not answer.
+        urls = [path for path in self._paths[k : k + _MOST_KEPT] if is_remote(path)] if k else []
+        kept = [*filter(is_remote, self._paths[:1]), *urls]
+        for path in self._kept.keys() - kept if k else ():
+            self._kept.pop(path).close()
+        self._kept |= {path: Finder(self._access, tells=True) for path in kept if path not in self._kept}
+        call_together([partial(self._kept[url].expect, [(url, None)]) for url in urls], "shardload-open")
+
     def _finder(self, path: str) -> AbstractContextManager[Finder]:
         """What opens a part."""
         kept = self._kept.get(path)
@@ -215,16 +227,11 @@ class JoinedParts:
     def look(self, title: str) -> None:
         """Take in all parts. `title` says what they will be, for the progress bar."""
         self._check_apart()
-        if len(self._paths) <= _MOST_KEPT:
-            urls = [path for path in self._paths if is_remote(path)]
-            self._kept = {url: Finder(self._access, tells=True) for url in urls}
         empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
         progress = self._request.options.progress
         with progress_of(progress, f"parts of {title}", len(self._paths), is_bytes=False) as advance:
             for k, path in enumerate(self._paths):
-                if k == 1:  # the first one could be opened: it does not take minutes to hear that a server does not answer
-                    finders = list(self._kept.items())
-                    call_together([partial(finder.expect, [(url, None)]) for url, finder in finders], "shardload-open")
+                self._open_next(k)
                 self.versions[path] = state_of(path)
                 with self._finder(path) as finder:
                     infos, empty = find_arrays(finder, path, self._request.dataset or ("*",))
@@ -232,9 +239,9 @@ class JoinedParts:
                         if not group:
                             raise error
                         empty_groups.setdefault(group, []).append(error)  # a part may have no stars
-                    self._take_file(k, path, finder.file(path), infos)
+                    names = self._take_file(k, path, finder.file(path), infos)
                     if is_remote(path):
-                        self._note_places(path, finder.file(path), infos)
+                        self._note_places(path, finder, [infos.get(name) or finder.find(path, name).info for name in names])
                 advance(1)
         for errors in empty_groups.values():
             if len(errors) == len(self._paths):
@@ -266,16 +273,17 @@ class JoinedParts:
         if "*" in url:
             raise ConfigError(f"'{name}' is a pattern of URLs, for which nothing looks. Pass a list of URLs")
 
-    def _note_places(self, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
+    def _note_places(self, path: str, finder: Finder, infos: Iterable[ArrayInfo]) -> None:
         """Keep what ranks that read parts at a URL must know, and the version of the object."""
         from shardload.formats.hdf5.joined import part_in_store
 
-        for info in infos.values():
-            if info.refused is None:
-                self._arrays_in_store[path, info.dataset] = part_in_store(file, path, info)
+        file = finder.file(path)
+        for info in infos:
+            self._arrays_in_store[path, info.dataset] = part_in_store(file, path, info)
         self.versions[path] = file.state()
 
-    def _take_file(self, k: int, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> None:
+    def _take_file(self, k: int, path: str, file: OpenFile, infos: Mapping[str, ArrayInfo]) -> list[str]:
+        """Take in one part. Returns the names of its arrays of numbers, some of which belong to others (`take_along`)."""
         for info in infos.values():
             if not info.format.startswith(("HDF5", "netCDF4")):
                 raise ConfigError(
@@ -299,6 +307,7 @@ class JoinedParts:
         for group, attrs in groups.items():
             self._groups.setdefault(group, {})[k] = attrs
         self._note(*notes, *(f"{what} was left out" for what in unread))
+        return [name for name, (info, _, _) in described.items() if info.refused is None]
 
     def _note(self, *texts: str) -> None:
         self._notes |= dict.fromkeys(texts)
@@ -476,6 +485,7 @@ class JoinedParts:
         members = [member for member in members if len(member.shapes) > 1]
         first_digests: dict[str, bytes] = {}
         for k, path in enumerate(self._paths if members else ()):
+            self._open_next(k)
             with self._finder(path) as finder:  # once for all arrays
                 file = finder.file(path)
                 for member in (member for member in members if k in member.shapes):

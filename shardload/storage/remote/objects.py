@@ -67,7 +67,7 @@ class RemoteFolders:
     def place(self, url: str) -> tuple[RemoteFolder, str]:
         """The folder of an object, and its key there. The object itself, and no key, if its name might be escaped once more."""
         folder, _, key = url.rpartition("/")
-        if folder.endswith("/") or not _PLAIN.fullmatch(key):
+        if folder.endswith("/") or "?" in folder or not _PLAIN.fullmatch(key):  # (a query may have slashes)
             folder, key = url, ""
         if folder not in self._folders:
             self._folders[folder] = open_remote(folder, self._options)

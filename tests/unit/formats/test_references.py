@@ -343,3 +343,15 @@ def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:
             assert len([request for request in server.log if request.key == "b/in/x.h5"]) <= 2  # all chunks in one range
         with pytest.raises((SourceError, ConfigError), match="no array '/y'"):
             find_array("s3://b/in/refs.json", "y", Access(storage=storage))
+
+
+def test_an_object_that_the_query_of_a_url_names(tmp_path: Path) -> None:
+    """Wrong if the last part of the query were taken for the object's name in a folder."""
+    pytest.importorskip("obstore")
+    (tmp_path / "b").mkdir()
+    chunks_of(tmp_path / "x.h5")
+    (tmp_path / "b/x.h5").write_bytes((tmp_path / "x.h5").read_bytes())
+    with ObjectServer(tmp_path) as server:
+        for url in (f"{server.url}/b/x.h5?token=ab/cd", f"{server.url}/get?file=b/x.h5"):
+            access = Access(allow_external=True)
+            assert (load_all(write(tmp_path / "refs.json", url), "x", access) == DATA).all()

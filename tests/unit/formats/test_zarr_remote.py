@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,6 +26,7 @@ from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.zarr.chunks import ShardFiles
+from shardload.formats.zarr.nodes import quiet
 from shardload.formats.zarr.store import WatchedStore
 from shardload.jobs.consistency import check_all_unchanged
 from shardload.jobs.contents import open as open_contents
@@ -380,3 +382,38 @@ def test_arrays_that_zarr_has_open_at_a_url_have_labels(tmp_path: Path, server: 
         dataset = shardload.to_xarray(plan.execute(), plan)
         assert [dataset[name].dims for name in arrays] == [("t", "lat")] * len(arrays)
         assert (dataset.x.values == DATA).all()
+
+
+def test_names_that_were_read_are_not_asked_for_again(tmp_path: Path, store: Store) -> None:
+    """Wrong if metadata and coordinates were fetched each time that arrays are wrapped, or a file is shown."""
+    data = DATA.astype("f4")
+    write_zarr(tmp_path / "b/a.zarr", {"x": data, "y": data}, dimension_names=("t", "lat"))
+    how = {"dataset": {"x": "x", "y": "y"}, "storage": store.access.storage}
+    plan = shardload.plan({"x": store.url, "y": store.url}, Mesh(np.array(jax.devices()), "a"), P(), **how)
+    arrays = plan.execute()
+    assert shardload.to_xarray(arrays, plan).x.dims == ("t", "lat")
+    store.server.clear()
+    assert shardload.to_xarray(arrays, plan).x.dims == ("t", "lat") and not store.asked()
+
+
+def test_threads_that_parse_metadata_leave_warnings_as_they_were(tmp_path: Path, store: Store) -> None:
+    """Wrong if two threads changed the filters of warnings, which are the process's, in turn: they stayed changed, and no
+    warning of this package was ever seen again.
+    """
+    before, first, second = list(warnings.filters), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with quiet():
+            first.set()
+            second.wait(0.5)  # which comes only if the other thread need not wait for this one
+
+    def follow() -> None:
+        first.wait()
+        with quiet():
+            second.set()
+            thread.join()
+
+    thread, other = threading.Thread(target=hold), threading.Thread(target=follow)
+    thread.start(), other.start()
+    thread.join(), other.join()
+    assert warnings.filters == before

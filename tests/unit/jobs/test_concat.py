@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pickle
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError
 from shardload.formats import lookup
+from tests.servers import ObjectServer
 from tests.unit.cli.test_main import ok, run
 
 LENGTHS = (5, 3, 4)
@@ -196,3 +198,57 @@ def test_zarr_is_copied_first(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("x", data=WHOLE)
     with pytest.raises(ConfigError, match=r"only HDF5 and netCDF4 files can be joined. Copy it first: `shardload copy"):
         shardload.concat([tmp_path / "a.zarr"])
+
+
+@pytest.mark.parametrize("most_kept", [2, 4])
+def test_files_at_urls_are_opened_together_however_many_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_kept: int
+) -> None:
+    """Wrong if those beyond the ones that stay open were opened one after the other; also where what is the same in all is
+    compared. Each answer comes only when the next file of its pair is asked for, too.
+    """
+    pytest.importorskip("obstore")
+    monkeypatch.setattr("shardload.jobs.joining.parts._MOST_KEPT", most_kept)
+    for k in range(5):
+        with h5py.File(tmp_path / f"f{k}.h5", "w") as file:
+            for name, values in {"time": np.arange(2.0) + 2 * k, "lat": np.arange(3.0)}.items():
+                file[name] = values
+                file[name].make_scale(name)
+            file["x"] = np.arange(6 * k, 6 * k + 6, dtype="f4").reshape(2, 3)
+            for axis, name in enumerate(("time", "lat")):
+                file["x"].dims[axis].attach_scale(file[name])
+    pairs = [threading.Barrier(2), threading.Barrier(2)]
+
+    def hold(key: str) -> bool:
+        if key[:-3] != "f0":
+            pairs[(int(key[1]) - 1) // 2].wait(20)
+        return False
+
+    with ObjectServer(tmp_path) as server:
+        server.faults.only = hold
+        one = shardload.concat([f"{server.url}/f{k}.h5" for k in range(5)], "time")
+        server.faults.only = lambda key: False
+        n_again = 4 if most_kept == 2 else 0  # all but the first, if not all stay open
+        assert len(server.log) == 5 + n_again + 5, "each is opened, and asked for its version in the end"
+        np.testing.assert_array_equal(load(one), np.arange(30.0).reshape(10, 3))
+
+
+def test_what_belongs_to_a_named_array_is_at_urls_too(tmp_path: Path) -> None:
+    """Wrong if only the arrays that are named were known there: bounds, or a large coordinate, are joined with them."""
+    pytest.importorskip("obstore")
+    for k in range(2):
+        with netCDF4.Dataset(tmp_path / f"f{k}.nc", "w") as file:
+            for dim, n in {"time": None, "y": 3, "nv": 2}.items():
+                file.createDimension(dim, n)
+            for name, dims in {"time": ["time"], "bounds": ["time", "nv"], "height": ["time", "y"], "t": ["time", "y"]}.items():
+                shape = tuple({"time": 4, "y": 3, "nv": 2}[dim] for dim in dims)
+                variable = file.createVariable(name, "f4", dims)
+                variable[...] = np.arange(np.prod(shape)).reshape(shape) + 100 * k
+            file["time"].bounds, file["t"].coordinates = "bounds", "height"
+    paths = [f"{tmp_path}/f{k}.nc" for k in range(2)]
+    local = shardload.concat(paths, dataset="t")
+    with ObjectServer(tmp_path) as server:
+        one = shardload.concat([f"{server.url}/f{k}.nc" for k in range(2)], dataset="t")
+        for name in ("t", "height", "bounds", "time"):
+            np.testing.assert_array_equal(load(one, name), load(local, name), name)
+    assert load(local, "height")[5, 1] == 104
