@@ -369,6 +369,29 @@ def test_one_rank_has_no_memory(
         check_batch(next(again), np.arange(BATCH))
 
 
+@PREFETCH
+def test_an_untrusted_file_is_read_again_after_an_error(comm: Any, path: Path, prefetch: int) -> None:
+    """Wrong if a rank that could not read one array closed the others' files on all ranks, and their error were the one to see.
+
+    All ranks read `x`, but only one the array in the other file, which has one chunk.
+    """
+    other = path.with_name("other.h5")
+
+    def write(start: int) -> None:
+        with h5py.File(other, "w") as file:
+            file.create_dataset("y", data=np.arange(start, start + N_STEPS, dtype="f4"), chunks=(N_STEPS,))
+        os.utime(other, (start, start))
+
+    on_root(comm, lambda: write(0))
+    places, specs = {"x": path, "y": other}, {"x": P("data", "lat"), "y": P("data")}
+    how: dict[str, Any] = {"batch": BATCH, "prefetch": prefetch, "timeout": 30, "untrusted": True}
+    data = shardload.stream(places, devices_mesh(), specs, dataset={"x": "x", "y": "y"}, **how)
+    comm.barrier()
+    on_root(comm, lambda: write(1))
+    with pytest.raises(SourceError, match=r"'/y' in .*other.h5.* is not what it was when"), iter(data) as batches:
+        next(batches)
+
+
 @pytest.fixture
 def tune_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds as small as they can be: one for each few batches."""

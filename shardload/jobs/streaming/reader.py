@@ -198,7 +198,8 @@ class RoundReader:
             if len(round_.readings) == 1:
                 raise
             self._session.release()  # buffers that the failed exchange may still have
-            self._next_round = None
+            self._source.kept.close()  # which the error may have interrupted
+            self._next_round, self._near = None, []
             self._pending.extendleft(reversed(epoch.one_by_one(round_)))
             return
         self._target.take(staged)  # not in the call of all ranks: after an error they could not hear of it any more
