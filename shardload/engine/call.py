@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 from shardload.comm.group import Group, Invocation, group_of
-from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
 from shardload.options import TIMEOUT, CallOptions
+from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.steps import steps_told_to
 
@@ -151,6 +152,17 @@ def begin_call(
         finally:
             call._error = None
             del error, refusal  # see `Call.plan`
+
+
+def warn_all(text: str, category: type[ShardloadWarning], group: Group) -> None:
+    """Warn once in the job, before anything is written. If warnings are errors on any rank, all raise this one. Collective."""
+    is_error = False
+    try:
+        warn_once(text, category, group.rank)
+    except category:
+        is_error = True
+    if any(group.sum_ints([is_error])):
+        raise category(text)
 
 
 class CheckedArguments(Protocol):

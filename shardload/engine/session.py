@@ -33,8 +33,9 @@ from shardload.planning.staging import Staging
 from shardload.system.interruption import FirstError
 from shardload.system.undo import Undo
 from shardload.transfer.buffers import Resources, Slots
+from shardload.transfer.channels import Channels
 from shardload.transfer.counters import Counters
-from shardload.transfer.exchange import Outgoing, exchange
+from shardload.transfer.exchange import Outgoing, exchange, open_channels
 from shardload.transfer.moves import ArrayMove
 
 _NO_TAGS = (0, 0)  # of a round without messages
@@ -207,11 +208,14 @@ class Session:
         with Undo(begun.drop):
             if (error := begun.errors.take()) is not None:
                 self.errors.keep(error)
+            channels: Channels | None = None
+            with self.errors:
+                channels = self._open_channels(begun, tags) if round_.moves and not self.errors else None
             if round_.is_shared:
                 self.agree()  # a rank that cannot read or receive says so before anything is sent
             # A thread of the target may have failed since: the others expect what this rank sends all the same.
-            if round_.moves and (round_.is_shared or not self.errors):
-                self._exchange(begun, tags, partial(self._begin_next, round_, source, target, coming))
+            if channels is not None:
+                self._exchange(begun, channels, partial(self._begin_next, round_, source, target, coming))
         with self.errors:  # other ranks still wait for this rank
             begun.opened.close()
 
@@ -243,21 +247,24 @@ class Session:
             return not begun.errors and begun.outgoing.start_one()
         return False
 
-    def _exchange(self, begun: _BegunRound, tags: tuple[int, int], begin_next: Callable[[], bool]) -> None:
+    def _open_channels(self, begun: _BegunRound, tags: tuple[int, int]) -> Channels:
         round_ = begun.round
         seed = crc32(f"{self._digest} {self._n_rounds} {tags}".encode())
         for move in round_.moves:
             move.seed = seed
-        failed, counters = exchange(
+        channels = open_channels(
             self.group,
             round_.moves,
             self._resources(round_),
-            begun.outgoing,
             tags=tags,
             checksums=self._checksums,
             on_progress=self.on_progress,
-            begin_next=begin_next,
         )
+        begun.opened.callback(channels.close)
+        return channels
+
+    def _exchange(self, begun: _BegunRound, channels: Channels, begin_next: Callable[[], bool]) -> None:
+        failed, counters = exchange(self.group, channels, self._resources(begun.round), begun.outgoing, begin_next)
         self.counters.add(counters)
         if failed is not None:
             self.errors.keep(failed)

@@ -2,7 +2,7 @@
 
 One `exchange` moves every part of every array from its block to its target (`moves`). A single thread calls MPI:
 
-1. Find out from whom parts come, as the plan says.
+1. Find out from whom parts come, as the plan says (`open_channels`): before the ranks agree that all can exchange.
 2. Stage as many blocks as there are slots and threads: the blocks of array 0, then those of array 1, and so on, as one
    sequence. When a block is done, send its parts in order, each over the channel to its receiver (`channels`).
 3. As parts arrive, targets fill and slots become free. No call blocks, so no order of ranks can deadlock. A rank with nothing
@@ -24,6 +24,7 @@ from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
 from shardload.planning.schedule import Block
 from shardload.system.interruption import FirstError
+from shardload.system.undo import Undo
 from shardload.transfer.buffers import Packer, Resources, StagedBlock
 from shardload.transfer.channels import Channels
 from shardload.transfer.counters import Counters
@@ -33,18 +34,16 @@ from shardload.transfer.moves import ArrayMove, Arrivals
 _abandoned: list[Any] = []
 
 
-def exchange(
+def open_channels(
     group: Group,
     moves: Sequence[ArrayMove],
     resources: Resources,
-    outgoing: Outgoing,
     *,
     tags: tuple[int, int],
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
-    begin_next: Callable[[], bool] = lambda: False,
-) -> tuple[BaseException | None, Counters]:
-    """Move every part of every array to its target. Collective over `group`. Errors are returned, not raised.
+) -> Channels:
+    """The channels of an exchange, which find out from whom parts come. If that fails on a rank, none may begin to exchange.
 
     Parameters
     ----------
@@ -54,14 +53,39 @@ def exchange(
         The arrays to move: the same ones in the same order on every rank.
     resources : Resources
         Memory that the arrays share.
-    outgoing : Outgoing
-        The blocks that this rank stages. It may have begun with some.
     tags : tuple of int
         Result of `Group.next_tags`. Every rank must have called it, even a rank that fails before this call.
     checksums : bool
         Whether each part is checksummed on both sides.
     on_progress : callable, optional
         Called with the number of bytes of each part that has arrived in a target.
+    """
+    transport = group.transport(tags, resources.segments)
+    channels = Channels(transport, moves, Arrivals(moves, on_progress), Packer(resources.pack_slots), checksums)
+    with Undo(channels.close):
+        channels.expect()
+    return channels
+
+
+def exchange(
+    group: Group,
+    channels: Channels,
+    resources: Resources,
+    outgoing: Outgoing,
+    begin_next: Callable[[], bool] = lambda: False,
+) -> tuple[BaseException | None, Counters]:
+    """Move every part of every array to its target. Collective over `group`. Errors are returned, not raised.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks that take part.
+    channels : Channels
+        Between this rank and the others. They are closed in the end.
+    resources : Resources
+        Memory that the arrays share.
+    outgoing : Outgoing
+        The blocks that this rank stages. It may have begun with some.
     begin_next : callable, optional
         Called while this rank has begun with all its blocks, and has nothing to do. Returns whether it has done something.
 
@@ -72,15 +96,12 @@ def exchange(
     Counters
         What this rank received.
     """
-    transport = group.transport(tags, resources.segments)
-    arrivals = Arrivals(moves, on_progress)
-    channels = Channels(transport, moves, arrivals, Packer(resources.pack_slots), checksums)
-    started = time.perf_counter()
-    moving = _Exchange(group, channels, moves, arrivals, resources, outgoing)
+    started, arrivals = time.perf_counter(), channels.arrivals
+    moving = _Exchange(group, channels, channels.moves, arrivals, resources, outgoing)
     try:
         moving.run(begin_next)
     except BaseException:
-        _abandoned.append(transport.in_use())
+        _abandoned.append(channels.transport.in_use())
         group.forget_shared_memory()
         raise
     channels.close()
@@ -142,7 +163,6 @@ class _Exchange:
 
     def run(self, begin_next: Callable[[], bool]) -> None:
         self.watch.enter("exchange")
-        self.channels.expect()
         n_idle = 0
         with self.watch.attend(self._activity):
             while not (self.has_sent_receipts and self.channels.is_done):

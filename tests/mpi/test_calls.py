@@ -28,6 +28,7 @@ import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import Invocation, group_of
 from shardload.formats.codecs import algorithms
+from shardload.planning.schedule import Schedule
 from shardload.planning.tuning import Tuning, tuned
 from tests.mpi.sources import CHUNKS, NAME, SOURCES
 from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
@@ -213,6 +214,24 @@ def test_one_rank_that_cannot_read_its_own_part(files: dict[str, str], comm: Any
         same_error(comm, call, PeerError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no such disk here")
         monkeypatch.undo()
         check(call(), values, mesh, P("a"))
+
+
+@pytest.mark.parametrize("name", ["incoming", "outgoing"])
+def test_one_rank_that_cannot_list_the_parts(
+    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Wrong if it left the exchange, or did not come to it, while the others wait for its parts and answers."""
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room for so many parts")
+
+    with tuned(small_nbytes=0):
+        if comm.rank == comm.size - 1:
+            monkeypatch.setattr(Schedule, name, fails)
+        call = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, readers="parallel", timeout=30)
+        same_error(comm, call, PeerError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no room for so many parts")
+        monkeypatch.undo()
+        check(call(), ramp(cube()), mesh_of(), P("a"))
 
 
 @pytest.mark.usefixtures("as_it_is")

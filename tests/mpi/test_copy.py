@@ -103,6 +103,27 @@ def copy(comm: Any, source: Path | str, target: Path, **options: Any) -> shardlo
     return report
 
 
+@pytest.mark.parametrize("where", ["on all ranks", "on the last rank"])
+def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, where: str) -> None:
+    """Wrong if ranks raised different errors, some waited for the others, a file were left, or the next call failed."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
+
+    def make() -> None:
+        make_h5(before)
+        with h5py.File(before, "a") as file:
+            file["link"] = h5py.SoftLink("/rho")
+
+    on_root(comm, make)
+    is_error = where == "on all ranks" or comm.rank == comm.size - 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if is_error else "ignore")
+        with pytest.raises(shardload.LeftOutWarning, match="links were left out"):
+            shardload.copy(before, after, timeout=30)
+    comm.barrier()
+    assert os.listdir(shared_tmp_path) == ["in.h5"]
+    copy(comm, before, after)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.usefixtures("small")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ import shardload
 from shardload.comm.group import Group
 from shardload.comm.mpi import load_mpi
 from shardload.errors import ConfigError, PeerError, SourceError
+from shardload.jobs.streaming.endpoints import BatchTarget
+from shardload.jobs.streaming.plan import EpochRounds
 from tests.mpi.support import check, mesh_of, on_root, ramp
 
 N_STEPS, CHUNK_STEPS, BATCH = 60, 3, 4
@@ -313,6 +317,79 @@ def test_a_rank_that_leaves_with_an_error_without_text(comm: Any, path: Path, pr
             for _ in batches:
                 pass
     assert comm.rank == 0 or "after 1 batches with AssertionError, but others go on" in str(caught.value)
+
+
+def fails_at(call: Callable[..., Any], k: int, error: Exception) -> Callable[..., Any]:
+    """What does the same as `call`, but for its call number `k`."""
+    numbers = itertools.count()
+
+    def fail(*arguments: Any) -> Any:
+        if next(numbers) == k:
+            raise error
+        return call(*arguments)
+
+    return fail
+
+
+@pytest.mark.mpi(min_size=2)
+@PREFETCH
+@pytest.mark.parametrize("what", ["keeps its steps", "plans the second epoch", "starts a thread", "starts the other thread"])
+def test_one_rank_has_no_memory(
+    comm: Any, path: Path, prefetch: int, what: str, tune_rounds: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if the others did not hear of it, and waited out the timeout for a rank that has left the stream."""
+    if comm.rank == comm.size - 1:
+        error, names = MemoryError("no room here"), {"starts a thread": "maker", "starts the other thread": "reader"}
+        module = "shardload.jobs.streaming.reader"
+        if what == "keeps its steps":
+            monkeypatch.setattr(BatchTarget, "take", fails_at(BatchTarget.take, 2, error))
+        elif what == "plans the second epoch":
+            monkeypatch.setattr(f"{module}.EpochRounds", fails_at(EpochRounds, 1, error))
+        elif prefetch:
+            start = threading.Thread.start
+
+            def start_one(self: threading.Thread) -> None:
+                if self.name == f"shardload-stream-{names[what]}":
+                    raise RuntimeError("no room here: can't start new thread")
+                start(self)
+
+            monkeypatch.setattr(threading.Thread, "start", start_one)
+    n_given = 0
+    is_error = prefetch or "thread" not in what
+    expected = pytest.raises((MemoryError, RuntimeError), match="no room here") if is_error else nullcontext()
+    with expected, iter(stream(path, prefetch=prefetch, epochs=2)) as batches:
+        for batch in batches:
+            check_batch(batch, batches.index)
+            n_given += 1
+    assert n_given >= (N_STEPS // BATCH if "epoch" in what and not prefetch else 0)
+    monkeypatch.undo()
+    comm.barrier()
+    wait_until(lambda: not open_files(path) and not threads())
+    with iter(stream(path, prefetch=prefetch)) as again:  # all can go on
+        check_batch(next(again), np.arange(BATCH))
+
+
+@PREFETCH
+def test_an_untrusted_file_is_read_again_after_an_error(comm: Any, path: Path, prefetch: int) -> None:
+    """Wrong if a rank that could not read one array closed the others' files on all ranks, and their error were the one to see.
+
+    All ranks read `x`, but only one the array in the other file, which has one chunk.
+    """
+    other = path.with_name("other.h5")
+
+    def write(start: int) -> None:
+        with h5py.File(other, "w") as file:
+            file.create_dataset("y", data=np.arange(start, start + N_STEPS, dtype="f4"), chunks=(N_STEPS,))
+        os.utime(other, (start, start))
+
+    on_root(comm, lambda: write(0))
+    places, specs = {"x": path, "y": other}, {"x": P("data", "lat"), "y": P("data")}
+    how: dict[str, Any] = {"batch": BATCH, "prefetch": prefetch, "timeout": 30, "untrusted": True}
+    data = shardload.stream(places, devices_mesh(), specs, dataset={"x": "x", "y": "y"}, **how)
+    comm.barrier()
+    on_root(comm, lambda: write(1))
+    with pytest.raises(SourceError, match=r"'/y' in .*other.h5.* is not what it was when"), iter(data) as batches:
+        next(batches)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ import numpy as np
 
 from shardload.comm.group import Group, Topology
 from shardload.comm.mpi import HOW_ALONE, mpi_is_off, refuse_singletons
-from shardload.engine.call import Call, begin_request
+from shardload.engine.call import Call, begin_request, warn_all
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session
@@ -55,7 +55,6 @@ from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_
 from shardload.planning.shards import Shards
 from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory, plan_staging
 from shardload.storage.remote import without_secrets
-from shardload.system.caller import warn_once
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _BLOCKS_IN_CAP = 8
@@ -328,7 +327,7 @@ def copy(
         if only_plan:
             return CopyReport(plan, notes=plan.notes)
         if plan.notes:
-            warn_once(f"'{printable(plan.target)}': {'; '.join(plan.notes)}", LeftOutWarning, call.group.rank)
+            warn_all(f"'{printable(plan.target)}': {'; '.join(plan.notes)}", LeftOutWarning, call.group)
         return _copy(call, request, sink, plan, started)
 
 

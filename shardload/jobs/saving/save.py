@@ -28,10 +28,10 @@ import numpy as np
 from shardload.arrays.local_shards import DeviceSource, LocalShards, check_replicas
 from shardload.comm.group import Group
 from shardload.comm.mpi import call_before_finalize, check_threads
-from shardload.engine.call import begin_request, watched
+from shardload.engine.call import begin_request, warn_all, watched
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session, shared_nbytes
-from shardload.errors import ConfigError, LeftOutWarning, PaddingWarning, ShardloadError, ShardloadWarning
+from shardload.errors import ConfigError, LeftOutWarning, PaddingWarning, ShardloadError
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveRequest
 from shardload.jobs.saving.like import read_like
@@ -41,7 +41,6 @@ from shardload.planning.region import Region, aligned
 from shardload.planning.saving import count_packs, part_nbytes
 from shardload.planning.staging import Item, Staging
 from shardload.planning.tuning import default_tuning
-from shardload.system.caller import warn_once
 from shardload.system.garbage import let_go
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
@@ -141,22 +140,11 @@ def planned(
             padding_warning, completed, save_plan = call.plan(look, plan, lambda result: result[2].describe())
             for text, category in ((padding_warning, PaddingWarning), (completed.left_out, LeftOutWarning)):
                 if text:
-                    _warn(text, category, group)
+                    warn_all(text, category, group)
             yield group, completed, save_plan, f"{call.invocation.digest:016x}"
     except BaseException as error:
         let_go(error)  # from Python 3.13 on, calls of `contextlib` that have ended keep it, and it keeps the arrays
         raise
-
-
-def _warn(text: str, category: type[ShardloadWarning], group: Group) -> None:
-    """Warn once in the job, before anything is written. If warnings are errors on any rank, all raise this one. Collective."""
-    is_error = False
-    try:
-        warn_once(text, category, group.rank)
-    except category:
-        is_error = True
-    if any(group.sum_ints([is_error])):
-        raise category(text)
 
 
 def plan_save(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> SavePlan:

@@ -41,6 +41,7 @@ from shardload.errors import PeerError, ShardloadError, SourceError, StallError
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
+from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted, format_nbytes
 
 _FAREWELL_SECONDS = 5.0  # `close` waits so long for ranks that still compute; the farewell goes on without it
@@ -167,10 +168,16 @@ class RoundReader:
     def first_batch_of_next_round(self) -> int | None:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
         while not self._pending:
-            epoch = next(self._planned, None)
+            try:
+                epoch = next(self._planned, None)
+                rounds = [] if epoch is None else epoch.rounds
+            except Exception as error:
+                let_interruption_pass(error)
+                self.say_farewell(error)  # the others wait for this rank in the first round of that epoch
+                raise
             if epoch is None:
                 return None
-            self._pending.extend(epoch.rounds)
+            self._pending.extend(rounds)
             self._epochs.append(epoch)
         return self._epochs[-1].first_batch + self._pending[0].batch
 
@@ -186,18 +193,20 @@ class RoundReader:
         epoch, round_ = self._epochs[-1], self._pending.popleft()
         try:
             with watched(self._group, f"batch {batch} of {self._title}", self._timeout):
-                self._read(epoch, round_)
+                staged = self._read(epoch, round_)
         except SourceError:
             if len(round_.readings) == 1:
                 raise
             self._session.release()  # buffers that the failed exchange may still have
-            self._next_round = None
+            self._source.kept.close()  # which the error may have interrupted
+            self._next_round, self._near = None, []
             self._pending.extendleft(reversed(epoch.one_by_one(round_)))
             return
+        self._target.take(staged)  # not in the call of all ranks: after an error they could not hear of it any more
         self.report.rounds += 1
         self.n_ready = epoch.first_batch + (self._pending[0].batch if self._pending else epoch.n_batches)
 
-    def _read(self, epoch: EpochRounds, round_: RoundReadings) -> None:
+    def _read(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
         staged = self._staged(epoch, round_)
         if staged.is_shared and not self._shares_memory:
             self._session.agree()
@@ -217,7 +226,7 @@ class RoundReader:
         self._source.n_decoded = self._source.nbytes_read = 0
         self.report.chunks_decoded += decoded
         self.report.nbytes_read += nbytes
-        self._target.take(staged)
+        return staged
 
     def _staged(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
         """The `Round` of some readings: the same object if it is begun already."""
@@ -370,8 +379,8 @@ class Inline:
     @staticmethod
     def _say_farewell(reader: RoundReader, error: Exception) -> Exception:
         """Tell the others in the next round which error this rank leaves with. Returns the error for `RoundReader.close`."""
-        farewell = reader.farewell_error(reader.n_made, _reason_of(error))
         try:
+            farewell = reader.farewell_error(reader.n_made, _reason_of(error))
             if farewell is not None:
                 reader.say_farewell(farewell)
         except StallError as stall:
@@ -411,8 +420,14 @@ class ReadAhead:
             for name, main in (("reader", self._read), ("maker", self._make))
         ]
         _open.add(self)
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in reversed(self._threads):  # the reader last: without it this thread may tell the others
+                thread.start()
+        except RuntimeError as error:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.close()
+            Inline(reader).close(error)
+            raise
 
     def _run(self, main: Callable[[RoundReader], None], reader: RoundReader) -> None:
         """What a thread does."""
@@ -440,7 +455,12 @@ class ReadAhead:
     def _read(self, reader: RoundReader) -> None:
         try:
             reader.begin()
-            self._read_all(reader)
+            try:
+                self._read_all(reader)
+            except ShardloadError:
+                raise  # all ranks have it
+            except Exception as error:
+                self._error = self._error or error
             try:
                 reader.say_farewell(self._error or reader.farewell_error(self._n_given, self._exit_reason))
             except StallError:

@@ -139,7 +139,8 @@ def exchange_all(
         try:
             moves = arrays[rank.number]
             outgoing = engine.Outgoing(moves, rank.number)
-            found[rank.number] = engine.exchange(group, moves, resources, outgoing, tags=(0, 1), checksums=checksums)
+            channels = engine.open_channels(group, moves, resources, tags=(0, 1), checksums=checksums)
+            found[rank.number] = engine.exchange(group, channels, resources, outgoing)
         except BaseException as error:
             found[rank.number] = error
 

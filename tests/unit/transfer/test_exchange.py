@@ -356,7 +356,7 @@ def test_what_mpi_may_write_into_is_kept_after_an_interruption_and_nothing_else(
     move = ArrayMove(0, GIVEN[2].schedule, of_piece.dtype, targets={0: Piece(Region((0,), (8,)), of_piece)})
     outgoing: Any = None
     with pytest.raises(KeyboardInterrupt), Resources(Slots(0, 0)) as resources:
-        exchange.exchange(group, [move], resources, outgoing, tags=(2, 3))
+        exchange.exchange(group, exchange.open_channels(group, [move], resources, tags=(2, 3)), resources, outgoing)
     memory = [weakref.ref(of_message), weakref.ref(of_piece)]
     del transport, group, move, resources, of_message, of_piece
     gc.collect()  # pytest keeps the error, and with it the call, for a while
