@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,26 @@ def test_types_that_a_new_version_of_hdf5_encodes_in_another_way(tmp_path: Path,
             file.create_dataset("g/x", data=values[4 * k : 4 * k + 4], chunks=(2, 6), compression="gzip")
         placed.append(((slice(4 * k, 4 * k + 4),), h5py.VirtualSource(f"p{k}.h5", "g/x", (4, 6), values.dtype)))
     check(whole(tmp_path, (8, 6), placed, dtype, fill=values.dtype.type(0)), has_reader=True)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_a_part_of_which_hardly_a_chunk_is_stored(tmp_path: Path, libver: str) -> None:
+    """Wrong if each chunk that it might have took memory when it is looked at."""
+    n = 1 << 23
+    with h5py.File(tmp_path / "p.h5", "w", libver=libver) as file:
+        part = file.create_dataset("g/x", (n,), "u1", chunks=(1,), maxshape=(None,), fletcher32=True)
+        part[[3, n - 1]] = [1, 2]
+    layout = h5py.VirtualLayout((10,), "u1")
+    layout[:] = h5py.VirtualSource("p.h5", "g/x", (n,))[:10]
+    with h5py.File(tmp_path / "whole.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    tracemalloc.start()
+    with contextlib.closing(open_source(str(tmp_path / "whole.h5"), "/x")) as source:
+        source.expect(Region((0,), (10,)))
+        assert read_all(source).tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 16 << 20
 
 
 def test_a_virtual_dataset_of_virtual_datasets(tmp_path: Path) -> None:
