@@ -168,6 +168,8 @@ class ChunkTree:
             if (mark, kind, node_level) != (b"TREE", 1, level):
                 raise DamagedIndexError(f"the node at byte {node} is {mark!r} of level {node_level}, expected level {level}")
             stops.append(_HEAD.size + (n + 1) * entry.itemsize - 8)
+        if sum(stops) > self.stored.nbytes:  # they share bytes, and would take any amount of memory
+            raise DamagedIndexError(f"the {len(nodes)} nodes of level {level} have more bytes than the file")
         if max(stops) > usual_nbytes:
             contents = self._nodes(nodes, max(stops))
         parsed = []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import random
+import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +193,25 @@ def test_an_index_that_contradicts_itself(tmp_path: Path, damage: str, least: in
     for select in (None, (region,)):
         with tuned(min_chunk_nbytes=least), pytest.raises(SourceError, match="index of chunks is damaged"):
             shardload.load(tree.path, mesh, PartitionSpec(), dataset="/g/x", select=select, missing="fill")
+
+
+def test_nodes_that_share_bytes_take_no_memory(tmp_path: Path) -> None:
+    """Wrong if a root whose entries all lead to one leaf were followed: the leaf's entries once for each, of a small file."""
+    tree, n = Tree(tmp_path, 3000), 2000
+    keys = [struct.pack("<IIQQ", 8, 0, 2 * k, 0) for k in range(n + 1)]
+    root = len(tree.content)
+    leaf = root + 24 + 32 * n + 24
+    for level, child in ((1, leaf), (0, tree.number(tree.child(tree.leaf, 0)))):
+        tree.content += struct.pack("<4sBBHQQ", b"TREE", 1, level, n, 2**64 - 1, 2**64 - 1)
+        tree.content += b"".join(key + child.to_bytes(8, "little") for key in keys[:-1]) + keys[-1]
+    tree.put(tree.content.index(tree.root.to_bytes(8, "little")), root)
+    with contextlib.closing(open_source(tree.path, "/g/x")) as source:
+        tracemalloc.start()
+        with pytest.raises(DamagedIndexError, match="the 2000 nodes of level 0 have more bytes than the file"):
+            read_all(source)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert most < 16 << 20
 
 
 @pytest.mark.parametrize("maxshape", [(20, 6), (20, None)])
