@@ -118,8 +118,6 @@ class ChunkTree:
         all_nodes: list[tuple[int, int]] = []  # where each is, and the bytes of its entries
         head = self.stored.read_at_most(self.root, _HEAD.size) if self.root < self.stored.nbytes else b""
         level = int(_HEAD.unpack(head)[2]) if len(head) == _HEAD.size else 0  # `_nodes` says that it is outside of the file
-        if level > _MOST_LEVELS:
-            raise DamagedIndexError(f"it has {level} levels")
         while True:
             contents = self._entries(nodes, level, entry)
             entries = np.concatenate([of_node for of_node, _ in contents])

@@ -262,6 +262,19 @@ def test_what_hdf5_writes_and_cuts_is_no_damage(tmp_path: Path, seed: int) -> No
     source.close()
 
 
+def test_nodes_of_two_entries(tmp_path: Path) -> None:
+    """The file's creator chooses how many a node has. Wrong if no tree could have so many levels."""
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    library = ctypes.CDLL(h5py.h5d.__file__)
+    library.H5Pset_istore_k.argtypes = [ctypes.c_int64, ctypes.c_uint]
+    assert library.H5Pset_istore_k(creation.id, 1) >= 0
+    with h5py.File(h5py.h5f.create(str(tmp_path / "x.h5").encode(), h5py.h5f.ACC_TRUNC, creation)) as file:
+        file.create_dataset("g/x", data=np.arange(200), chunks=(2,))
+    content = (tmp_path / "x.h5").read_bytes()
+    assert max(content[at + 5] for at in range(len(content)) if content[at : at + 5] == b"TREE\x01") > 16
+    assert listed(str(tmp_path / "x.h5")) == said_by_hdf5(str(tmp_path / "x.h5"))
+
+
 def test_chunks_outside_of_the_array_are_no_damage(tmp_path: Path) -> None:
     """Wrong if a file could not be read after an append that was killed before the array had its new length."""
     tree = Tree(tmp_path, 150)
