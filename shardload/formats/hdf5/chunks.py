@@ -311,9 +311,8 @@ def fill_value(dataset: OpenDataset, dtype: np.dtype[Any]) -> np.ndarray[Any, An
 def leaves_gaps(dataset: OpenDataset) -> bool:
     """True if HDF5 writes nothing into the reader's buffer for missing values."""
     creation = dataset.creation
-    return bool(
-        creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
-    )
+    is_never_filled = creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER and creation.get_layout() != h5py.h5d.VIRTUAL
+    return is_never_filled or bool(creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED)
 
 
 @dataclass(slots=True)

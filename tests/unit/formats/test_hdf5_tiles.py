@@ -164,6 +164,24 @@ def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.parametrize("fill", [None, 7])
+def test_what_no_part_covers_where_nothing_is_ever_filled(tmp_path: Path, fill: int | None) -> None:
+    """HDF5 fills it all the same, in virtual datasets. Wrong if it were zero, as missing chunks are."""
+    values = numbered((4, 6))
+    write(tmp_path, "p.h5", values, chunks=(2, 3))
+    creation, space = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5s.create_simple((6, 6))
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if fill is not None:
+        creation.set_fill_value(np.asarray(fill, "f4"))
+    space.select_hyperslab((0, 0), (1, 1), block=(4, 6))
+    creation.set_virtual(space, b"p.h5", b"g/x", h5py.h5s.create_simple(values.shape))
+    with h5py.File(tmp_path / "whole.h5", "w") as file:
+        h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((6, 6)), creation)
+    with h5py.File(tmp_path / "whole.h5") as file:
+        assert (file["x"][4:] == (fill or 0)).all()
+    check(str(tmp_path / "whole.h5"))
+
+
 def test_missing_chunks_of_a_part_are_told(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "p1.h5", "w") as file:
         file.create_dataset("g/x", (4, 6), "f4", chunks=(2, 3), compression="gzip", fillvalue=3)[0:2, 3:6] = 1
