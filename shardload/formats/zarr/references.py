@@ -174,7 +174,9 @@ class ReferenceFolder:
         if is_remote(self._path) and "://" not in url and not url.startswith("/"):
             url = f"{above}/{url.removeprefix('./')}"
         if is_remote(url):
-            is_inside = url.startswith(f"{above}/") and ".." not in unquote(url).split("/")
+            # To HTTP a backslash is a slash, and tabs and line breaks are nothing.
+            has_steps_up = ".." in re.split(r"[/\\]", unquote(url)) or not url.isprintable()
+            is_inside = url.startswith(f"{above}/") and not has_steps_up
             if not is_inside and not self._access.allow_external:
                 raise OutsideError(
                     f"'{self.name}' refers to '{without_secrets(url)}', outside of its own folder; {TARGET_HINT}"

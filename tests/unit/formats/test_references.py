@@ -343,3 +343,21 @@ def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:
             assert len([request for request in server.log if request.key == "b/in/x.h5"]) <= 2  # all chunks in one range
         with pytest.raises((SourceError, ConfigError), match="no array '/y'"):
             find_array("s3://b/in/refs.json", "y", Access(storage=storage))
+
+
+@pytest.mark.parametrize("step", ["..\\", ".\t./", "%2e.\\"])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["URL", "name"])
+def test_a_step_up_that_http_alone_sees(tmp_path: Path, step: str, is_whole: bool) -> None:
+    """A backslash is a slash there, and a tab is nothing. Wrong if only slashes were looked at."""
+    pytest.importorskip("obstore")
+    (tmp_path / "b/in").mkdir(parents=True)
+    (tmp_path / "b/out").mkdir()
+    write(tmp_path / "b/out/refs.json", "")
+    with ObjectServer(tmp_path) as server:
+        write(tmp_path / "b/in/refs.json", f"{server.url}/b/in/{step}out/x.h5" if is_whole else f"{step}out/x.h5")
+        (tmp_path / "b/in/x.h5").unlink()
+        np.testing.assert_array_equal(load_all(f"{server.url}/b/in/refs.json", "x", Access(True)), DATA)
+        server.clear()
+        with pytest.raises(OutsideError, match="pass allow_external=True"):
+            load_all(f"{server.url}/b/in/refs.json", "x")
+        assert all(request.key.endswith("refs.json") for request in server.log)
