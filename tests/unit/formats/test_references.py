@@ -27,7 +27,7 @@ from shardload.planning.region import Region
 from shardload.storage.local import OutsideError
 from shardload.storage.remote import RemoteChangedError, StorageOptions
 from tests.servers import ObjectServer
-from tests.unit.files import check_source, flat, load_all
+from tests.unit.files import check_source, flat, load_all, read_all
 
 DATA = flat((6, 10), "<f4")
 ARRAY = {"zarr_format": 2, "shape": [6, 10], "chunks": [2, 5], "dtype": "<f4", "fill_value": 7, "order": "C", "filters": None}
@@ -307,6 +307,24 @@ def test_no_more_memory_than_a_set_has(tmp_path: Path) -> None:
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert most < 64 << 20
+
+
+def test_a_reference_to_more_than_a_chunk_can_have(tmp_path: Path) -> None:
+    """zarr-python decodes it. Wrong if all of the range were read before its length was looked at."""
+    nbytes = 64 << 20
+    with open(tmp_path / "x.bin", "wb") as file:
+        file.truncate(nbytes)
+    array = {**ARRAY, "compressor": None, "filters": [{"id": "delta", "dtype": "<f4"}]}
+    refs = {".zgroup": '{"zarr_format": 2}', "x/.zarray": array, "x/0.0": ["x.bin", 0, nbytes]}
+    (tmp_path / "refs.json").write_text(json.dumps({"version": 1, "refs": refs}))
+    with closing(open_source(str(tmp_path / "refs.json"), "x")) as source:
+        assert source.chunk_reader() is None
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=r"'x/0\.0' has 67108864 bytes, what is stored there 4416 at most"):
+            read_all(source)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert most < 16 << 20
 
 
 def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:
