@@ -455,7 +455,7 @@ def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Prope
     compression, checksum = _compression(dataset.stored_filters if filters is None else filters, dtype.kind)
     fill, last = None, str(dataset.name or "").rpartition("/")[2]
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(number) is None:
-        value = np.zeros((), native_dtype(number))
+        value = np.zeros((), native_dtype(number).newbyteorder(number.byteorder))  # see `chunks.fill_value`
         try:
             creation.get_fill_value(value)
             fill = value.astype(native_dtype(dtype))[()]
