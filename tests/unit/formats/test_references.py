@@ -327,6 +327,28 @@ def test_a_reference_to_more_than_a_chunk_can_have(tmp_path: Path) -> None:
     assert most < 16 << 20
 
 
+def test_rows_of_parquet_that_have_one_long_text(tmp_path: Path) -> None:
+    """Wrong if each row had a copy of it: a file of some hundred bytes took a GiB."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    n, nbytes = 1 << 12, 1 << 16
+    write(tmp_path / "refs.json", "x.h5")
+    folder = Path(in_parquet(tmp_path / "refs.json", n))
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * n, "int32"), pyarrow.array(["base64:" + "A" * nbytes]))
+    for name in ("refs.0.parq", "refs.1.parq"):  # as one with a dictionary, and as one with plain text
+        table = {"path": pyarrow.nulls(n, "string"), "offset": [0] * n, "size": [0] * n, "raw": texts}
+        parquet.write_table(pyarrow.table(table), folder / "x" / name, compression="zstd", store_schema=name == "refs.0.parq")
+    tables = ReferenceFolder(str(folder), Access())._tables
+    assert tables is not None
+    pool, before = pyarrow.default_memory_pool(), pyarrow.default_memory_pool().max_memory()
+    for name in ("refs.0.parq", "refs.1.parq"):
+        tracemalloc.start()
+        found = tables._table(f"x/{name}")
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert found is not None and found[0] == n and len(found[1][3][n - 1]) == nbytes + 7 and found[1][0][0] is None
+        assert max(most, pool.max_memory() - before) < 16 << 20
+
+
 def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:
     """Nothing of it is opened before."""
     pytest.importorskip("obstore")
