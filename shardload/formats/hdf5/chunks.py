@@ -484,7 +484,7 @@ class ChunkPlaces:
 
         HDF5 does not look. If a chunk is too long, its gzip filter takes memory as long as the stream goes on. If a chunk
         without compression is too short, HDF5 fills the rest with whatever is in its memory, and its Fletcher-32 filter reads
-        past the end of memory.
+        past the end of memory. With nothing to decode, h5py's LZF filter may go on for ever.
         """
         if region is None:  # a table of all would have a place for each missing chunk, too
             self._list([range(n) for n in self.counts], self._check)
@@ -498,7 +498,7 @@ class ChunkPlaces:
             applied = [number for k, number in enumerate(self.filters) if not mask >> k & 1]
             least = most = self._nbytes + 4 * applied.count(_CHECKSUM)
             if not set(applied) <= {_SHUFFLE, _CHECKSUM}:
-                least, most = 4 * applied.count(_CHECKSUM), self._nbytes + self._nbytes // 2 + 4096
+                least, most = 4 * applied.count(_CHECKSUM) + 1, self._nbytes + self._nbytes // 2 + 4096
             with_mask = sizes[masks == mask]
             wrong = with_mask[(with_mask < least) | (with_mask > most)]
             if len(wrong):
