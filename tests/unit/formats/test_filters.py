@@ -19,10 +19,12 @@ import pytest
 import zarr
 import zarr.codecs
 from jax.sharding import AbstractMesh, PartitionSpec
+from typer.testing import CliRunner
 from zarr.abc.codec import BytesBytesCodec
 
 import shardload
 from benchmarks.fuzz.filter_files import FilterKind, hdf5_kinds
+from shardload.cli.main import app
 from shardload.errors import SourceError
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.format import UndecodedError
@@ -242,6 +244,18 @@ def test_parameters_that_fit_in_all_good_files(kinds: dict[str, FilterKind], tmp
         path = tmp_path / f"{k}.h5"
         path.write_bytes(kind.files["f.h5"])
         np.testing.assert_array_equal(values_of(str(path), {"all"}), kind.values, kind.name)
+
+
+def test_a_copy_of_chunks_with_a_negative_level(tmp_path: Path) -> None:
+    """The netCDF library has such levels of Zstandard. Wrong if 4294967291 were taken for one, which no encoder has."""
+    data, level = flat((64,)), (2**32 - 5,)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        raw_dataset(file, "a", h5py.h5t.IEEE_F32LE, (64,), data, chunks=(16,), filters=[(32015, 0, level)])
+    done = CliRunner().invoke(app, ["copy", str(tmp_path / "a.h5"), str(tmp_path / "b.h5")])
+    assert done.exit_code == 0, done.output
+    with h5py.File(tmp_path / "b.h5") as file:
+        assert file["a"].id.get_create_plist().get_filter(0)[2] == level
+        np.testing.assert_array_equal(file["a"], data)
 
 
 # --- what chunks say of their own length
