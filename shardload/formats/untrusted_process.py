@@ -186,6 +186,13 @@ class _Server:
         coords = {name: coordinate.dataset for name, coordinate in labels.coords.items()}
         return {"labels": {"dims": labels.dims, "attrs": attrs, "notes": notes, "coords": coords}}
 
+    def do_expect(self, dataset: str, start: list[int], stop: list[int]) -> Answer:
+        """See `Source.expect`."""
+        from shardload.planning.region import Region
+
+        self._source(dataset).expect(Region(tuple(start), tuple(stop)))
+        return {}
+
     def do_read(self, dataset: str, start: list[int], stop: list[int], method: str, values_at: int) -> Answer:
         """Values of a region, by `Source.read_into` or `Source.plain`, and which of its chunks are missing."""
         import numpy as np

@@ -107,6 +107,7 @@ def check_box(box: Sequence[range], counts: Sequence[int]) -> None:
         raise ValueError(f"there are no chunks {tuple(box)} in a grid of {tuple(counts)}")
 
 
+_MOST_RUN_NBYTES = 1 << 31  # NumPy's items are shorter
 _AT_ONCE_NBYTES = 1 << 20  # of the decoded values of small chunks that are read together
 
 
@@ -222,7 +223,7 @@ def copy_rows(out: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
     """Copy between arrays of one shape. Each run along the last axis is moved as one item: that is faster for short runs."""
     if out.ndim and out.dtype == values.dtype and out.shape[-1] > 1:
         itemsize = out.itemsize
-        if out.strides[-1] == values.strides[-1] == itemsize:
+        if out.strides[-1] == values.strides[-1] == itemsize and itemsize * out.shape[-1] < _MOST_RUN_NBYTES:
             item = np.dtype((np.void, itemsize * out.shape[-1]))
             out, values = out.view(item), values.view(item)
     np.copyto(out, values, casting="no")

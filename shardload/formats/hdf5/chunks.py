@@ -60,9 +60,9 @@ _DATASPACE, _LAYOUT, _CONTINUATION = 0x01, 0x08, 0x10  # messages of an object h
 _SHARED = 2  # a bit of a message's flags: its content is elsewhere
 _MOST_BLOCKS, _MOST_HEADER_NBYTES = 1024, 1 << 20  # of a header; all of its messages are kept
 _MOST_ENTRIES = 1 << 17  # chunks to look for at once: they take 50 bytes for each, twice
+_MOST_WALKS = 64  # through the index, for which more are looked for at once: most of so many are missing, or a table is larger
 _MOST_CHILDREN = 64  # of a node, unless the file's creator chose another number
 _CHUNKED = 2
-_MOST_LEVELS = 16
 _LOST = "The HDF5 library would not find a stored chunk, and give fill values in its place"
 _SUPERBLOCK_NBYTES, _HEADER_NBYTES = 48, 16  # at least
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings
@@ -113,13 +113,11 @@ class ChunkTree:
         entry = np.dtype([("nbytes", "<u4"), ("mask", "<u4"), ("start", "<u8", (len(box) + 1,)), ("child", "<u8")])
         if self.root == _UNDEFINED:
             return np.zeros((0, len(box)), dtype=np.int64), np.zeros(0, dtype=entry)
-        first, last = (np.array([[*(end(axis) for axis in box), 0]], dtype=np.int64) for end in (min, max))
+        first, last = (np.array([[*(axis[k] for axis in box), 0]], dtype=np.int64) for k in (0, -1))
         nodes, lows, highs = [self.root], None, None  # lows, highs: the keys on both sides of each, as the node above has them
         all_nodes: list[tuple[int, int]] = []  # where each is, and the bytes of its entries
         head = self.stored.read_at_most(self.root, _HEAD.size) if self.root < self.stored.nbytes else b""
         level = int(_HEAD.unpack(head)[2]) if len(head) == _HEAD.size else 0  # `_nodes` says that it is outside of the file
-        if level > _MOST_LEVELS:
-            raise DamagedIndexError(f"it has {level} levels")
         while True:
             contents = self._entries(nodes, level, entry)
             entries = np.concatenate([of_node for of_node, _ in contents])
@@ -168,6 +166,8 @@ class ChunkTree:
             if (mark, kind, node_level) != (b"TREE", 1, level):
                 raise DamagedIndexError(f"the node at byte {node} is {mark!r} of level {node_level}, expected level {level}")
             stops.append(_HEAD.size + (n + 1) * entry.itemsize - 8)
+        if sum(stops) > self.stored.nbytes:  # they share bytes, and would take any amount of memory
+            raise DamagedIndexError(f"the {len(nodes)} nodes of level {level} have more bytes than the file")
         if max(stops) > usual_nbytes:
             contents = self._nodes(nodes, max(stops))
         parsed = []
@@ -311,9 +311,8 @@ def fill_value(dataset: OpenDataset, dtype: np.dtype[Any]) -> np.ndarray[Any, An
 def leaves_gaps(dataset: OpenDataset) -> bool:
     """True if HDF5 writes nothing into the reader's buffer for missing values."""
     creation = dataset.creation
-    return bool(
-        creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
-    )
+    is_never_filled = creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER and creation.get_layout() != h5py.h5d.VIRTUAL
+    return is_never_filled or bool(creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED)
 
 
 @dataclass(slots=True)
@@ -443,24 +442,33 @@ class ChunkPlaces:
             raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
         shape = tuple(map(len, box))
         table = ChunkTable(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
-        if not table.offsets.size:
-            return table
+        self._list(box, table.add)
+        return table
+
+    def _list(self, box: Sequence[range], take: Callable[[Ints, Ints, Ints, Masks], None]) -> None:
+        """Give `take` the stored chunks of a box, some at a time: positions in the grid (a row each), offsets, sizes, masks.
+        There may be chunks of other boxes among them.
+        """
+
+        def add(positions: Ints, offsets: Any, sizes: Any, masks: Any) -> None:
+            is_plain = np.zeros(len(positions), dtype=bool)
+            for axis in self._plain_axes:
+                is_plain |= positions[:, axis] == self.counts[axis] - 1
+            masks = np.where(is_plain, self.no_filter, masks).astype(np.uint32)
+            take(positions, np.asarray(offsets).astype(np.int64), np.asarray(sizes).astype(np.int64), masks)
+
+        n = math.prod(map(len, box))
+        if not n:
+            return
         if self._tree is None:
             chunk = np.array(self.chunk)
-
-            def add(starts: Ints, *columns: Any) -> None:
-                table.add(starts // chunk, *columns)
-
-            few = np.array(list(itertools.product(*box))) * chunk if table.offsets.size <= FEW else None
-            list_chunks(self._dataset, add, _LISTED_AT_ONCE, math.prod(self.counts), few)
+            few = np.array(list(itertools.product(*box))) * chunk if n <= FEW else None
+            of_all = math.prod(self.counts)
+            list_chunks(self._dataset, lambda starts, *columns: add(starts // chunk, *columns), _LISTED_AT_ONCE, of_all, few)
         else:
-            for part in cut_box(box, _MOST_ENTRIES):
+            for part in cut_box(box, max(_MOST_ENTRIES, n // _MOST_WALKS)):
                 positions, entries = self._tree.chunks_in(part)
-                table.add(positions, entries["child"], entries["nbytes"], entries["mask"])
-        for axis in self._plain_axes:
-            if box[axis].stop == self.counts[axis]:
-                table.masks.swapaxes(0, axis)[-1] = self.no_filter
-        return table
+                add(positions, entries["child"], entries["nbytes"], entries["mask"])
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet a non-empty region."""
@@ -476,17 +484,21 @@ class ChunkPlaces:
 
         HDF5 does not look. If a chunk is too long, its gzip filter takes memory as long as the stream goes on. If a chunk
         without compression is too short, HDF5 fills the rest with whatever is in its memory, and its Fletcher-32 filter reads
-        past the end of memory.
+        past the end of memory. With nothing to decode, h5py's LZF filter may go on for ever.
         """
-        box = [range(n) for n in self.counts] if region is None else chunks_met(region, self.chunk)
-        offsets, sizes, masks = self.of(box)
+        if region is None:  # a table of all would have a place for each missing chunk, too
+            self._list([range(n) for n in self.counts], self._check)
+        else:
+            self._check(None, *self.of(chunks_met(region, self.chunk)))
+
+    def _check(self, _: Ints | None, offsets: Ints, sizes: Ints, masks: Masks) -> None:
         is_stored = offsets != _NOWHERE
         sizes, masks = sizes[is_stored], masks[is_stored] & self.no_filter
         for mask in np.unique(masks).tolist():
             applied = [number for k, number in enumerate(self.filters) if not mask >> k & 1]
             least = most = self._nbytes + 4 * applied.count(_CHECKSUM)
             if not set(applied) <= {_SHUFFLE, _CHECKSUM}:
-                least, most = 4 * applied.count(_CHECKSUM), self._nbytes + self._nbytes // 2 + 4096
+                least, most = 4 * applied.count(_CHECKSUM) + 1, self._nbytes + self._nbytes // 2 + 4096
             with_mask = sizes[masks == mask]
             wrong = with_mask[(with_mask < least) | (with_mask > most)]
             if len(wrong):

@@ -175,7 +175,7 @@ _BLOSC_USUAL = (5, 1, 0)  # level, shuffle and compressor of a filter that does 
 
 def parameters_of(number: int, values: tuple[int, ...]) -> Parameters | None:
     """The parameters of a filter by its ``cd_values``; None if these are not understood here."""
-    if number in (1, 32015) and len(values) == 1:
+    if number in (1, 32015) and len(values) == 1 and values[0] <= HDF5_CODECS[number].levels[-1]:  # a negative one is larger
         return Parameters(values[0])
     if number == 2 and values and values[0] > 0:
         return Parameters(itemsize=values[0])

@@ -425,7 +425,7 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
     for key in _READ:
         if key not in names:
             continue
-        if not (texts or key in TEXTS or is_plain(dataset, key)):
+        if not (texts or is_plain(dataset, key) or (key in TEXTS and _is_one(dataset, key))):
             if key in ATTRIBUTES:
                 packing[key] = ["unreadable", ["text, or another type that is no number"]]
             continue
@@ -438,6 +438,11 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
         if key in ATTRIBUTES and value is not None:
             packing[key] = ["unreadable", [why]] if why else typed(value)
     return shown, packing
+
+
+def _is_one(owner: Any, key: str) -> bool:
+    """True if an attribute has one value at most: many texts may be one long text in the file, and are many in memory."""
+    return int(h5py.h5a.open(owner.id, key.encode()).get_space().get_simple_extent_npoints()) <= 1
 
 
 def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Properties:
@@ -455,7 +460,7 @@ def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Prope
     compression, checksum = _compression(dataset.stored_filters if filters is None else filters, dtype.kind)
     fill, last = None, str(dataset.name or "").rpartition("/")[2]
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(number) is None:
-        value = np.zeros((), native_dtype(number))
+        value = np.zeros((), native_dtype(number).newbyteorder(number.byteorder))  # see `chunks.fill_value`
         try:
             creation.get_fill_value(value)
             fill = value.astype(native_dtype(dtype))[()]

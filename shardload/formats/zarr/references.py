@@ -42,7 +42,7 @@ _MOST_PARTS = 256  # of a name; each of the folders above it is noted
 _HEAD_NBYTES, _FIRST_NBYTES = 1 << 14, 1 << 22
 _MARKS = (b'"refs"', b'.zgroup"', b'.zarray"', b'zarr.json"')
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_OF_PARQUET, _COLUMNS = ".zmetadata", ("path", "offset", "size", "raw")
+_OF_PARQUET, _COLUMNS, _TEXTS = ".zmetadata", ("path", "offset", "size", "raw"), ("path", "raw")
 _MOST_ROWS, _MOST_TABLES = 1 << 24, 8  # rows of a table; tables that are kept
 
 
@@ -189,7 +189,9 @@ class ReferenceFolder:
         if is_remote(self._path) and "://" not in url and not url.startswith("/"):
             url = f"{above}/{url.removeprefix('./')}"
         if is_remote(url):
-            is_inside = url.startswith(f"{above}/") and ".." not in unquote(url).split("/")
+            # To HTTP a backslash is a slash, and tabs and line breaks are nothing.
+            has_steps_up = ".." in re.split(r"[/\\]", unquote(url)) or not url.isprintable()
+            is_inside = url.startswith(f"{above}/") and not has_steps_up
             if not is_inside and not self._access.allow_external:
                 raise OutsideError(
                     f"'{self.name}' refers to '{without_secrets(url)}', outside of its own folder; {TARGET_HINT}"
@@ -293,14 +295,18 @@ class _Tables:
         nbytes = sum(file.metadata.row_group(k).total_byte_size for k in range(file.num_row_groups))
         if file.metadata.num_rows > self._n_rows or nbytes > _MOST_NBYTES:
             raise ValueError(f"'{name}' has {file.metadata.num_rows} rows of {nbytes} bytes, expected {self._n_rows} at most")
-        table = file.read()
-        columns = list[Any]()
-        for column in _COLUMNS:
-            values = table[column] if column in table.column_names else None
-            if values is not None and hasattr(values.type, "index_type"):  # a dictionary's null would become text in NumPy
-                values = values.cast(values.type.value_type)
-            columns.append(None if values is None else values.to_numpy())
-        return table.num_rows, columns
+        texts = [name for name in _TEXTS if name in file.schema_arrow.names]
+        table = self._parquet.ParquetFile(io.BytesIO(bytes(content)), read_dictionary=texts).read()
+        return table.num_rows, [_values_of(table[name]) if name in table.column_names else None for name in _COLUMNS]
+
+
+def _values_of(column: Any) -> Any:
+    """The values of a column. Rows of one text have the same object: each of a million may have a long one."""
+    if not hasattr(column.type, "index_type"):
+        return column.to_numpy()
+    encoded = column.combine_chunks()
+    texts = np.array([*encoded.dictionary.to_pylist(), None], dtype=object)
+    return texts[encoded.indices.fill_null(-1).to_numpy()]
 
 
 def _unpacked(content: bytes, most_nbytes: int) -> bytes:

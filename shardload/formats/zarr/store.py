@@ -309,14 +309,14 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         if self.folder is None:
             return _of_zip(_unwrapped(self._store), key, byte_range, self._check)
         most = self._most(key)
-        if byte_range is None and isinstance(self.folder, RemoteFolder):  # (where opening it is a request more)
+        if byte_range is None and not isinstance(self.folder, LocalFolder):  # of which opening one is a request, or reads it
             (content,) = self.folder.read_many([key], most)
-            return None if content is None else bytes(content)
-        file = self.folder.open(key)
-        if file is None:
-            return None
-        value = read_content(file, key, most, _range_of(byte_range, file.nbytes)).tobytes()
-        self._check(key, len(value), lambda: value)
+            value = None if content is None else bytes(content)
+        else:
+            file = self.folder.open(key)
+            value = None if file is None else read_content(file, key, most, _range_of(byte_range, file.nbytes)).tobytes()
+        if value is not None:
+            self._check(key, len(value), lambda: value)
         return value
 
     def _most(self, key: str) -> int:

@@ -14,6 +14,7 @@ import re
 import struct
 import subprocess
 import sys
+import tracemalloc
 import warnings
 import zipfile
 import zlib
@@ -359,6 +360,25 @@ def test_attributes_that_are_long(tmp_path: Path) -> None:
         "_FillValue": "2000 values, not shown",
         "units": found["/b"]["units"],
     }
+
+
+@pytest.mark.parametrize("key", ["dtype", "_Unsigned"])
+def test_many_texts_that_are_one_in_the_file(tmp_path: Path, key: str) -> None:
+    """A load reads these two attributes, also if they are of variable length. Wrong if each text took memory for itself."""
+    n, nbytes = 300, 1 << 20
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a"] = np.arange(4)
+        file["a"].attrs[key] = np.array(["m" * nbytes, *["x"] * (n - 1)], object)
+    content = bytearray((tmp_path / "a.h5").read_bytes())
+    collections = [match.start() for match in re.finditer(b"GCOL", content)]  # of the heap
+    at = max(content.find(struct.pack("<IQ", nbytes, collection)) for collection in collections)
+    content[at : at + 16 * n] = content[at : at + 16] * n
+    (tmp_path / "a.h5").write_bytes(content)
+    tracemalloc.start()
+    assert find_array(tmp_path / "a.h5", "a").packing[key] == ["unreadable", ["text, or another type that is no number"]]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 16 << 20
 
 
 # --- shapes that nothing can count

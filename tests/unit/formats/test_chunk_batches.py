@@ -13,7 +13,7 @@ import pytest
 import tensorstore
 import zarr
 
-from shardload.formats.contract.chunk_reader import ChunkReader
+from shardload.formats.contract.chunk_reader import ChunkReader, copy_rows
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from tests.unit.batches import check_batches, read_box
@@ -55,6 +55,14 @@ def test_batches_across_shards_some_of_which_are_missing(tmp_path: Path, shards:
     expected = tensorstore.open(spec).result().read().result()
     assert (expected == 7).any() and (expected == -3).any()
     assert check_batches(open_of(path), expected, most) == 3 * 4 * 4
+
+
+@pytest.mark.parametrize("dtype", ["u1", "c16"])
+def test_rows_that_are_longer_than_an_item_of_numpy(dtype: str) -> None:
+    """Of 2 GiB, as a device may have of a large chunk. Wrong if they were moved as items. (There are none, to save memory.)"""
+    itemsize = np.dtype(dtype).itemsize
+    rows = np.lib.stride_tricks.as_strided(np.empty(1, dtype), (0, (1 << 31) // itemsize), (1 << 31, itemsize))
+    copy_rows(rows, rows)
 
 
 def test_chunks_of_a_folder_that_is_missing(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import random
+import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +195,25 @@ def test_an_index_that_contradicts_itself(tmp_path: Path, damage: str, least: in
             shardload.load(tree.path, mesh, PartitionSpec(), dataset="/g/x", select=select, missing="fill")
 
 
+def test_nodes_that_share_bytes_take_no_memory(tmp_path: Path) -> None:
+    """Wrong if a root whose entries all lead to one leaf were followed: the leaf's entries once for each, of a small file."""
+    tree, n = Tree(tmp_path, 3000), 2000
+    keys = [struct.pack("<IIQQ", 8, 0, 2 * k, 0) for k in range(n + 1)]
+    root = len(tree.content)
+    leaf = root + 24 + 32 * n + 24
+    for level, child in ((1, leaf), (0, tree.number(tree.child(tree.leaf, 0)))):
+        tree.content += struct.pack("<4sBBHQQ", b"TREE", 1, level, n, 2**64 - 1, 2**64 - 1)
+        tree.content += b"".join(key + child.to_bytes(8, "little") for key in keys[:-1]) + keys[-1]
+    tree.put(tree.content.index(tree.root.to_bytes(8, "little")), root)
+    with contextlib.closing(open_source(tree.path, "/g/x")) as source:
+        tracemalloc.start()
+        with pytest.raises(DamagedIndexError, match="the 2000 nodes of level 0 have more bytes than the file"):
+            read_all(source)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert most < 16 << 20
+
+
 @pytest.mark.parametrize("maxshape", [(20, 6), (20, None)])
 def test_a_chunk_that_is_outside_of_the_array(tmp_path: Path, maxshape: tuple[int, int | None]) -> None:
     """Wrong if its place in the array had fill values and were not counted as missing: there are as many chunks as places."""
@@ -238,6 +260,19 @@ def test_what_hdf5_writes_and_cuts_is_no_damage(tmp_path: Path, seed: int) -> No
     np.testing.assert_array_equal(read_all(source), expected)
     assert len(source.missing(Region.whole(shape))) == math.prod(grid) - len(said_by_hdf5(path))
     source.close()
+
+
+def test_nodes_of_two_entries(tmp_path: Path) -> None:
+    """The file's creator chooses how many a node has. Wrong if no tree could have so many levels."""
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    library = ctypes.CDLL(h5py.h5d.__file__)
+    library.H5Pset_istore_k.argtypes = [ctypes.c_int64, ctypes.c_uint]
+    assert library.H5Pset_istore_k(creation.id, 1) >= 0
+    with h5py.File(h5py.h5f.create(str(tmp_path / "x.h5").encode(), h5py.h5f.ACC_TRUNC, creation)) as file:
+        file.create_dataset("g/x", data=np.arange(200), chunks=(2,))
+    content = (tmp_path / "x.h5").read_bytes()
+    assert max(content[at + 5] for at in range(len(content)) if content[at : at + 5] == b"TREE\x01") > 16
+    assert listed(str(tmp_path / "x.h5")) == said_by_hdf5(str(tmp_path / "x.h5"))
 
 
 def test_chunks_outside_of_the_array_are_no_damage(tmp_path: Path) -> None:

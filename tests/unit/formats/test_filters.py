@@ -19,10 +19,12 @@ import pytest
 import zarr
 import zarr.codecs
 from jax.sharding import AbstractMesh, PartitionSpec
+from typer.testing import CliRunner
 from zarr.abc.codec import BytesBytesCodec
 
 import shardload
 from benchmarks.fuzz.filter_files import FilterKind, hdf5_kinds
+from shardload.cli.main import app
 from shardload.errors import SourceError
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.format import UndecodedError
@@ -244,6 +246,18 @@ def test_parameters_that_fit_in_all_good_files(kinds: dict[str, FilterKind], tmp
         np.testing.assert_array_equal(values_of(str(path), {"all"}), kind.values, kind.name)
 
 
+def test_a_copy_of_chunks_with_a_negative_level(tmp_path: Path) -> None:
+    """The netCDF library has such levels of Zstandard. Wrong if 4294967291 were taken for one, which no encoder has."""
+    data, level = flat((64,)), (2**32 - 5,)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        raw_dataset(file, "a", h5py.h5t.IEEE_F32LE, (64,), data, chunks=(16,), filters=[(32015, 0, level)])
+    done = CliRunner().invoke(app, ["copy", str(tmp_path / "a.h5"), str(tmp_path / "b.h5")])
+    assert done.exit_code == 0, done.output
+    with h5py.File(tmp_path / "b.h5") as file:
+        assert file["a"].id.get_create_plist().get_filter(0)[2] == level
+        np.testing.assert_array_equal(file["a"], data)
+
+
 # --- what chunks say of their own length
 
 
@@ -264,21 +278,30 @@ for path in sys.argv[1:]:
 
 
 def test_chunks_that_are_too_short_do_not_reach_hdf5(tmp_path: Path) -> None:
-    """In a process of its own: HDF5's filters read past the end of memory, which may crash it."""
+    """In a process of its own: HDF5's filters read past the end of memory, which may crash it. LZF may never end, if there is
+    nothing to decode.
+    """
     options: dict[str, dict[str, Any]] = {
         "fletcher32": {"fletcher32": True},
         "shuffle": {"shuffle": True},
         "lz4": dict(hdf5plugin.LZ4()),
         "blosc": dict(hdf5plugin.Blosc()),
         "zstd": dict(hdf5plugin.Zstd()),
+        "lzf": {"compression": "lzf"},
+        "lzf and fletcher32": {"compression": "lzf", "fletcher32": True},
     }
+    lengths = {"fletcher32": 2, "lzf and fletcher32": 4}
     paths = []
     for name, more in options.items():
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
             made = file.create_dataset("a", data=flat((64, 64), "i4"), chunks=(32, 64), **more)
             stored = made.id.read_direct_chunk((0, 0))[1]
-            made.id.write_direct_chunk((0, 0), stored[: 2 if name == "fletcher32" else 30])
+            made.id.write_direct_chunk((0, 0), stored[: lengths.get(name, 30)])
         paths.append(str(tmp_path / f"{name}.h5"))
+    content = bytearray((tmp_path / "lzf.h5").read_bytes())
+    length_at = content.index(b"TREE\x01") + 24  # of the first chunk, in its index
+    content[length_at : length_at + 4] = bytes(4)
+    (tmp_path / "lzf.h5").write_bytes(content)
     found = subprocess.run([sys.executable, "-c", SHORT, *paths], capture_output=True, text=True, timeout=120, check=False)
     said = found.stdout.splitlines()
     assert found.returncode == 0 and len(said) == 2 * len(paths), (found.returncode, said, found.stderr[-300:])

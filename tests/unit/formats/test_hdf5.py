@@ -189,6 +189,20 @@ def test_integers_of_fewer_bits_than_their_bytes_have(tmp_path: Path, base: str,
     check(str(tmp_path / "a.h5"), "/a", data.astype(kind.dtype.newbyteorder("=")))
 
 
+@pytest.mark.parametrize(("base", "bits", "fill"), [("STD_I16BE", 12, -3), ("STD_I32BE", 20, -70000), ("STD_B32BE", None, 9)])
+def test_fill_values_that_hdf5_does_not_convert_to_native_ones(tmp_path: Path, base: str, bits: Any, fill: int) -> None:
+    """Of what a copy is made. Wrong if -3 of 12 bits were 4093, as HDF5 gives it in the other byte order."""
+    kind = getattr(h5py.h5t, base).copy()
+    if bits:
+        kind.set_precision(bits)
+    value = np.asarray(fill, kind.dtype)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        raw_dataset(file, "a", kind, (3,), setting=lambda creation: creation.set_fill_value(value))
+    with closing(open_source(str(tmp_path / "a.h5"), "a")) as source:
+        assert source.properties().fill_value == fill and source.properties().unread == ()
+        np.testing.assert_array_equal(read_all(source), 3 * [fill])
+
+
 def test_integers_of_fewer_bits_in_the_parts_of_a_virtual_dataset(tmp_path: Path) -> None:
     """HDF5 converts them from the type of the part: wrong if only that of the virtual dataset is looked at, and if its fill
     value, which HDF5 does not write, is swapped with what it reads.

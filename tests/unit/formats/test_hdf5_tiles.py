@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,24 @@ def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.parametrize("fill", [None, 7])
+def test_what_no_part_covers_where_nothing_is_ever_filled(tmp_path: Path, fill: int | None) -> None:
+    """HDF5 fills it all the same, in virtual datasets. Wrong if it were zero, as missing chunks are."""
+    values = numbered((4, 6))
+    write(tmp_path, "p.h5", values, chunks=(2, 3))
+    creation, space = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5s.create_simple((6, 6))
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if fill is not None:
+        creation.set_fill_value(np.asarray(fill, "f4"))
+    space.select_hyperslab((0, 0), (1, 1), block=(4, 6))
+    creation.set_virtual(space, b"p.h5", b"g/x", h5py.h5s.create_simple(values.shape))
+    with h5py.File(tmp_path / "whole.h5", "w") as file:
+        h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((6, 6)), creation)
+    with h5py.File(tmp_path / "whole.h5") as file:
+        assert (file["x"][4:] == (fill or 0)).all()
+    check(str(tmp_path / "whole.h5"))
+
+
 def test_missing_chunks_of_a_part_are_told(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "p1.h5", "w") as file:
         file.create_dataset("g/x", (4, 6), "f4", chunks=(2, 3), compression="gzip", fillvalue=3)[0:2, 3:6] = 1
@@ -198,6 +217,26 @@ def test_types_that_a_new_version_of_hdf5_encodes_in_another_way(tmp_path: Path,
             file.create_dataset("g/x", data=values[4 * k : 4 * k + 4], chunks=(2, 6), compression="gzip")
         placed.append(((slice(4 * k, 4 * k + 4),), h5py.VirtualSource(f"p{k}.h5", "g/x", (4, 6), values.dtype)))
     check(whole(tmp_path, (8, 6), placed, dtype, fill=values.dtype.type(0)), has_reader=True)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_a_part_of_which_hardly_a_chunk_is_stored(tmp_path: Path, libver: str) -> None:
+    """Wrong if each chunk that it might have took memory when it is looked at."""
+    n = 1 << 23
+    with h5py.File(tmp_path / "p.h5", "w", libver=libver) as file:
+        part = file.create_dataset("g/x", (n,), "u1", chunks=(1,), maxshape=(None,), fletcher32=True)
+        part[[3, n - 1]] = [1, 2]
+    layout = h5py.VirtualLayout((10,), "u1")
+    layout[:] = h5py.VirtualSource("p.h5", "g/x", (n,))[:10]
+    with h5py.File(tmp_path / "whole.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    tracemalloc.start()
+    with contextlib.closing(open_source(str(tmp_path / "whole.h5"), "/x")) as source:
+        source.expect(Region((0,), (10,)))
+        assert read_all(source).tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 16 << 20
 
 
 def test_a_virtual_dataset_of_virtual_datasets(tmp_path: Path) -> None:

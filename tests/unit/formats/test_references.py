@@ -27,7 +27,7 @@ from shardload.planning.region import Region
 from shardload.storage.local import OutsideError
 from shardload.storage.remote import RemoteChangedError, StorageOptions
 from tests.servers import ObjectServer
-from tests.unit.files import check_source, flat, load_all
+from tests.unit.files import check_source, flat, load_all, read_all
 
 DATA = flat((6, 10), "<f4")
 ARRAY = {"zarr_format": 2, "shape": [6, 10], "chunks": [2, 5], "dtype": "<f4", "fill_value": 7, "order": "C", "filters": None}
@@ -309,6 +309,46 @@ def test_no_more_memory_than_a_set_has(tmp_path: Path) -> None:
         assert most < 64 << 20
 
 
+def test_a_reference_to_more_than_a_chunk_can_have(tmp_path: Path) -> None:
+    """zarr-python decodes it. Wrong if all of the range were read before its length was looked at."""
+    nbytes = 64 << 20
+    with open(tmp_path / "x.bin", "wb") as file:
+        file.truncate(nbytes)
+    array = {**ARRAY, "compressor": None, "filters": [{"id": "delta", "dtype": "<f4"}]}
+    refs = {".zgroup": '{"zarr_format": 2}', "x/.zarray": array, "x/0.0": ["x.bin", 0, nbytes]}
+    (tmp_path / "refs.json").write_text(json.dumps({"version": 1, "refs": refs}))
+    with closing(open_source(str(tmp_path / "refs.json"), "x")) as source:
+        assert source.chunk_reader() is None
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=r"'x/0\.0' has 67108864 bytes, what is stored there 4416 at most"):
+            read_all(source)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert most < 16 << 20
+
+
+def test_rows_of_parquet_that_have_one_long_text(tmp_path: Path) -> None:
+    """Wrong if each row had a copy of it: a file of some hundred bytes took a GiB."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    n, nbytes = 1 << 12, 1 << 16
+    write(tmp_path / "refs.json", "x.h5")
+    folder = Path(in_parquet(tmp_path / "refs.json", n))
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * n, "int32"), pyarrow.array(["base64:" + "A" * nbytes]))
+    for name in ("refs.0.parq", "refs.1.parq"):  # as one with a dictionary, and as one with plain text
+        table = {"path": pyarrow.nulls(n, "string"), "offset": [0] * n, "size": [0] * n, "raw": texts}
+        parquet.write_table(pyarrow.table(table), folder / "x" / name, compression="zstd", store_schema=name == "refs.0.parq")
+    tables = ReferenceFolder(str(folder), Access())._tables
+    assert tables is not None
+    pool, before = pyarrow.default_memory_pool(), pyarrow.default_memory_pool().max_memory()
+    for name in ("refs.0.parq", "refs.1.parq"):
+        tracemalloc.start()
+        found = tables._table(f"x/{name}")
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert found is not None and found[0] == n and len(found[1][3][n - 1]) == nbytes + 7 and found[1][0][0] is None
+        assert max(most, pool.max_memory() - before) < 16 << 20
+
+
 def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:
     """Nothing of it is opened before."""
     pytest.importorskip("obstore")
@@ -355,3 +395,21 @@ def test_an_object_that_the_query_of_a_url_names(tmp_path: Path) -> None:
         for url in (f"{server.url}/b/x.h5?token=ab/cd", f"{server.url}/get?file=b/x.h5"):
             access = Access(allow_external=True)
             assert (load_all(write(tmp_path / "refs.json", url), "x", access) == DATA).all()
+
+
+@pytest.mark.parametrize("step", ["..\\", ".\t./", "%2e.\\"])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["URL", "name"])
+def test_a_step_up_that_http_alone_sees(tmp_path: Path, step: str, is_whole: bool) -> None:
+    """A backslash is a slash there, and a tab is nothing. Wrong if only slashes were looked at."""
+    pytest.importorskip("obstore")
+    (tmp_path / "b/in").mkdir(parents=True)
+    (tmp_path / "b/out").mkdir()
+    write(tmp_path / "b/out/refs.json", "")
+    with ObjectServer(tmp_path) as server:
+        write(tmp_path / "b/in/refs.json", f"{server.url}/b/in/{step}out/x.h5" if is_whole else f"{step}out/x.h5")
+        (tmp_path / "b/in/x.h5").unlink()
+        np.testing.assert_array_equal(load_all(f"{server.url}/b/in/refs.json", "x", Access(True)), DATA)
+        server.clear()
+        with pytest.raises(OutsideError, match="pass allow_external=True"):
+            load_all(f"{server.url}/b/in/refs.json", "x")
+        assert all(request.key.endswith("refs.json") for request in server.log)

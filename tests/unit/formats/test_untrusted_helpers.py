@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,19 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         small, out = file.open("small"), np.empty((40, 1 << 20), "u1")
         small.read_into(Region((0, 0), out.shape), out)
         assert (out == 3).all() and len(small.missing(Region((0, 0), out.shape))) == 40
+
+
+def test_a_helper_knows_what_will_be_read(tmp_path: Path) -> None:
+    """Wrong if it listed the places of all chunks of a large array, for which it has no memory, and none were read."""
+    n = 1 << 15
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        file.create_dataset("x", (n, n), "u1", chunks=(4, 4), maxshape=(None, n))[:4, :8] = 7
+    with closing(open_source(tmp_path / "a.h5", "x", Access(untrusted=LIMITS))) as source:
+        region = Region((0, 0), (40, 40))
+        source.expect(region)
+        found = np.zeros(region.shape, "u1")
+        source.read_into(region, found)
+    assert found[:4, :8].min() == 7 and found.sum() == 32 * 7
 
 
 @pytest.mark.usefixtures("quick_helpers")
