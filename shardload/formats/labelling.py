@@ -259,6 +259,7 @@ def _values_of(source: Source) -> np.ndarray[Any, Any] | None:
         return None
     try:
         values = np.empty(info.shape, source.dtype)
+        source.expect_in_order(iter([whole]))
         source.read_into(whole, values)
         rule = decoding_of(values.dtype, info.packing, str(info))
         values = values if rule is None else rule.values(values)

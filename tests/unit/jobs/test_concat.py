@@ -252,3 +252,23 @@ def test_what_belongs_to_a_named_array_is_at_urls_too(tmp_path: Path) -> None:
         for name in ("t", "height", "bounds", "time"):
             np.testing.assert_array_equal(load(one, name), load(local, name), name)
     assert load(local, "height")[5, 1] == 104
+
+
+def test_few_values_in_many_files_at_urls_are_asked_for_together(tmp_path: Path) -> None:
+    """Wrong if what rank 0 reads itself (small arrays, coordinates) came from one file after the other. Each answer comes only
+    when all files are asked.
+    """
+    pytest.importorskip("obstore")
+    for k in range(3):
+        with netCDF4.Dataset(tmp_path / f"f{k}.nc", "w") as file:
+            for dim, n in {"time": None, "y": 3}.items():
+                file.createDimension(dim, n)
+            for name in ("height", "t"):
+                file.createVariable(name, "f4", ["time", "y"])[...] = np.arange(12).reshape(4, 3) + 12 * k
+            file["t"].coordinates = "height"
+    with ObjectServer(tmp_path) as server:
+        one = shardload.concat([f"{server.url}/f{k}.nc" for k in range(3)], "time")
+        barrier = threading.Barrier(3)
+        server.faults.only = lambda key: barrier.wait(20) < 0
+        np.testing.assert_array_equal(load(one, "t"), np.arange(36).reshape(12, 3))
+        np.testing.assert_array_equal(shardload.open(one)["t"].coords["height"].values, np.arange(36).reshape(12, 3))
