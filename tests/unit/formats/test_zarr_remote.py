@@ -351,7 +351,9 @@ def test_which_format_a_store_has_is_seen_while_another_thread_reads_metadata(tm
 
 
 def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: Store) -> None:
-    """Wrong if the present state were asked for outside of what names errors: of many arrays nobody knew which one it was."""
+    """Wrong if the present state were asked for outside of what names errors: of many arrays nobody knew which one it was. And
+    if a store that refuses it, which is no rank's fault, were another error than where it refuses values.
+    """
     write_zarr(tmp_path / "b/a.zarr", {f"x{k}": DATA for k in range(3)})
     sources = [store.open(f"x{k}") for k in range(3)]
 
@@ -359,7 +361,7 @@ def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: St
     def naming(k: int) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except SourceError as error:
             raise SourceError(f"array {k}: {error}") from error
 
     store.server.faults.only, store.server.faults.status = lambda key: "x1" in key, 403
