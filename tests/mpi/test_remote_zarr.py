@@ -174,6 +174,13 @@ def test_a_store_that_refuses(comm: Any, bucket: Bucket) -> None:
     same_error(comm, load, SourceError, "access is denied (403 AccessDenied)", "s3://bucket/v3.zarr")
 
 
+def test_a_store_that_refuses_everything(comm: Any, bucket: Bucket) -> None:
+    """Wrong if the error were that of the question whether the array has changed, which the store refuses as well: a rank's."""
+    plan = shardload.plan("s3://bucket/v3.zarr", mesh_of(), P("a"), dataset=NAME, storage=bucket.storage)
+    bucket.fails(status=403, code="AccessDenied")
+    same_error(comm, plan.execute, SourceError, "chunk (", "could not be read", "access is denied")
+
+
 def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> None:
     """Between its index and its chunks: they are asked for as that version."""
     key, lock, seen = f"bucket/sharded.zarr/{NAME}/c/0/0/0", threading.Lock(), list[str]()
