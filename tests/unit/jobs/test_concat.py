@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError
 from shardload.formats import lookup
+from shardload.formats.hdf5 import tiles
 from tests.servers import ObjectServer
 from tests.unit.cli.test_main import ok, run
 
@@ -272,3 +273,17 @@ def test_few_values_in_many_files_at_urls_are_asked_for_together(tmp_path: Path)
         server.faults.only = lambda key: barrier.wait(20) < 0
         np.testing.assert_array_equal(load(one, "t"), np.arange(36).reshape(12, 3))
         np.testing.assert_array_equal(shardload.open(one)["t"].coords["height"].values, np.arange(36).reshape(12, 3))
+
+
+def test_a_part_at_a_url_is_opened_without_a_look_at_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each were looked through for some to close, though none may be: of 2000 files that is 6 million looks a load."""
+    pytest.importorskip("obstore")
+    looks = list[Any]()
+    monkeypatch.setattr(tiles, "_MOST_OPEN", 1)
+    monkeypatch.setattr(tiles.Tiles, "_may_close", lambda _, part: looks.append(part))
+    paths = [write(tmp_path / f"f{k}.h5", k) for k in range(3)]
+    with ObjectServer(tmp_path) as server:
+        np.testing.assert_array_equal(load(shardload.concat([f"{server.url}/f{k}.h5" for k in range(3)])), WHOLE)
+    assert not looks
+    np.testing.assert_array_equal(load(shardload.concat(paths)), WHOLE)
+    assert looks
