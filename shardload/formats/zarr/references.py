@@ -36,7 +36,7 @@ _JSON_SUFFIXES, _PARQUET_SUFFIXES = (".json", ".json.zst"), (".parq", ".parquet"
 SUFFIXES = (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES)
 
 _MOST_NBYTES = 1 << 30  # of the set, unpacked
-_MOST_OPEN = 64  # objects
+_MOST_OPEN, _MOST_REMOTE = 64, 4096  # objects; those at URLs are no open files, and are kept if they were fetched ahead
 _MOST_PARTS = 256  # of a name; each of the folders above it is noted
 _HEAD_NBYTES, _FIRST_NBYTES = 1 << 14, 1 << 22
 _MARKS = (b'"refs"', b'.zgroup"', b'.zarray"', b'zarr.json"')
@@ -161,7 +161,7 @@ class ReferenceFolder:
             stored = self._objects.get(url)
             if stored is None:
                 stored = self._objects[url] = self._open(url, self._pins.get(url))
-                if len(self._objects) > _MOST_OPEN:
+                if len(self._objects) > (_MOST_REMOTE if isinstance(stored, RemoteObject) else _MOST_OPEN):
                     first_url, first = self._objects.popitem(last=False)
                     if isinstance(first, RemoteObject):
                         self._pins[first_url] = first.pin
