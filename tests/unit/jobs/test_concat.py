@@ -287,3 +287,15 @@ def test_a_part_at_a_url_is_opened_without_a_look_at_all_others(tmp_path: Path, 
     assert not looks
     np.testing.assert_array_equal(load(shardload.concat(paths)), WHOLE)
     assert looks
+
+
+def test_a_store_that_refuses_the_last_question_is_an_error_of_the_file(tmp_path: Path) -> None:
+    """Wrong if it were a rank's, as the error of a defect is."""
+    pytest.importorskip("obstore")
+    for k in range(2):
+        write(tmp_path / f"f{k}.h5", k)
+    with ObjectServer(tmp_path) as server:
+        server.faults.status, server.faults.only = 403, lambda key: len(server.log) > 1
+        with pytest.raises(SourceError, match=r"f[01]\.h5' cannot be read: access is denied"):
+            shardload.concat([f"{server.url}/f{k}.h5" for k in range(2)])
+        assert len(server.gets()) == 2
