@@ -24,6 +24,7 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
+from shardload.formats.labelling import read_labels
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.zarr.chunks import ShardFiles
 from shardload.formats.zarr.nodes import quiet
@@ -419,3 +420,21 @@ def test_threads_that_parse_metadata_leave_warnings_as_they_were(tmp_path: Path,
     thread.start(), other.start()
     thread.join(), other.join()
     assert warnings.filters == before
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_coordinate_that_a_store_refuses_is_an_error_of_the_file(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Wrong if a busy server were a rank's error, or one that refuses the values left them out as if they were no numbers."""
+    monkeypatch.setattr("shardload.storage.remote.client._MOST_TRIES", 1)
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA[:, 1]}, dimension_names=("t",))
+    write_zarr(tmp_path / "c.zarr", {"t": DATA[:, 0]}, dimension_names=("t",))
+    (tmp_path / "c.zarr/t").rename(tmp_path / "b/a.zarr/t")
+    zarr.consolidate_metadata(tmp_path / "b/a.zarr")
+    info = find_array(store.url, "x", store.access)
+    assert read_labels(store.url, info, store.access).coords["t"].values is not None
+    store.server.faults.status, store.server.faults.only = status, lambda key: "/t/c/" in key
+    for read in (read_labels, lambda url, _, access: open_contents(url, storage=access.storage)):
+        with pytest.raises(SourceError, match=r"/t/c/0' cannot be read"):
+            read(store.url, info, store.access)
