@@ -32,9 +32,9 @@ from shardload.formats.zarr.store import WatchedStore
 from shardload.jobs.consistency import check_all_unchanged
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
-from shardload.storage.remote import StorageOptions
+from shardload.storage.remote import StorageOptions, counts
 from tests.servers import ObjectServer
-from tests.unit.files import change_json, check_source, flat, read_all, write_zarr
+from tests.unit.files import change_json, check_source, flat, read_all, write_hdf5, write_zarr
 
 pytest.importorskip("obstore")
 pytestmark = [
@@ -438,3 +438,13 @@ def test_a_coordinate_that_a_store_refuses_is_an_error_of_the_file(
     for read in (read_labels, lambda url, _, access: open_contents(url, storage=access.storage)):
         with pytest.raises(SourceError, match=r"/t/c/0' cannot be read"):
             read(store.url, info, store.access)
+
+
+def test_a_copy_puts_as_many_chunks_together_as_a_save(tmp_path: Path, server: ObjectServer) -> None:
+    """Wrong if it put one for each core at a time: each waits for an answer."""
+    write_hdf5(tmp_path / "x.h5", {"x": flat((16, 5))}, chunks=(1, 5))
+    came = together(server, *(f"b/c.zarr/x/c/{k}/0" for k in range(16)))
+    n_retries = counts().retries
+    shardload.copy(str(tmp_path / "x.h5"), "s3://b/c.zarr", storage=server.storage)
+    assert len(came) == 16 and counts().retries == n_retries
+    assert (zarr.open_array(tmp_path / "b/c.zarr/x", mode="r")[...] == flat((16, 5))).all()
