@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError, is_unread
+from shardload.errors import ConfigError, SourceError, chain_of, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import LONGEST_NAME, MIXED, MOST_ATTRS, ArrayInfo, Coordinate, Labels, Note, OnDemand
 from shardload.formats.contract.format import OpenFile, Source
+from shardload.formats.diagnosis import as_source_error
 from shardload.formats.lookup import Finder, answers_slowly, as_path, naming_what_is_gone, open_object, split_path
 from shardload.planning.region import Region
+from shardload.storage.remote import RemoteError
 from shardload.system.scratch import scratch_of_its_own
 from shardload.system.thread_pool import call_together
 from shardload.values.decoding import decoding_of
@@ -181,7 +183,7 @@ class Labeller:
         try:
             labels = self._labels(info, source, path)
         except _DAMAGED as error:  # the values may be fine
-            if is_unread(error):
+            if is_unread(error) or _is_refused(error):
                 raise
             attrs = {"attributes": Note(f"cannot be read ({error})")}
             labels = Labels((None,) * len(info.shape), {**info.attributes, **attrs})
@@ -252,6 +254,11 @@ def _coords_of(info: ArrayInfo, labels: Labels) -> dict[str, Coordinate]:
     return {**labels.coords, base_name: Coordinate(info.dataset)} if labels.dims == (base_name,) else dict(labels.coords)
 
 
+def _is_refused(error: BaseException) -> bool:
+    """True if a store does not give what it has: that says nothing of what it holds."""
+    return any(isinstance(link, RemoteError) for link in chain_of(error, has_contexts=False))
+
+
 def _values_of(source: Source) -> np.ndarray[Any, Any] | None:
     """The values of a coordinate, decoded, if they can be read: the array itself can be loaded all the same."""
     info, whole = source.info, Region.whole(source.info.shape)
@@ -259,11 +266,13 @@ def _values_of(source: Source) -> np.ndarray[Any, Any] | None:
         return None
     try:
         values = np.empty(info.shape, source.dtype)
-        source.read_into(whole, values)
+        with as_source_error(info.path, info.dataset):
+            source.expect_in_order(iter([whole]))
+            source.read_into(whole, values)
         rule = decoding_of(values.dtype, info.packing, str(info))
         values = values if rule is None else rule.values(values)
     except (ConfigError, OSError, ValueError, RuntimeError) as error:
-        if is_unread(error):
+        if is_unread(error) or _is_refused(error):
             raise
         return None
     values.flags.writeable = False  # they are kept for all who ask

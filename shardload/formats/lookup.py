@@ -514,6 +514,7 @@ class Finder:
             values = np.empty(region.shape, source.dtype)
             if region.shape != info.shape:
                 source.expect(region)
+            source.expect_in_order(iter([region]))
             is_whole = _read(source, region, values) and source.state() == before
             return values if is_whole else None
         except Exception as error:  # the normal load reports it

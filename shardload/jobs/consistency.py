@@ -33,6 +33,7 @@ from shardload.comm.group import Group
 from shardload.errors import ShardloadError, SourceError, StallError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
+from shardload.formats.diagnosis import as_source_error
 from shardload.formats.lookup import answers_slowly
 from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
@@ -249,7 +250,7 @@ def check_all_unchanged(opened: Sequence[Opened]) -> None:
 
 def _check_source(naming: Callable[[], AbstractContextManager[None]], source: Source, before: State) -> None:
     info = source.info
-    with naming():
+    with naming(), as_source_error(info.path, info.dataset):
         check_unchanged(str(info), before, source.state(), info.path, info.dataset)
 
 

@@ -161,6 +161,7 @@ KEPT_ROUNDS = 3
 """The values of a round may change when the third round after it is asked for: a ring of three buffers is enough."""
 
 ROUNDS_HELD = KEPT_ROUNDS + 2  # stored bytes take up to two rounds more
+_AT_ONCE_IN_STORE, _REQUEST_NBYTES = 16, 4 << 20  # requests of a rank, and what each holds of a chunk that is read back
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,15 @@ class RoundMemory:
 def least_memory(unit_nbytes: int, chunk_nbytes: int, moving_nbytes: int, n_threads: int = 1) -> int:
     """Fewest bytes of staging memory, if the largest unit and the largest chunk to encode have so many bytes."""
     return RoundMemory(aligned(unit_nbytes), moving_nbytes, 2 * n_threads * chunk_nbytes, n_threads).nbytes
+
+
+def threads_that_write(n_threads: int, cap_nbytes: int, in_store: bool) -> int:
+    """Threads of a rank that encode and write: to a store, for whose answers they wait, as many as fit into its staging memory.
+
+    >>> threads_that_write(2, 1 << 28, in_store=True), threads_that_write(2, 1 << 25, in_store=True)
+    (16, 8)
+    """
+    return max(n_threads, min(_AT_ONCE_IN_STORE, cap_nbytes // _REQUEST_NBYTES)) if in_store else n_threads
 
 
 def plan_memory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -109,4 +109,6 @@ class Naming:
         before = self._source.opened_in()
         if before is None or isinstance(error, ChangedError | HelperError | MemoryError):  # the first says so already
             return False
-        return self._source.state() != before
+        with suppress(RemoteError):  # of a store that refuses this, too
+            return self._source.state() != before
+        return False

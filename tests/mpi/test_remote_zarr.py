@@ -24,7 +24,7 @@ from shardload.formats.zarr.references import ReferenceFolder
 from shardload.planning.tuning import tuned
 from tests.mpi.servers import SharedServer
 from tests.mpi.sources import NAME
-from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error
+from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error, unit
 from tests.servers import Request
 
 pytest.importorskip("obstore")
@@ -130,6 +130,25 @@ def test_everything_that_takes_a_path(comm: Any, bucket: Bucket, shared_tmp_path
     check(y, ramp(cube()), mesh, spec)
 
 
+def test_a_dataset_of_a_server_that_lists_nothing(comm: Any, bucket: Bucket) -> None:
+    """Wrong if the arrays of the store were listed to find those that are named, which a plain HTTP server does not."""
+    pytest.importorskip("xarray")
+
+    def write() -> None:
+        group = zarr.open_group(bucket.folder / "bucket/named.zarr", mode="w").create_group("run")
+        for name, dims in {"x": ("time", "lat"), "y": ("lat",), "time": ("time",), "lat": ("lat",)}.items():
+            values = ramp(tuple({"time": 3, "lat": 2 * unit()}[dim] for dim in dims))
+            group.create_array(name, data=values, chunks=values.shape, dimension_names=dims)
+
+    bucket.on_server(lambda server: write())
+    url, how = f"{bucket.url}/bucket/named.zarr", {"storage": bucket.of_http}
+    for names in (["x"], "x"):
+        ds = shardload.load_dataset(f"{url}:/run", mesh_of(), {"lat": "a"}, dataset=names, **how)
+        check(ds.x.data, ramp((3, 2 * unit())), mesh_of(), P(None, "a"))
+        assert list(ds.data_vars) == ["x"] and ds.lat.values.tolist() == ramp((2 * unit(),)).tolist() and ds.time.size == 3
+    same_error(comm, lambda: shardload.load_dataset(url, mesh_of(), dataset="z", **how), SourceError, "holds no array '/z'")
+
+
 def test_missing_chunks(comm: Any, bucket: Bucket) -> None:
     bucket.on_server(lambda server: (bucket.folder / "bucket/v3.zarr" / NAME / "c/0/0/0").unlink())
     expected = ramp(cube()).copy()
@@ -155,6 +174,13 @@ def test_a_store_that_refuses(comm: Any, bucket: Bucket) -> None:
     assert "TOPSECRET" not in str(error) and "AKIATEST" not in str(error)
     bucket.fails(only=lambda found: True)
     same_error(comm, load, SourceError, "access is denied (403 AccessDenied)", "s3://bucket/v3.zarr")
+
+
+def test_a_store_that_refuses_everything(comm: Any, bucket: Bucket) -> None:
+    """Wrong if the error were that of the question whether the array has changed, which the store refuses as well: a rank's."""
+    plan = shardload.plan("s3://bucket/v3.zarr", mesh_of(), P("a"), dataset=NAME, storage=bucket.storage)
+    bucket.fails(status=403, code="AccessDenied")
+    same_error(comm, plan.execute, SourceError, "chunk (", "could not be read", "access is denied")
 
 
 def test_a_shard_that_changes_while_it_is_read(comm: Any, bucket: Bucket) -> None:

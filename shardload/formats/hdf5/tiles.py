@@ -312,7 +312,7 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected: Region | None = None
         self._decoder: Any = None
-        self._is_read_plain = False
+        self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
         self._last_missing: tuple[Region, list[tuple[int, ...]]] | None = None  # what was read last, and its missing chunks
 
@@ -345,9 +345,11 @@ class Tiles(ChunkReader):
             part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
-            idle = [n for n, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
-            for n in idle[: max(0, len(self._open) - _MOST_OPEN)]:
-                self._open.pop(n).source.close()
+            n_more = len(self._open) - _MOST_OPEN - (0 if self._is_read_plain else self._n_at_urls)
+            if n_more > 0:
+                idle = [n for n, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
+                for n in idle[:n_more]:
+                    self._open.pop(n).source.close()
         try:
             yield part
         finally:
@@ -373,6 +375,7 @@ class Tiles(ChunkReader):
             wanted = None if self._expected is None else box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
+            self._n_at_urls += is_remote(source.info.path)
             return _Part(source, source.chunk_reader())
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:

@@ -37,7 +37,7 @@ _JSON_SUFFIXES, _PARQUET_SUFFIXES = (".json", ".json.zst"), (".parq", ".parquet"
 SUFFIXES = (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES)
 
 _MOST_NBYTES = 1 << 30  # of the set, unpacked
-_MOST_OPEN = 64  # objects
+_MOST_OPEN, _MOST_REMOTE = 64, 4096  # objects; those at URLs are no open files, and are kept if they were fetched ahead
 _MOST_PARTS = 256  # of a name; each of the folders above it is noted
 _HEAD_NBYTES, _FIRST_NBYTES = 1 << 14, 1 << 22
 _MARKS = (b'"refs"', b'.zgroup"', b'.zarray"', b'zarr.json"')
@@ -166,7 +166,7 @@ class ReferenceFolder:
                 if url in self._versions and stored.version != self._versions[url]:
                     raise OSError(f"'{without_secrets(url)}' was replaced, or written, since it was read first")
                 self._objects[url] = stored
-                if len(self._objects) > _MOST_OPEN:
+                if len(self._objects) > (_MOST_REMOTE if isinstance(stored, RemoteObject) else _MOST_OPEN):
                     first_url, first = self._objects.popitem(last=False)
                     self._versions[first_url] = first.version
                     if isinstance(first, RemoteObject):

@@ -53,8 +53,8 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.saving import page_nbytes, plan_rows
 from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.shards import Shards
-from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory, plan_staging
-from shardload.storage.remote import without_secrets
+from shardload.planning.staging import RoundMemory, least_memory, least_staging, plan_memory, plan_staging, threads_that_write
+from shardload.storage.remote import is_remote, without_secrets
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _BLOCKS_IN_CAP = 8
@@ -183,7 +183,8 @@ def plan_copy(
             f"and copying it takes {format_nbytes(least)}"
         )
         staging = request.options.staging_cap(least, reason, fix=", or smaller chunks=")
-    memory = plan_memory(staging, largest, largest, reading, machine.n_threads)
+    n_threads = threads_that_write(machine.n_threads, staging, is_remote(request.target))
+    memory = plan_memory(staging, largest, largest, reading, n_threads)
     slabs = tuple(plan_slab_layout(unit, n_ranks, memory.round_nbytes) for unit in units)
     n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
     return CopyPlan(without_secrets(request.target), arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
@@ -426,6 +427,7 @@ class CopySource(FileSource):
     def __init__(self, group: Group, request: CopyRequest, plan: CopyPlan, done: Sequence[Bools]) -> None:
         super().__init__(group.rank, request.options.checksums)
         self._n_ranks, self._request, self._plan, self._done = group.size, request, plan, done
+        self._n_threads = group.machine.n_threads  # that decode
         self._grids: list[Grid] = []  # each array cut into what is written as a chunk
         for array, slab_layout in zip(plan.sources, plan.arrays, strict=True):
             cell = tuple(max(1, n) for n in array.spec.chunks or slab_layout.array.unit)
@@ -487,7 +489,7 @@ class CopySource(FileSource):
         for slabs, is_together in self.slabs():
             moves = [self._move(array, slab, is_together) for array, slab in slabs]
             layouts = [(move.flow, move.layout) for move in moves]
-            staging = plan_staging(layouts, memory.moving_nbytes, memory.n_threads)
+            staging = plan_staging(layouts, memory.moving_nbytes, min(memory.n_threads, self._n_threads))
             yield Round(moves, staging, is_together, partial(self._chunks, moves, [slab for _, slab in slabs]))
 
     def _move(self, array: int, slab: Region, is_together: bool) -> FileMove:

@@ -164,12 +164,17 @@ class DatasetCall(LoadCall):
         """The axes of each variable by its full name; the variables whose value means nothing; a `FoundArray` for each."""
         finder.file(self._path, is_loaded=True)
         labeller = Labeller(finder, COORDINATE_NBYTES, of_groups=True)
-        infos, _, _ = arrays_in(os.fspath(self._full_path), labeller, 0)
-        contents = Contents(self._path, infos, self._group or "/", finder.access)
-        infos = labeller.label_all(self._path, self._candidates(contents))
-        axes, mappings = {info.dataset: list(info.dims) for info in infos}, list[str]()
         if self._names is None:
+            infos, _, _ = arrays_in(os.fspath(self._full_path), labeller, 0)
+            contents = Contents(self._path, infos, self._group or "/", finder.access)
+            infos = labeller.label_all(self._path, self._candidates(contents))
             axes, mappings = self._variables(contents, infos)
+        else:  # a server may list nothing
+            names = [f"{self._group}/{name}" for name in self._names]
+            finder.expect((self._path, name) for name in names)
+            infos = [finder.find(self._path, name, lambda info, _: (info, None)).info for name in names]
+            infos = labeller.label_all(self._path, infos)
+            axes, mappings = {info.dataset: list(info.dims) for info in infos}, []
         labels = {info.dataset: info.labels for info in infos}
         parts, arrays = _of_each("select", self._keywords["select"], axes), {}
         for name in axes:
@@ -177,14 +182,9 @@ class DatasetCall(LoadCall):
         return axes, mappings, arrays
 
     def _candidates(self, contents: Contents) -> list[ArrayInfo]:
-        """The arrays that were named, or those of the group: variables, and coordinates of some."""
+        """The arrays of the group: variables, and coordinates of some."""
         group = self._group
-        if self._names is None:
-            return [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
-        try:
-            return [contents[f"{group}/{name}"] for name in self._names]
-        except KeyError as error:
-            raise ConfigError(error.args[0]) from None
+        return [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
 
     def _variables(self, contents: Contents, infos: Sequence[ArrayInfo]) -> tuple[Axes, list[str]]:
         """Of the arrays of the group, with labels, the full names of those that are data, and the names of their axes; and of

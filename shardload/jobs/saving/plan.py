@@ -33,12 +33,11 @@ from shardload.planning.saving import (
     plan_write_layout,
 )
 from shardload.planning.shards import Shards
-from shardload.planning.staging import Item, RoundMemory
+from shardload.planning.staging import Item, RoundMemory, threads_that_write
 from shardload.storage.remote import is_remote
 from shardload.system.terminal import width_of_prints, wrap
 from shardload.units import PrintedReport, counted, format_nbytes
 
-_AT_ONCE_IN_STORE, _REQUEST_NBYTES = 16, 4 << 20  # requests of a rank, and what each holds of a chunk that is read back
 _CHUNK_OF_COORDINATE = 512  # elements, of an array with one axis, which can grow
 _MODES = {"w-": "must not exist", "w": "is replaced if it exists", "a": "exists, and what has it grows"}
 
@@ -210,9 +209,7 @@ def plan_into(
         sent = [layout.array for layout in layouts if layout.schedule is not None]
         check_sent("save", sum(math.prod(array.shape) * array.itemsize for array in sent))
     cap = _staging(request, layouts, machine.memory_nbytes)
-    n_threads = machine.n_threads
-    if is_remote(request.path):
-        n_threads = max(n_threads, min(_AT_ONCE_IN_STORE, cap // _REQUEST_NBYTES))
+    n_threads = threads_that_write(machine.n_threads, cap, is_remote(request.path))
     memory = plan_save_memory(layouts, cap, n_threads)
     return SavePlan(
         path=request.path,

@@ -106,7 +106,7 @@ class RemoteObject:
         self._client: Client | None = client
         self._key, self._pin, self.name = key, pin, client.name(key)
         self._first_bytes = 0, np.empty(0, dtype=np.uint8)  # what came with the first answer: its offset, its bytes
-        self._asking = threading.Lock()  # for the first answer: two threads that ask at once could see two versions
+        self._asking = threading.RLock()  # for the first answer: two threads that ask at once could see two versions
         self._lock = threading.Lock()  # of what was fetched ahead: pieces, and ranges that wait for those that follow
         self._pieces, self._waiting = list[_Piece](), list[tuple[Ints, Ints]]()
         self._longest_nbytes = 0  # no piece is longer
@@ -126,7 +126,8 @@ class RemoteObject:
     def pin(self) -> Pin:
         """Which version is read, for other ranks. Asks for a byte of it if nothing was read yet."""
         if self._pin is None:
-            return self._ask_first((0, 1))[1]
+            with self._asking:  # another thread may be asking
+                return self._pin or self._ask_first((0, 1))[1]
         return self._pin
 
     def _ask_first(self, extent: tuple[int, int] | Mapping[str, int]) -> Answer:

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import jax
 import numpy as np
 import pytest
 import zstandard
+from jax.sharding import Mesh, PartitionSpec
 
+import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
@@ -254,7 +257,7 @@ def test_a_range_that_no_object_has_is_not_fetched_ahead(tmp_path: Path) -> None
 def test_an_object_that_is_opened_again_is_the_same_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects beyond the last few are not kept. Wrong if one that was replaced meanwhile were read as it is now."""
     pytest.importorskip("obstore")
-    monkeypatch.setattr("shardload.formats.zarr.references._MOST_OPEN", 1)
+    monkeypatch.setattr("shardload.formats.zarr.references._MOST_REMOTE", 1)
     refs = {".zgroup": "{}", "x/0": ["a.bin", 0, 4], "x/1": ["b.bin", 0, 4], "x/2": ["a.bin", 4, 4]}
     objects = {"b/refs.json": json.dumps(refs).encode(), "b/a.bin": b"01234567", "b/b.bin": b"89ab"}
     with ObjectServer(objects) as server:
@@ -413,3 +416,19 @@ def test_a_step_up_that_http_alone_sees(tmp_path: Path, step: str, is_whole: boo
         with pytest.raises(OutsideError, match="pass allow_external=True"):
             load_all(f"{server.url}/b/in/refs.json", "x")
         assert all(request.key.endswith("refs.json") for request in server.log)
+
+
+def test_many_objects_at_urls_are_asked_for_their_size_and_their_values(tmp_path: Path) -> None:
+    """Wrong if objects were let go, as open files have to be, before what was fetched ahead of them was read: it was fetched
+    once more.
+    """
+    pytest.importorskip("obstore")
+    array = {**ARRAY, "shape": [200, 10], "chunks": [1, 10], "compressor": None}
+    refs = {".zgroup": json.dumps({"zarr_format": 2}), "x/.zarray": json.dumps(array)}
+    with ObjectServer({f"b/{k}": np.full(10, k, "<f4").tobytes() for k in range(200)}) as server:
+        refs |= {f"x/{k}.0": [f"{server.url}/b/{k}", 0, 40] for k in range(200)}
+        (tmp_path / "refs.json").write_text(json.dumps(refs))
+        mesh = Mesh(np.array(jax.devices()[:1]), "a")
+        x = shardload.load(str(tmp_path / "refs.json"), mesh, PartitionSpec(), dataset="x", allow_external=True)
+        assert (np.asarray(x)[:, 0] == np.arange(200)).all()
+        assert len(server.log) == 2 * 200

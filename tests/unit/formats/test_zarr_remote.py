@@ -24,6 +24,7 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.contract.format import Source
+from shardload.formats.labelling import read_labels
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
 from shardload.formats.zarr.chunks import ShardFiles
 from shardload.formats.zarr.nodes import quiet
@@ -31,9 +32,9 @@ from shardload.formats.zarr.store import WatchedStore
 from shardload.jobs.consistency import check_all_unchanged
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
-from shardload.storage.remote import StorageOptions
+from shardload.storage.remote import StorageOptions, counts
 from tests.servers import ObjectServer
-from tests.unit.files import change_json, check_source, flat, read_all, write_zarr
+from tests.unit.files import change_json, check_source, flat, read_all, write_hdf5, write_zarr
 
 pytest.importorskip("obstore")
 pytestmark = [
@@ -351,7 +352,9 @@ def test_which_format_a_store_has_is_seen_while_another_thread_reads_metadata(tm
 
 
 def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: Store) -> None:
-    """Wrong if the present state were asked for outside of what names errors: of many arrays nobody knew which one it was."""
+    """Wrong if the present state were asked for outside of what names errors: of many arrays nobody knew which one it was. And
+    if a store that refuses it, which is no rank's fault, were another error than where it refuses values.
+    """
     write_zarr(tmp_path / "b/a.zarr", {f"x{k}": DATA for k in range(3)})
     sources = [store.open(f"x{k}") for k in range(3)]
 
@@ -359,7 +362,7 @@ def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: St
     def naming(k: int) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except SourceError as error:
             raise SourceError(f"array {k}: {error}") from error
 
     store.server.faults.only, store.server.faults.status = lambda key: "x1" in key, 403
@@ -417,3 +420,31 @@ def test_threads_that_parse_metadata_leave_warnings_as_they_were(tmp_path: Path,
     thread.start(), other.start()
     thread.join(), other.join()
     assert warnings.filters == before
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_coordinate_that_a_store_refuses_is_an_error_of_the_file(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Wrong if a busy server were a rank's error, or one that refuses the values left them out as if they were no numbers."""
+    monkeypatch.setattr("shardload.storage.remote.client._MOST_TRIES", 1)
+    write_zarr(tmp_path / "b/a.zarr", {"x": DATA[:, 1]}, dimension_names=("t",))
+    write_zarr(tmp_path / "c.zarr", {"t": DATA[:, 0]}, dimension_names=("t",))
+    (tmp_path / "c.zarr/t").rename(tmp_path / "b/a.zarr/t")
+    zarr.consolidate_metadata(tmp_path / "b/a.zarr")
+    info = find_array(store.url, "x", store.access)
+    assert read_labels(store.url, info, store.access).coords["t"].values is not None
+    store.server.faults.status, store.server.faults.only = status, lambda key: "/t/c/" in key
+    for read in (read_labels, lambda url, _, access: open_contents(url, storage=access.storage)):
+        with pytest.raises(SourceError, match=r"/t/c/0' cannot be read"):
+            read(store.url, info, store.access)
+
+
+def test_a_copy_puts_as_many_chunks_together_as_a_save(tmp_path: Path, server: ObjectServer) -> None:
+    """Wrong if it put one for each core at a time: each waits for an answer."""
+    write_hdf5(tmp_path / "x.h5", {"x": flat((16, 5))}, chunks=(1, 5))
+    came = together(server, *(f"b/c.zarr/x/c/{k}/0" for k in range(16)))
+    n_retries = counts().retries
+    shardload.copy(str(tmp_path / "x.h5"), "s3://b/c.zarr", storage=server.storage)
+    assert len(came) == 16 and counts().retries == n_retries
+    assert (zarr.open_array(tmp_path / "b/c.zarr/x", mode="r")[...] == flat((16, 5))).all()

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError
 from shardload.formats import lookup
+from shardload.formats.hdf5 import tiles
 from tests.servers import ObjectServer
 from tests.unit.cli.test_main import ok, run
 
@@ -252,3 +253,49 @@ def test_what_belongs_to_a_named_array_is_at_urls_too(tmp_path: Path) -> None:
         for name in ("t", "height", "bounds", "time"):
             np.testing.assert_array_equal(load(one, name), load(local, name), name)
     assert load(local, "height")[5, 1] == 104
+
+
+def test_few_values_in_many_files_at_urls_are_asked_for_together(tmp_path: Path) -> None:
+    """Wrong if what rank 0 reads itself (small arrays, coordinates) came from one file after the other. Each answer comes only
+    when all files are asked.
+    """
+    pytest.importorskip("obstore")
+    for k in range(3):
+        with netCDF4.Dataset(tmp_path / f"f{k}.nc", "w") as file:
+            for dim, n in {"time": None, "y": 3}.items():
+                file.createDimension(dim, n)
+            for name in ("height", "t"):
+                file.createVariable(name, "f4", ["time", "y"])[...] = np.arange(12).reshape(4, 3) + 12 * k
+            file["t"].coordinates = "height"
+    with ObjectServer(tmp_path) as server:
+        one = shardload.concat([f"{server.url}/f{k}.nc" for k in range(3)], "time")
+        barrier = threading.Barrier(3)
+        server.faults.only = lambda key: barrier.wait(20) < 0
+        np.testing.assert_array_equal(load(one, "t"), np.arange(36).reshape(12, 3))
+        np.testing.assert_array_equal(shardload.open(one)["t"].coords["height"].values, np.arange(36).reshape(12, 3))
+
+
+def test_a_part_at_a_url_is_opened_without_a_look_at_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each were looked through for some to close, though none may be: of 2000 files that is 6 million looks a load."""
+    pytest.importorskip("obstore")
+    looks = list[Any]()
+    monkeypatch.setattr(tiles, "_MOST_OPEN", 1)
+    monkeypatch.setattr(tiles.Tiles, "_may_close", lambda _, part: looks.append(part))
+    paths = [write(tmp_path / f"f{k}.h5", k) for k in range(3)]
+    with ObjectServer(tmp_path) as server:
+        np.testing.assert_array_equal(load(shardload.concat([f"{server.url}/f{k}.h5" for k in range(3)])), WHOLE)
+    assert not looks
+    np.testing.assert_array_equal(load(shardload.concat(paths)), WHOLE)
+    assert looks
+
+
+def test_a_store_that_refuses_the_last_question_is_an_error_of_the_file(tmp_path: Path) -> None:
+    """Wrong if it were a rank's, as the error of a defect is."""
+    pytest.importorskip("obstore")
+    for k in range(2):
+        write(tmp_path / f"f{k}.h5", k)
+    with ObjectServer(tmp_path) as server:
+        server.faults.status, server.faults.only = 403, lambda key: len(server.log) > 1
+        with pytest.raises(SourceError, match=r"f[01]\.h5' cannot be read: access is denied"):
+            shardload.concat([f"{server.url}/f{k}.h5" for k in range(2)])
+        assert len(server.gets()) == 2

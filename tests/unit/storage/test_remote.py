@@ -366,6 +366,19 @@ def test_threads_that_ask_first_at_once_see_one_version(server, monkeypatch):
     assert [header for header in server.headers if "if-match" not in header] == server.headers[:1]
 
 
+def test_threads_that_want_the_size_at_once_ask_once(server):
+    """Wrong if each that has waited for the answer to another one asked again."""
+    stored, start = opened(server), Barrier(8)
+
+    def ask(_):
+        start.wait()
+        return stored.nbytes
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(ask, range(8))) == {len(DATA)}
+    assert len(server.log) == 1
+
+
 CAUSES = {
     "access is denied.*skip_signature.*request_payer": {"status": 403, "code": "AccessDenied"},
     "the session token has expired": {"status": 400, "code": "ExpiredToken"},
