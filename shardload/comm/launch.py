@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from shardload.comm.collectives import backoff
-from shardload.comm.group import Group, group_of
+from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.mpi import HOW_WITHOUT_MPI, end_job, launcher_problem, mpi_is_off, mpi_problem, refuse_singletons, world
 from shardload.comm.shared_errors import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
@@ -297,7 +297,9 @@ def initialize(
 def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: bool) -> None:
     group = group_of(comm, _MEET_SECONDS)
     group.watch.begin("initialize()", _MEET_SECONDS)
-    on_node = comm.Split_type(group.mpi.COMM_TYPE_SHARED)
+    _ = group.machine  # as every call begins, so that a rank that makes another one, or none, is named
+    group.settle(Invocation("initialize", "initialize()", {}), None)
+    on_node = group.comm.Split_type(group.mpi.COMM_TYPE_SHARED)  # spins until all ranks are there
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())
     row = np.array([visible, group.rank], dtype=np.int64)
     rows = np.empty((on_node.size, 2), dtype=np.int64)
