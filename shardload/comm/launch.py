@@ -198,6 +198,7 @@ _NOT_FIRST = (
     "--distribution=arbitrary (-m, SLURM_HOSTFILE), put task 0 on {first}, or start the job under MPI"
 )
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
+_ALL = ("", "0.0.0.0", "::")  # no interface, or all of them
 _PREEMPTION = "jax_enable_preemption_service"  # its option
 _MEET_SECONDS = 900.0  # how long ranks wait for each other to start JAX; a load waits as long by default
 _LAST_WORDS_SECONDS = 1.0  # for other ranks, which may be about to print the same error
@@ -331,7 +332,8 @@ def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
         return (join_address(LOOPBACK, port),) * 2
     # The address that rank 0 finds under its own name is often one that only rank 0 can use.
     addresses = group.send_text(" ".join(addresses_of(host)) if group.rank == elsewhere else None, elsewhere).split()
-    address = group.send_text(first_here(addresses) if group.rank == 0 else None, 0)
+    named = [_named_host()] if _named_host() not in _ALL else []  # others come where it listens
+    address = group.send_text(first_here([*named, *addresses]) if group.rank == 0 else None, 0)
     if not address:
         if group.rank == 0:
             _say_on_all(host, port)
@@ -356,8 +358,14 @@ def _named_interface(address: str) -> str | None:
 
     None on one machine, where all come to the loopback interface.
     """
-    named, (host, port) = os.environ.get(_BIND, ""), split_address(address)
-    return join_address(split_address(named)[0] or named, port) if named and not host.startswith("127.") else None
+    named, (host, port) = _named_host(), split_address(address)
+    return join_address(named, port) if named and not host.startswith("127.") else None
+
+
+def _named_host() -> str:
+    """The interface that the user has named; empty if none is."""
+    named = os.environ.get(_BIND, "")
+    return split_address(named)[0] or named
 
 
 def _say_on_all(host: str, port: str) -> None:

@@ -192,6 +192,19 @@ def test_ranks_on_two_machines(
     assert ["on all interfaces" in text for text in caplog.messages] == [True] * (bind is None), "rank 0 alone says so"
 
 
+@pytest.mark.parametrize(
+    ("named", "address"),
+    [("127.0.0.3:1", "127.0.0.3"), ("127.0.0.3", "127.0.0.3"), ("0.0.0.0:1", "127.0.0.2"), ("[::]:1", "127.0.0.2")],
+)
+def test_ranks_come_to_the_interface_that_the_user_names(named: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if rank 0 listened there, and the others came to another one: five minutes long."""
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", named)
+    monkeypatch.setattr(launch, "free_port", lambda: 61440)
+    monkeypatch.setattr(launch, "addresses_of", lambda host: ["127.0.0.2"])
+    found = on_ranks(2, lambda group: launch._meeting_place(group, group.rank == 0)[0])
+    assert found == [f"{address}:61440"] * 2
+
+
 def test_rank_0_that_finds_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it failed alone: the others would wait for it, a quarter of an hour."""
 
