@@ -531,6 +531,11 @@ def rank_of_process(group: Group) -> dict[int, int]:
     comm = world()
     if comm is None:
         if n_processes == 1:
+            if (step := slurm_step(os.environ)) is not None and step.n_tasks > 1:
+                raise ConfigError(
+                    f"srun started {step.n_tasks} tasks, but JAX sees one process: call shardload.initialize() first, before "
+                    "anything that uses JAX devices"
+                )
             refuse_singletons()
         return {process: process for process in range(n_processes)} if group.size > 1 else {jax.process_index(): 0}
     if comm.size == 1 and n_processes == 1:

@@ -209,6 +209,9 @@ def test_singletons(field: str, env: dict[str, str], parts: tuple[str, ...]) -> 
         said = singleton(field, what, **env)
         assert len(said) == n_attempts
         same([said], "every process believes that it is alone", *parts)
+        assert ["SHARDLOAD_MPI=0" in one["text"] for one in said] == ["srun" in parts[0]] * n_attempts, (
+            "no other can do without"
+        )
 
 
 BATCH: list[dict[str, str]] = [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}, {"SLURM_JOB_NUM_NODES": "4"}]
@@ -251,6 +254,13 @@ def test_one_process_without_mpi(field: str, without_mpi: dict[str, str]) -> Non
     """Wrong if a laptop without MPI could not load a file."""
     for what, n_attempts in (("initialize", 3), ("load", 2)):
         assert [said["type"] for said in singleton(field, what, **without_mpi)] == [None] * n_attempts
+
+
+def test_srun_without_mpi_and_without_initialize(field: str) -> None:
+    """Wrong if who does without MPI were told to get one, where a call is missing."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    said = singleton(field, "load", SHARDLOAD_MPI="0", **step)
+    same([said[:1]], "srun started 4 tasks, but JAX sees one process: call shardload.initialize() first")
 
 
 def test_launcher_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
