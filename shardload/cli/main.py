@@ -244,7 +244,9 @@ def bench_stream(
     mesh: Axes,
     spec: Annotated[str, typer.Option(metavar="NAME,...", help="Of a batch: samples, window if there is one, the other axes.")],
     steps: Annotated[int, typer.Option(min=2, metavar="N", help="Batches to take; after a minute no more.")] = 20,
-    step_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="How long your program computes with a batch.")] = 0,
+    step_ms: Annotated[
+        float, typer.Option(min=0, max=60_000, metavar="MS", help="How long your program computes with a batch.")
+    ] = 0,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -367,7 +369,10 @@ def join(
 @app.command()
 def doctor(
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="After so many seconds a waiting rank says for what, and exits.")
+        float,
+        typer.Option(
+            min=1, max=86_400, metavar="SECONDS", help="After so many seconds a waiting rank says for what, and exits."
+        ),
     ] = 60,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")] = False,
 ) -> None:

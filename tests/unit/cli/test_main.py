@@ -639,6 +639,15 @@ def test_an_error_of_tasks_that_are_apart_is_said_by_the_first_task_first(
     assert (code, len(slept), "srun started 4 tasks" in unwrapped(err)) == (1, n_slept, is_said)
 
 
+@pytest.mark.parametrize(
+    "wrong", [("doctor", "--timeout", "inf"), ("bench-stream", "x.h5", "--mesh", "a=1", "--spec", "-", "--step-ms", "inf")]
+)
+def test_times_that_no_clock_has_are_wrong_options(wrong: tuple[str, ...]) -> None:
+    """Wrong if they ended in a traceback of what waits for so long."""
+    code, _, said = run(*wrong)
+    assert code == 2 and f"Invalid value for '{wrong[-2]}'" in unwrapped(said)
+
+
 @pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
 def test_what_needs_no_job_is_printed_once_in_a_job(
     file: str, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
