@@ -493,7 +493,8 @@ def _device_share(local_rank: int, local_size: int, see_alike: bool | None, envi
     if n % local_size:
         raise ConfigError(
             f"{local_size} processes of this node see the same {counted(n, 'GPU')}: start one process per GPU "
-            f"(--ntasks-per-node={n}), give each task its own (--gpus-per-task=1), or pass local_device_ids= to initialize()"
+            f"(--ntasks-per-node={n}), give each task its own (--gpus-per-task=1), pass local_device_ids= to initialize(), or "
+            "set JAX_PLATFORMS=cpu if JAX is to take the CPU"
         )
     n_each = n // local_size
     return [*range(local_rank * n_each, (local_rank + 1) * n_each)]

@@ -285,3 +285,12 @@ def test_without_mpi_under_slurm(
     assert [how[1:3] for how in started] == [(4, task)]
     assert [how[0] if how[5] is None else how[5] for how in started] == ["127.0.1.195:61554"], "not on loopback"
     assert ["libmpi.so.40" in text and "SHARDLOAD_MPI=0" in text for text in caplog.messages] == [True] * said
+
+
+# --- GPUs
+
+
+def test_more_processes_than_gpus() -> None:
+    """Wrong if who has a JAX for the CPU alone, on a machine with a GPU, were told nothing that helps."""
+    with pytest.raises(ConfigError, match=r"4 processes of this node see the same 1 GPU: .* set JAX_PLATFORMS=cpu if"):
+        launch._device_share(0, 4, True, {"CUDA_VISIBLE_DEVICES": "0"})
