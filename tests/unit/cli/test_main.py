@@ -648,6 +648,13 @@ def test_times_that_no_clock_has_are_wrong_options(wrong: tuple[str, ...]) -> No
     assert code == 2 and f"Invalid value for '{wrong[-2]}'" in unwrapped(said)
 
 
+def test_an_array_without_axes_has_a_spec(tmp_path: Path) -> None:
+    """Wrong if there were nothing to type for it: P(None) names an axis."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["scalar"] = 3.0
+    assert "P() on mesh a=2, 2 replicas" in ok("plan", f"{tmp_path}/x.h5", "--mesh", "a=2", "--spec", "-")
+
+
 @pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
 def test_what_needs_no_job_is_printed_once_in_a_job(
     file: str, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
