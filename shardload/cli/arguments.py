@@ -50,13 +50,17 @@ def parse_spec(text: str, axes: Mapping[str, int]) -> Any:
 
     >>> parse_spec("-,a,b+c", {"a": 2, "b": 2, "c": 2}), parse_spec("lat=a,lon=b", {"a": 2, "b": 2})
     ((None, 'a', ('b', 'c')), {'lat': 'a', 'lon': 'b'})
+    >>> parse_spec("-", {"a": 2}), parse_spec("lat=-", {"a": 2})
+    ((), {'lat': None})
     """
+    if text.strip() in ("-", "None"):  # of an array without axes, too
+        return ()
     if "=" in text:
         pairs = [part.rpartition("=") for part in text.split(",")]
         dims = [name.strip() for name, _, _ in pairs]
         if not all(dims) or len(set(dims)) < len(dims):
             raise wrong("--spec", f"cannot read {text!r}: each axis of the array once, with =. Type --spec lat=a,lon=b")
-        return dict(zip(dims, parse_spec(",".join(part for _, _, part in pairs), axes), strict=True))
+        return dict.fromkeys(dims) | dict(zip(dims, parse_spec(",".join(part for _, _, part in pairs), axes), strict=False))
     parts: list[str | tuple[str, ...] | None] = []
     used: set[str] = set()
     for part in text.split(","):

@@ -48,21 +48,23 @@ def run(
 def _measure(opened: Stream, group: Group, began: float, n: int, step: float) -> Figures:
     """The figures, on all ranks: means over them, and of memory the most."""
     memory, cpu, first, now, waited, n_taken = _most_nbytes(), time.process_time(), 0.0, began, 0.0, 0
+    ready = began
     with iter(opened) as batches:
         for batch in batches:
             jax.block_until_ready(batch)
+            ready = time.perf_counter()
             n_taken += 1
-            waited += time.perf_counter() - now if first else 0.0
-            first = first or time.perf_counter()
+            waited += ready - now if first else 0.0
+            first = first or ready
             del batch
             time.sleep(step)
             now = time.perf_counter()
             with group.call():  # all stop after the same batch
                 is_over = max(group.gather_int(int(now - began))) > _LONGEST_SECONDS
-            if n_taken == n or is_over:
+            if n_taken == n or (is_over and n_taken > 1):  # one alone has no rate
                 break
         report = batches.report
-    of_rank = [first - began, now - first, waited, time.process_time() - cpu, max(0, _most_nbytes() - memory)]
+    of_rank = [first - began, ready - first, waited, time.process_time() - cpu, max(0, _most_nbytes() - memory)]
     with group.call():
         rows = group.gather_ints([int(1e6 * value) for value in of_rank]) / 1e6
     first, seconds, waited, cpu, _ = rows.mean(0).tolist()
@@ -70,7 +72,7 @@ def _measure(opened: Stream, group: Group, began: float, n: int, step: float) ->
     return {
         "n_batches": n_taken,
         "first_batch": first,
-        "seconds_per_batch": seconds / n_taken,
+        "seconds_per_batch": seconds / (n_taken - 1),
         "step": step,
         "stalled": waited / max(seconds, 1e-9),
         "cpu_per_batch": cpu / n_taken,

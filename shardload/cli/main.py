@@ -158,6 +158,8 @@ def info(
     Of what a save that was killed left (NAME.TOKEN.unfinished), it says whether
     it is whole and what to do with it.
     """
+    if _is_a_later_task():
+        return
     with one_message(as_json) as out:
         from shardload.cli.info import run
 
@@ -195,6 +197,8 @@ def plan(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **opti
       shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4
     """
     parts = parse_spec(spec, mesh)
+    if _is_a_later_task():
+        return
     with one_message(as_json) as out:
         from shardload.cli.loads import run_plan
 
@@ -240,7 +244,9 @@ def bench_stream(
     mesh: Axes,
     spec: Annotated[str, typer.Option(metavar="NAME,...", help="Of a batch: samples, window if there is one, the other axes.")],
     steps: Annotated[int, typer.Option(min=2, metavar="N", help="Batches to take; after a minute no more.")] = 20,
-    step_ms: Annotated[float, typer.Option(min=0, metavar="MS", help="How long your program computes with a batch.")] = 0,
+    step_ms: Annotated[
+        float, typer.Option(min=0, max=60_000, metavar="MS", help="How long your program computes with a batch.")
+    ] = 0,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -352,7 +358,7 @@ def join(
 
       shardload join step_000.h5 step_001.h5 steps.h5 --stack time
     """
-    if launched(os.environ)[1] > 1 and task(os.environ) > 0:  # of a job, the first task alone works
+    if _is_a_later_task():
         return
     with one_message(as_json) as out:
         from shardload.cli.copies import run_join
@@ -363,7 +369,10 @@ def join(
 @app.command()
 def doctor(
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="After so many seconds a waiting rank says for what, and exits.")
+        float,
+        typer.Option(
+            min=1, max=86_400, metavar="SECONDS", help="After so many seconds a waiting rank says for what, and exits."
+        ),
     ] = 60,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -379,6 +388,11 @@ def doctor(
     from shardload.cli.doctor.run import run
 
     raise typer.Exit(run(timeout, as_json))
+
+
+def _is_a_later_task() -> bool:
+    """Whether this is not the first task of a job: of commands that need no job, the first one does all, and prints once."""
+    return launched(os.environ)[1] > 1 and task(os.environ) > 0
 
 
 def _with_names(options: dict[str, Any]) -> dict[str, Any]:

@@ -343,10 +343,10 @@ class Group:
             return
         if self.size > 1 or is_in_a_call:
             what = f"from rank {self.rank} of {self.size}" if self.size > 1 else "while a thread was in a call of shardload"
-            raise ConfigError(
-                f"process {os.getpid()} was forked {what}, and cannot make calls. Start processes by 'spawn' or 'forkserver' "
-                "(multiprocessing.get_context), or fork one that is no rank of several, when no call is under way"
-            )
+            fix = "Make them in the rank itself"  # MPI ends a process that a rank has started, if that one starts MPI, too
+            if self.size == 1:
+                fix = "Start processes by 'spawn' or 'forkserver' (multiprocessing.get_context), or fork when none is under way"
+            raise ConfigError(f"process {os.getpid()} was forked {what}, and cannot make calls. {fix}")
         self._pid = os.getpid()
 
     def next_tags(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from shardload.comm.collectives import backoff
-from shardload.comm.group import Group, group_of
+from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.mpi import HOW_WITHOUT_MPI, end_job, launcher_problem, mpi_is_off, mpi_problem, refuse_singletons, world
 from shardload.comm.shared_errors import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
@@ -198,6 +198,7 @@ _NOT_FIRST = (
     "--distribution=arbitrary (-m, SLURM_HOSTFILE), put task 0 on {first}, or start the job under MPI"
 )
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
+_ALL = ("", "0.0.0.0", "::")  # no interface, or all of them
 _PREEMPTION = "jax_enable_preemption_service"  # its option
 _MEET_SECONDS = 900.0  # how long ranks wait for each other to start JAX; a load waits as long by default
 _LAST_WORDS_SECONDS = 1.0  # for other ranks, which may be about to print the same error
@@ -297,7 +298,9 @@ def initialize(
 def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: bool) -> None:
     group = group_of(comm, _MEET_SECONDS)
     group.watch.begin("initialize()", _MEET_SECONDS)
-    on_node = comm.Split_type(group.mpi.COMM_TYPE_SHARED)
+    _ = group.machine  # as every call begins, so that a rank that makes another one, or none, is named
+    group.settle(Invocation("initialize", "initialize()", {}), None)
+    on_node = group.comm.Split_type(group.mpi.COMM_TYPE_SHARED)  # spins until all ranks are there
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())
     row = np.array([visible, group.rank], dtype=np.int64)
     rows = np.empty((on_node.size, 2), dtype=np.int64)
@@ -329,7 +332,8 @@ def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
         return (join_address(LOOPBACK, port),) * 2
     # The address that rank 0 finds under its own name is often one that only rank 0 can use.
     addresses = group.send_text(" ".join(addresses_of(host)) if group.rank == elsewhere else None, elsewhere).split()
-    address = group.send_text(first_here(addresses) if group.rank == 0 else None, 0)
+    named = [_named_host()] if _named_host() not in _ALL else []  # others come where it listens
+    address = group.send_text(first_here([*named, *addresses]) if group.rank == 0 else None, 0)
     if not address:
         if group.rank == 0:
             _say_on_all(host, port)
@@ -354,8 +358,14 @@ def _named_interface(address: str) -> str | None:
 
     None on one machine, where all come to the loopback interface.
     """
-    named, (host, port) = os.environ.get(_BIND, ""), split_address(address)
-    return join_address(split_address(named)[0] or named, port) if named and not host.startswith("127.") else None
+    named, (host, port) = _named_host(), split_address(address)
+    return join_address(named, port) if named and not host.startswith("127.") else None
+
+
+def _named_host() -> str:
+    """The interface that the user has named; empty if none is."""
+    named = os.environ.get(_BIND, "")
+    return split_address(named)[0] or named
 
 
 def _say_on_all(host: str, port: str) -> None:
@@ -483,7 +493,8 @@ def _device_share(local_rank: int, local_size: int, see_alike: bool | None, envi
     if n % local_size:
         raise ConfigError(
             f"{local_size} processes of this node see the same {counted(n, 'GPU')}: start one process per GPU "
-            f"(--ntasks-per-node={n}), give each task its own (--gpus-per-task=1), or pass local_device_ids= to initialize()"
+            f"(--ntasks-per-node={n}), give each task its own (--gpus-per-task=1), pass local_device_ids= to initialize(), or "
+            "set JAX_PLATFORMS=cpu if JAX is to take the CPU"
         )
     n_each = n // local_size
     return [*range(local_rank * n_each, (local_rank + 1) * n_each)]
@@ -521,6 +532,11 @@ def rank_of_process(group: Group) -> dict[int, int]:
     comm = world()
     if comm is None:
         if n_processes == 1:
+            if (step := slurm_step(os.environ)) is not None and step.n_tasks > 1:
+                raise ConfigError(
+                    f"srun started {step.n_tasks} tasks, but JAX sees one process: call shardload.initialize() first, before "
+                    "anything that uses JAX devices"
+                )
             refuse_singletons()
         return {process: process for process in range(n_processes)} if group.size > 1 else {jax.process_index(): 0}
     if comm.size == 1 and n_processes == 1:

@@ -275,11 +275,14 @@ def launcher_problem() -> str:
     return f"{launcher} started {n} tasks, but MPI was not told: {launcher_fix(launcher, library_name())}" if launcher else ""
 
 
-def refuse_singletons(how_without: str = HOW_WITHOUT_MPI) -> None:
+def refuse_singletons(how_without: str = "") -> None:
     """ConfigError if this process, which is alone, is one of several tasks of a launcher. `how_without`: what else to do."""
     problem = launcher_problem()
+    if not how_without and launched(os.environ)[0] == "srun":  # whose variables alone are enough to start JAX
+        how_without = HOW_WITHOUT_MPI
     if world() is None:
         if problem:
             raise ConfigError(f"no MPI library can be loaded ({mpi_problem()}): {HOW_TO_GET_MPI}")
     elif problem:
-        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {problem}. {how_without}")
+        parts = ["every process believes that it is alone: COMM_WORLD has size 1", problem, how_without]
+        raise ConfigError(". ".join(filter(None, parts)))

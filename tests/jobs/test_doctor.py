@@ -100,6 +100,12 @@ def test_singletons_are_told_once(library: str) -> None:
     assert library == "missing" or "--mpi=pmi2" in report["findings"][0]["fix"]
 
 
+def test_the_number_of_a_task_that_is_left_over() -> None:
+    """Wrong if one process, in a shell that a task of a job has opened, said nothing and that all is well."""
+    done = alone(SLURM_PROCID="3")
+    assert (done.returncode, json.loads(done.stdout)["ok"]) == (0, True)
+
+
 def test_slurm_without_mpi() -> None:
     """Wrong if tasks that do without MPI were called singletons, or could not send each other values."""
     step = {"SHARDLOAD_MPI": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "5", "SLURM_STEP_NUM_TASKS": "3"}

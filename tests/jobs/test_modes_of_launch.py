@@ -139,13 +139,17 @@ def test_initialize_too_late_on_one_rank(field: str) -> None:
     same(launched(field, "late", "1"), text)
 
 
-def test_a_rank_that_never_starts(field: str) -> None:
-    """Wrong if the others waited for it in silence, for ever."""
-    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "never", "1"], 3, timeout=120, env=ENV)
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [([], "not all ranks of this communicator have made their first call"), (["copied"], "rank 1 did not come to this call")],
+)
+def test_a_rank_that_never_starts(field: str, more: list[str], text: str) -> None:
+    """Wrong if the others waited for it in silence, for ever: inside MPI, too, where they have made calls before."""
+    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "never", "1", *more], 3, timeout=120, env=ENV)
     assert job.returncode != 0
     for rank in (0, 2):
         (said,) = lines(job.rank_stdout[rank])
-        assert said["type"] == "StallError" and "not all ranks of this communicator have made their first call" in said["text"]
+        assert said["type"] == "StallError" and text in said["text"]
 
 
 @pytest.mark.parametrize("mpi", LIBRARIES)
@@ -205,6 +209,9 @@ def test_singletons(field: str, env: dict[str, str], parts: tuple[str, ...]) -> 
         said = singleton(field, what, **env)
         assert len(said) == n_attempts
         same([said], "every process believes that it is alone", *parts)
+        assert ["SHARDLOAD_MPI=0" in one["text"] for one in said] == ["srun" in parts[0]] * n_attempts, (
+            "no other can do without"
+        )
 
 
 BATCH: list[dict[str, str]] = [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}, {"SLURM_JOB_NUM_NODES": "4"}]
@@ -247,6 +254,13 @@ def test_one_process_without_mpi(field: str, without_mpi: dict[str, str]) -> Non
     """Wrong if a laptop without MPI could not load a file."""
     for what, n_attempts in (("initialize", 3), ("load", 2)):
         assert [said["type"] for said in singleton(field, what, **without_mpi)] == [None] * n_attempts
+
+
+def test_srun_without_mpi_and_without_initialize(field: str) -> None:
+    """Wrong if who does without MPI were told to get one, where a call is missing."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    said = singleton(field, "load", SHARDLOAD_MPI="0", **step)
+    same([said[:1]], "srun started 4 tasks, but JAX sees one process: call shardload.initialize() first")
 
 
 def test_launcher_without_mpi(field: str, without_mpi: dict[str, str]) -> None:

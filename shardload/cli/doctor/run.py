@@ -100,7 +100,8 @@ def run(timeout: float, is_json: bool = False) -> int:
         result = _examine(facts, deadline)
         group = group_of()
         try:
-            if facts.task == 0 if group.size == 1 else group.rank == 0:
+            is_first = facts.task == 0 or facts.n_launched == 1  # its number may be left over from a job around it
+            if is_first if group.size == 1 else group.rank == 0:
                 tell(as_json(*result) if is_json else as_text(*result, width_of(out)), out)
         finally:  # many launchers end all tasks as soon as one exits with 1: not before the printing rank is done
             deadline.at = "rank 0 to print"

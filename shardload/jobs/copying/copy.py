@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.group import Group, Topology
-from shardload.comm.mpi import HOW_ALONE, mpi_is_off, refuse_singletons
+from shardload.comm.store import jax_processes
 from shardload.engine.call import Call, begin_request, warn_all
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
@@ -324,6 +324,11 @@ def copy(
     with begin_request("copy", f"copy of '{without_secrets(os.fspath(source))}'", read, comm=comm) as (call, request):
         if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
             refuse_singletons(HOW_ALONE)  # each would write the whole file
+            if (n := jax_processes()[2]) > 1:
+                raise ConfigError(
+                    f"JAX sees {n} processes, but COMM_WORLD has size 1: each would write the whole file. {HOW_WITHOUT_MPI}. "
+                    "To copy in one process alone, pass comm=MPI.COMM_SELF"
+                )
         sink, plan = _plan(call, request)
         if only_plan:
             return CopyReport(plan, notes=plan.notes)

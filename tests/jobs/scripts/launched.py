@@ -1,8 +1,9 @@
 """Try to start and to load the way that is named; print what comes of it, one line of JSON a rank.
 
 ``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late [RANK]`` (devices first, everywhere or
-there), ``never RANK`` (which starts MPI and not JAX), ``finalized`` (MPI, before a load), ``part`` (of a coordinator),
-``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process K of N, then load), ``given
+there), ``never RANK [copied]`` (which starts MPI and not JAX; after a call of all ranks), ``finalized`` (MPI, before a
+load), ``part`` (of a coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as
+process K of N, then load), ``given
 ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals
 ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test
 to end it: idle, in a load, in JAX's barrier), ``leaves ADDRESS N K`` (process 1 ends, the others load), or ``late ADDRESS N K``
@@ -125,6 +126,8 @@ def main(path: str, what: str, *more: str) -> None:
         return
     elif what == "never":
         importlib.import_module("shardload.comm.launch")._MEET_SECONDS = 4.0
+        if "copied" in more:
+            shardload.copy(path, f"{path}.copied.h5")
         if os.environ["PMI_RANK"] not in more:
             attempt(shardload.initialize)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -384,6 +385,15 @@ def test_tasks_of_which_each_is_alone(file: str, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out.h5").exists()
     monkeypatch.setenv("SHARDLOAD_MPI", "0")  # each is alone, as its user wants it
     assert run("copy", file, f"{tmp_path}/out.h5")[0] == 0
+
+
+def test_processes_that_jax_alone_connects(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each process of JAX, of which MPI knows nothing, copied the whole file to the same name."""
+    copying = importlib.import_module("shardload.jobs.copying.copy")
+    monkeypatch.setattr(copying, "jax_processes", lambda: (None, 0, 2))
+    said = refused("copy", file, f"{tmp_path}/out.h5")
+    assert "JAX sees 2 processes, but COMM_WORLD has size 1" in said and "To run without MPI" in said
+    assert not (tmp_path / "out.h5").exists()
 
 
 def test_it_needs_no_jax(file: str, tmp_path: Path) -> None:

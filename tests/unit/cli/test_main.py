@@ -636,8 +636,37 @@ def test_an_error_of_tasks_that_are_apart_is_said_by_the_first_task_first(
     monkeypatch.setattr(arguments, "is_connected", lambda: is_connected)
     monkeypatch.setenv("SLURM_PROCID", number)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    code, _, err = run("info", "gone.h5")
-    assert (code, len(slept), "there is no file 'gone.h5'" in unwrapped(err)) == (1, n_slept, is_said)
+    code, _, err = run("copy", "gone.h5", "new.h5")
+    assert (code, len(slept), "srun started 4 tasks" in unwrapped(err)) == (1, n_slept, is_said)
+
+
+@pytest.mark.parametrize(
+    "wrong", [("doctor", "--timeout", "inf"), ("bench-stream", "x.h5", "--mesh", "a=1", "--spec", "-", "--step-ms", "inf")]
+)
+def test_times_that_no_clock_has_are_wrong_options(wrong: tuple[str, ...]) -> None:
+    """Wrong if they ended in a traceback of what waits for so long."""
+    code, _, said = run(*wrong)
+    assert code == 2 and f"Invalid value for '{wrong[-2]}'" in unwrapped(said)
+
+
+def test_an_array_without_axes_has_a_spec(tmp_path: Path) -> None:
+    """Wrong if there were nothing to type for it: P(None) names an axis."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["scalar"] = 3.0
+    assert "P() on mesh a=2, 2 replicas" in ok("plan", f"{tmp_path}/x.h5", "--mesh", "a=2", "--spec", "-")
+
+
+@pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
+def test_what_needs_no_job_is_printed_once_in_a_job(
+    file: str, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Wrong if each task printed it: their documents of JSON together are none."""
+    monkeypatch.setenv("PMI_SIZE", "4")
+    printed = []
+    for rank in range(4):
+        monkeypatch.setenv("PMI_RANK", str(rank))
+        printed.append(ok(command[0], f"{file}:/fields/density", *command[1:], "--json"))
+    assert json.loads("".join(printed)) and printed[1:] == [""] * 3
 
 
 def test_64_bit_types_in_a_shell(tmp_path: Path) -> None:

@@ -192,6 +192,19 @@ def test_ranks_on_two_machines(
     assert ["on all interfaces" in text for text in caplog.messages] == [True] * (bind is None), "rank 0 alone says so"
 
 
+@pytest.mark.parametrize(
+    ("named", "address"),
+    [("127.0.0.3:1", "127.0.0.3"), ("127.0.0.3", "127.0.0.3"), ("0.0.0.0:1", "127.0.0.2"), ("[::]:1", "127.0.0.2")],
+)
+def test_ranks_come_to_the_interface_that_the_user_names(named: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if rank 0 listened there, and the others came to another one: five minutes long."""
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", named)
+    monkeypatch.setattr(launch, "free_port", lambda: 61440)
+    monkeypatch.setattr(launch, "addresses_of", lambda host: ["127.0.0.2"])
+    found = on_ranks(2, lambda group: launch._meeting_place(group, group.rank == 0)[0])
+    assert found == [f"{address}:61440"] * 2
+
+
 def test_rank_0_that_finds_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it failed alone: the others would wait for it, a quarter of an hour."""
 
@@ -272,3 +285,12 @@ def test_without_mpi_under_slurm(
     assert [how[1:3] for how in started] == [(4, task)]
     assert [how[0] if how[5] is None else how[5] for how in started] == ["127.0.1.195:61554"], "not on loopback"
     assert ["libmpi.so.40" in text and "SHARDLOAD_MPI=0" in text for text in caplog.messages] == [True] * said
+
+
+# --- GPUs
+
+
+def test_more_processes_than_gpus() -> None:
+    """Wrong if who has a JAX for the CPU alone, on a machine with a GPU, were told nothing that helps."""
+    with pytest.raises(ConfigError, match=r"4 processes of this node see the same 1 GPU: .* set JAX_PLATFORMS=cpu if"):
+        launch._device_share(0, 4, True, {"CUDA_VISIBLE_DEVICES": "0"})
