@@ -50,6 +50,7 @@ _TAGS = 1 << 15  # two tags per exchange, up to 32767, which every MPI guarantee
 _WATCH_TAG = _TAGS - 1  # no load uses it
 
 
+_FIRST = "the first message over a communicator"
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8  # at the beginning of the head
 _TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
@@ -165,6 +166,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
         if attribute.value is None or (isinstance(attribute.value, Group) and attribute.value.is_torn):
             try:
                 group = Group(duplicate(comm, timeout))
+                group.watch.begin(_FIRST, timeout)
                 group.watch_departures()
                 attribute.value = group
             except StallError as error:
@@ -410,6 +412,7 @@ class Group:
             group.watch_departures(f"processes{name}")
         else:
             group = Group(None if self.size == 1 else duplicate(self.comm, timeout))
+            group.watch.begin(_FIRST, timeout)
             group.watch_departures()
             if self.size > 1:  # MPI's calls that split cannot be interrupted
                 ranks = self.node.ranks

@@ -190,15 +190,17 @@ def begin_request(
     """
     request: Arguments | None = None
     error: BaseException | None = None
+    timeout: float | None = TIMEOUT
+    invocation = Invocation(kind, title, {})
     try:
         request = read()
+        timeout = request.options.timeout
+        invocation = request.invocation(kind, title)
     except ShardloadError as failure:
         error = failure
     except Exception as failure:
         let_interruption_pass(failure)  # the other ranks wait for this one
         error = ConfigError(f"the arguments could not be read: {type(failure).__name__}: {failure}")
-    timeout = TIMEOUT if request is None else request.options.timeout
-    invocation = Invocation(kind, title, {}) if request is None else request.invocation(kind, title)
     with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
         del error  # see `Call.plan`
         yield call, cast(Arguments, request)  # None is never looked at

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
     "metadata": (0, False, 0, ("for 4 s (call: load of 'x.h5')", "nothing was heard of rank 0", ADVICE)),
     "absent": (3, False, 3, ("rank 3 did not come to this call", "other rank", "(phase: ", ADVICE)),
     "absent_at_first": (1, False, None, ("not all ranks of this communicator have made their first call", ADVICE)),
+    "duplicated": (0, False, None, ("(call: the first message over a communicator)", "nothing was heard of rank 0", ADVICE)),
     "scatter": (1, False, 1, ("(call: scatter from rank 1)", "rank 1 did not come to this call, or is held up", ADVICE)),
 }
 OPEN_MPI = ("thread parallel", "absent")

@@ -28,6 +28,7 @@ import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import Invocation, group_of
 from shardload.formats.codecs import algorithms
+from shardload.jobs.loading.call import LoadCall
 from shardload.planning.schedule import Schedule
 from shardload.planning.tuning import Tuning, tuned
 from tests.mpi.sources import CHUNKS, NAME, SOURCES
@@ -214,6 +215,22 @@ def test_one_rank_that_cannot_read_its_own_part(files: dict[str, str], comm: Any
         same_error(comm, call, PeerError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no such disk here")
         monkeypatch.undo()
         check(call(), values, mesh, P("a"))
+
+
+def test_one_rank_that_cannot_say_what_it_was_asked_for(
+    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if it did not come to the call, for which the others wait."""
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room for words")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(LoadCall, "_describe", fails)
+    call = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, timeout=30)
+    same_error(comm, call, ConfigError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no room for words")
+    monkeypatch.undo()
+    check(call(), ramp(cube()), mesh_of(), P("a"))
 
 
 @pytest.mark.parametrize("name", ["incoming", "outgoing"])

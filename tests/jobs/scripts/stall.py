@@ -152,6 +152,16 @@ def absent_at_first(_: Any) -> None:
 
 
 @case
+def duplicated(_: Any) -> None:
+    """When there is a communicator, before the first message over it."""
+    mine, _ = comm.Dup(), mesh_of()
+    if comm.rank == 0:
+        importlib.import_module("shardload.comm.group").Group.watch_departures = hold  # type: ignore[method-assign]
+    again_on["comm"] = mine
+    load(comm=mine)
+
+
+@case
 def left(ranks: Any) -> None:
     """Some ranks come to the end of their program, and the others make a call."""
     load()
