@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.group import Group, Topology
+from shardload.comm.mpi import HOW_ALONE, HOW_WITHOUT_MPI, mpi_is_off, refuse_singletons
 from shardload.comm.store import jax_processes
 from shardload.engine.call import Call, begin_request, warn_all
 from shardload.engine.file_source import FileMove, FileSource
