@@ -79,7 +79,8 @@ class Ahead:
     """
 
     def __init__(self, run: Callable[[Callable[[], None]], Any]) -> None:
-        self._run, self._lock, self._pulling = run, threading.Lock(), threading.Lock()
+        # A garbage collection may close an object, which calls `add`, in a thread that has this lock.
+        self._run, self._lock, self._pulling = run, threading.RLock(), threading.Lock()
         self._expected, self._nbytes = deque[Iterator[Wanted]](), 0
         self._waiting_holder: Any = None  # whose last request waits
 
