@@ -151,6 +151,8 @@ class StallError(PeerError):
 
     The ranks are then at different points of the program and cannot agree on anything again: every later call over the same
     communicator raises this error at once, and the job ends when the first process ends.
+
+    Or: another rank has left the call by an error that only it had (no memory, Ctrl-C). The text says which, and all can go on.
     """
 
 

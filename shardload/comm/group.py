@@ -326,13 +326,15 @@ class Group:
             with scratch_of_its_own():
                 yield refusal
         except ShardloadError as error:  # all ranks raise it, though each may have found it by itself
+            self.is_torn = self.is_torn or self.watch.is_left
             if not isinstance(error, StallError) and not self.is_torn:  # the watchdog has decided who shows a stall
                 self.shared(error)
             raise
         except ShardloadWarning:  # all ranks raise it if warnings are errors
             raise
-        except BaseException:
+        except BaseException as error:
             self.is_torn = self.size > 1  # a single process cannot be out of step
+            self.watch.leave(error)
             raise
         finally:
             self._calling_thread = 0

@@ -10,6 +10,7 @@ Every rank calls `Watchdog.look` in each iteration of each wait, which costs a l
 4. A rank that reached the end of its program without making the call will never make it. As soon as this is known, the call
    fails.
 5. A rank that makes or receives a decision raises it, now and at each later call, because the ranks are out of step for good.
+6. A rank that leaves a call by an error which only it has says so to all. They raise that, and can go on with another group.
 
 Long before a decision, if there is no progress for a while, one warning names the ranks that the others wait for: by rank 0,
 or by rank 1 if rank 0 is one of them.
@@ -31,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
-from shardload.comm.shared_errors import share
+from shardload.comm.shared_errors import message_of, share
 from shardload.errors import StallError
 from shardload.units import counted, first_ranks
 
@@ -138,7 +139,7 @@ _SILENT_BEATS = 3  # beats without a message: one may have to wait for the monit
 _LATE_BEATS = 6  # more than the monitor needs, so that its own decision comes first
 _LEARN_BEATS = 3  # until every waiting rank has looked
 _LONGEST_NAME = 500  # characters, so that a beat stays a short message
-_BEAT, _ALIVE, _STALLED = "beat", "alive", "stalled"
+_BEAT, _ALIVE, _STALLED, _LEFT = "beat", "alive", "stalled", "left"
 _NOTICE_BEATS = 2  # progress is sent at the next beat, and read at the monitor's next beat
 _NO_MONITOR = "nothing was heard of rank 0, which watches over the others"
 
@@ -217,6 +218,7 @@ class Watchdog:
         self._rank, self._size, self._mailbox, self._clock = rank, size, mailbox, clock
         self._on_stall, self._departed = on_stall, departed
         self.n_agreed = 0
+        self.is_left = False  # a rank has left a call that others wait in
         self._stall: tuple[str, int | None] | None = None
         self._call, self._count, self._n_done_before = 0, 0, 0
         self._title, self._phase = "initialize()", "begin"  # until a call says what it is
@@ -291,6 +293,11 @@ class Watchdog:
         if self._clock() >= self._due:
             self._beat()
 
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has left a call by an error of which they know nothing: they would wait for it."""
+        text = f"rank {self._rank} has left this call by an error of its own: {type(error).__name__}: {message_of(error)}"
+        self._tell_all({"kind": _LEFT, "text": f"{text} (call: {self._title})", "rank": self._rank})
+
     def close(self) -> None:
         """End a call. If the call took long, this rank learns here whether the others have given it up."""
         if self._n_beats and self._timeout is not None:
@@ -352,6 +359,8 @@ class Watchdog:
         for rank, message in () if mailbox is None else mailbox.receive():
             if message["kind"] == _STALLED:
                 self._set_stall(message["text"], message["rank"])
+            elif message["kind"] == _LEFT and self._stall is None:
+                self.is_left, self._stall = True, (message["text"], message["rank"])
             elif message["kind"] == _BEAT and self._rank == 0 and mailbox is not None:
                 state = RankState(*message["state"])
                 self._store(rank, state)
@@ -380,13 +389,16 @@ class Watchdog:
 
     def _give_up(self, text: str, late: int | None) -> None:
         """Send the decision to all ranks, and raise it."""
+        self._tell_all({"kind": _STALLED, "text": text, "rank": late})
+        self._set_stall(text, late)
+        self._raise_stall()
+
+    def _tell_all(self, message: Message) -> None:
         if self._mailbox is not None:
             for rank in range(self._size):
                 if rank != self._rank:
-                    self._mailbox.send(rank, {"kind": _STALLED, "text": text, "rank": late})
+                    self._mailbox.send(rank, message)
             self._mailbox.flush()
-        self._set_stall(text, late)
-        self._raise_stall()
 
     def _set_stall(self, text: str, late: int | None) -> None:
         if self._stall is None:

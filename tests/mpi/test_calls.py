@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError
-from shardload.comm.group import Invocation, group_of
+from shardload.comm.group import Group, Invocation, group_of
 from shardload.formats.codecs import algorithms
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.schedule import Schedule
@@ -231,6 +231,32 @@ def test_one_rank_that_cannot_say_what_it_was_asked_for(
     same_error(comm, call, ConfigError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no room for words")
     monkeypatch.undo()
     check(call(), ramp(cube()), mesh_of(), P("a"))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("error", [MemoryError("no room here"), KeyboardInterrupt()])
+def test_one_rank_that_leaves_a_call(
+    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Wrong if the others waited out the timeout, were not told why, or could make no call any more."""
+    last = comm.size - 1
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    with tuned(small_nbytes=0):
+        if comm.rank == last:
+            monkeypatch.setattr(Group, "next_tags", fails)
+        call = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, readers="parallel", timeout=8)
+        with pytest.raises(BaseException) as caught:
+            call()
+        if comm.rank == last:
+            assert caught.value is error
+        else:
+            assert isinstance(caught.value, shardload.StallError) and caught.value.rank == last
+            assert f"rank {last} has left this call by an error of its own: {type(error).__name__}" in str(caught.value)
+        monkeypatch.undo()
+        check(call(), ramp(cube()), mesh_of(), P("a"))
 
 
 @pytest.mark.parametrize("name", ["incoming", "outgoing"])
