@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -296,7 +296,8 @@ class Watchdog:
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks that this one has left a call by an error of which they know nothing: they would wait for it."""
         text = f"rank {self._rank} has left this call by an error of its own: {type(error).__name__}: {message_of(error)}"
-        self._tell_all({"kind": _LEFT, "text": f"{text} (call: {self._title})", "rank": self._rank})
+        with suppress(Exception):  # of MPI, which `error` may be about
+            self._tell_all({"kind": _LEFT, "text": f"{text} (call: {self._title})", "rank": self._rank})
 
     def close(self) -> None:
         """End a call. If the call took long, this rank learns here whether the others have given it up."""
