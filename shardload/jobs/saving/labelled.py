@@ -20,6 +20,7 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, extent_of, loaded_as
 from shardload.errors import ConfigError
+from shardload.formats.contract.array import refusal
 from shardload.formats.sink import UNITS, units_of
 from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
 from shardload.jobs.loading.plan import Plan
@@ -366,11 +367,9 @@ def _as_stored(name: str, variable: Any, x: Any, content: _Content, kind: str) -
     if isinstance(x, jax.Array):
         return x, attrs
     x = variable.values
-    if x.dtype.kind in "OSUTV":
+    if why := refusal(x.dtype):
         role = "coordinate" if name in content.coords else "variable"
-        raise ConfigError(
-            f"the {role} '{name}' holds text or objects, and save writes numbers. Leave it out: ds.drop_vars('{name}')"
-        )
+        raise ConfigError(f"the {role} '{name}' holds {why}, and save writes numbers. Leave it out: ds.drop_vars('{name}')")
     if variable.dims == (name,) and x.dtype.kind == "f" and not np.isnan(x).any():
         attrs.pop("_FillValue", None)  # CF wants none of the coordinates of an axis
     return x, attrs
