@@ -78,8 +78,9 @@ def of_xarray(
     plans = _plans(keywords["plan"])
     lengths = _lengths(content, keywords["shape"], plans)
     for dim, index in tree.xindexes.items():
-        if hasattr(index, "n_unpadded"):  # that of `load_dataset`
+        if hasattr(index, "n_unpadded"):  # that of `load_dataset`: it has the values whose type NaN has changed
             _note(lengths, dim, index.n, index.n_unpadded)
+            content.variables |= index.unpadded.create_variables({dim: content.variables[dim]})
     _add_left_out(content, plans)
     if grow_along is not None:
         content.variables = {name: x for name, x in content.variables.items() if grow_along in x.dims}
