@@ -279,6 +279,8 @@ def _cut(name: str, variable: Any, shape: tuple[int, ...]) -> Any:
         )
     index: Any = (*map(slice, shape), ...)  # with the dots an array without axes stays one
     x = x[index]
+    if x.dtype.kind == "O" and x.size and all(isinstance(number, int) for number in x.flat):
+        x = np.array(x.tolist())  # identifiers that `load_dataset` has padded
     is_of_an_axis = variable.dims == (name,)
     if is_of_an_axis and x.dtype.kind == "f" and np.isnan(x).any() and (shape != variable.shape or np.isnan(x[-1])):
         raise ConfigError(
