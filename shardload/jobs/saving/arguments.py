@@ -200,21 +200,20 @@ class SaveRequest:
         It goes by all arrays that this rank has loaded so far. Rank 0 asks for all ranks.
         """
         padded = {
-            array.name.lstrip("/"): (array.x, like)
+            array.name.lstrip("/"): (array.x, *origin)
             for array in self.arrays
             if not array.is_extent_known and not array.is_everywhere and isinstance(array.x, jax.Array)
-            if (like := padded_like(array.x)) is not None
+            if (origin := padded_like(array.x)) is not None
         }
         if not padded:
             return ""
-        name, (x, like) = next(iter(padded.items()))
-        lengths = zip(x.shape, like.shape, like.shape_global)  # noqa: B905 (it may have other axes behind these)
-        shape = (*(n if n != n_loaded else n_saved for n_saved, n, n_loaded in lengths), *x.shape[len(like.shape) :])
+        name, (x, like, axes) = next(iter(padded.items()))
+        shape = tuple(like.shape[axes[k]] if k in axes else n for k, n in enumerate(x.shape))
         fix = f"shape={{{name!r}: {shape}}}"
         if has_halo := any(like.halo):
             fix = "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
         return (
-            f"saved with the whole shape: {some([f'{name!r} {x.shape}' for name, (x, _) in padded.items()])}. A loaded array "
+            f"saved with the whole shape: {some([f'{name!r} {x.shape}' for name, (x, *_) in padded.items()])}. A loaded array "
             f"was as long, but only with its {'halos' if has_halo else 'padding'}: without, its shape is {like.shape}. If what "
             f"is saved was computed from it, pass {fix}; if not, shape={{{name!r}: {x.shape}}}"
         )
