@@ -319,3 +319,16 @@ def test_ranks_that_pass_other_states(comm: Any, shared_tmp_path: Path) -> None:
     sharding = NamedSharding(mesh_of(), P("a"))
     like = {"x": jax.ShapeDtypeStruct(x.shape, "int32" if rank else "float32", sharding=sharding)}
     same_error(comm, lambda: shardload.load(path, like=like), PeerError, "'/x' int32")
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_the_path_of_a_group(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if the group were passed over: of an array in it, the one of that name in the root came."""
+    path = shared_tmp_path / name
+    shardload.save(path, {"w": np.zeros(3), "params": {"w": np.ones(3)}})
+    like = {"w": np.zeros(3)}
+    same_error(
+        comm, lambda: shardload.load(f"{path}:/params", like=like), ConfigError, f"path is '{path}:/params'", "'/params'"
+    )
+    sharded = {"w": put(np.zeros(3, "float32"), mesh_of(), P())}
+    same_error(comm, lambda: shardload.load(f"{path}:/params", like=sharded), SourceError, "there is no file")

@@ -350,6 +350,12 @@ def _read(
 ) -> tuple[dict[str, Array], list[tuple[ArrayInfo, str]]]:
     """The values of arrays by name; and of which chunks are missing, in words."""
     values, missing = dict[str, Array](), list[tuple[ArrayInfo, str]]()
+    inside = split_path(os.fsdecode(path))[1]
+    if inside is not None:
+        raise ConfigError(
+            f"path is '{path}', and load(..., like=) takes the path of a file: the keys of `like` are names from its root on. "
+            f"Pass them with the groups that lead to '{inside}'"
+        )
     with open_file(path, access) as file:
         state = file.state() if state is None else state
         stored = {info.dataset for info in file.list_arrays()}
