@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, VerifyError
+from shardload.engine.file_target import FileTarget
 from tests.mpi.support import check, mesh_of, on_disk, on_root, same_error
 
 SPEC = P(("a", "b"))
@@ -79,6 +81,26 @@ def test_the_next_save_waits(comm: Any, shared_tmp_path: Path) -> None:
     shardload.save(path, {"x": made(mesh, VALUES + 7)}, mode="w")
     assert second.is_done
     np.testing.assert_array_equal(read(path), VALUES + 7)
+
+
+@pytest.mark.mpi
+def test_the_program_goes_to_another_folder(comm: Any, shared_tmp_path: Path, monkeypatch: Any) -> None:
+    """Wrong if the file came into the folder in which the program is when the thread gets there."""
+    there, elsewhere = shared_tmp_path / "there", shared_tmp_path / "elsewhere"
+    on_root(comm, lambda: [there.mkdir(), elsewhere.mkdir()][0])
+    has_gone, begin = threading.Event(), FileTarget.begin
+
+    def begin_later(target: FileTarget) -> None:
+        has_gone.wait()
+        begin(target)
+
+    monkeypatch.setattr(FileTarget, "begin", begin_later)
+    monkeypatch.chdir(there)
+    save = shardload.save("out.h5", {"x": made(mesh_of())}, background=True)
+    monkeypatch.chdir(elsewhere)
+    has_gone.set()
+    save.wait()
+    assert on_disk(comm, there) == ["out.h5"] and on_disk(comm, elsewhere) == []
 
 
 def unequal(mesh: Mesh) -> jax.Array:

@@ -21,6 +21,7 @@ from shardload.arrays.sharding import describe_sharding, refuse_unreduced
 from shardload.comm.group import Invocation
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import dtype_text, refusal, some
+from shardload.formats.lookup import absolute
 from shardload.formats.saving import check_target, format_for
 from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan, TreePlan
@@ -148,6 +149,7 @@ class SaveRequest:
         mode, dim = "w" if is_append else OPTIONS["mode"].check(keywords["mode"]), OPTIONS["dim"].check(keywords["dim"])
         target = _target(path)
         target = (target.rstrip("/") or "/") if is_append else target
+        target = absolute(target) if options.background else target  # the program may go to another folder meanwhile
         kind = "zarr" if is_append else format_for(target, keywords["format"])
         if isinstance(keywords["plan"], TreePlan):
             keywords["plan"] = keywords["plan"].plans
