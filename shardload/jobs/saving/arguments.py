@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Self
@@ -168,6 +169,8 @@ class SaveRequest:
                 arrays[k] = replace(array, dims=dims if array.dims is None else array.dims, attrs=attrs | dict(array.attrs))
         if labels:
             groups["/"] = dict(attrs_of_file) | dict(groups.get("/", {}))
+        if options.background:  # the program may change them meanwhile
+            arrays, groups = [replace(array, attrs=deepcopy(array.attrs)) for array in arrays], deepcopy(groups)
         at = OPTIONS["at"].check(keywords["at"])
         return cls(target, kind, mode, arrays, groups, options, dim if is_append else "", at=at)
 
