@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, VerifyError
+from shardload.engine.file_target import FileTarget
 from tests.mpi.support import check, mesh_of, on_disk, on_root, same_error
 
 SPEC = P(("a", "b"))
@@ -79,6 +81,48 @@ def test_the_next_save_waits(comm: Any, shared_tmp_path: Path) -> None:
     shardload.save(path, {"x": made(mesh, VALUES + 7)}, mode="w")
     assert second.is_done
     np.testing.assert_array_equal(read(path), VALUES + 7)
+
+
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What the thread of a save waits for before it makes the file."""
+    event, begin = threading.Event(), FileTarget.begin
+
+    def begin_later(target: FileTarget) -> None:
+        event.wait()
+        begin(target)
+
+    monkeypatch.setattr(FileTarget, "begin", begin_later)
+    return event
+
+
+@pytest.mark.mpi
+def test_the_program_goes_to_another_folder(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
+) -> None:
+    """Wrong if the file came into the folder in which the program is when the thread gets there."""
+    there, elsewhere = shared_tmp_path / "there", shared_tmp_path / "elsewhere"
+    on_root(comm, lambda: [there.mkdir(), elsewhere.mkdir()][0])
+    monkeypatch.chdir(there)
+    save = shardload.save("out.h5", {"x": made(mesh_of())}, background=True)
+    monkeypatch.chdir(elsewhere)
+    go_on.set()
+    save.wait()
+    assert on_disk(comm, there) == ["out.h5"] and on_disk(comm, elsewhere) == []
+
+
+@pytest.mark.mpi
+def test_the_program_changes_attributes(comm: Any, shared_tmp_path: Path, go_on: threading.Event) -> None:
+    """Wrong if the file had what the program has written into them since."""
+    path, levels, notes = shared_tmp_path / "out.h5", np.arange(3.0), [1, 2]
+    attrs = {"x": {"levels": levels}, "/": {"notes": notes}}
+    save = shardload.save(path, {"x": made(mesh_of())}, attrs=attrs, background=True)
+    levels[...], notes[0] = -1, 7
+    go_on.set()
+    save.wait()
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["x"].attrs["levels"], np.arange(3.0))
+        np.testing.assert_array_equal(file.attrs["notes"], [1, 2])
 
 
 def unequal(mesh: Mesh) -> jax.Array:

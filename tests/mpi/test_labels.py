@@ -713,13 +713,23 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
         same_error(comm, call, ConfigError, "'u' has halos", "shardload.unpad")
 
 
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+def test_a_dataset_with_bfloat16_of_numpy(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if it were refused as records are, which have the same kind in NumPy; one with `jax.Array`s was saved."""
+    values = np.arange(6).astype("bfloat16")
+    shardload.save(shared_tmp_path / name, xr.Dataset({"w": ("x", values), "first": values[0]}))
+    found = shardload.load(shared_tmp_path / name, like={"w": values, "first": values[0]})
+    np.testing.assert_array_equal(found["w"], values, strict=True)
+    assert found["first"] == values[0]
+
+
 @pytest.mark.parametrize(
     ("make", "how", "says"),
     [
         (
             lambda ds: ds.assign_coords(name=("lat", ["a", "b", "c"])),
             {},
-            "'name' holds text or objects, and save writes numbers",
+            "'name' holds strings, and save writes numbers",
         ),
         (lambda ds: ds.stack(z=("lat", "lon")), {}, "an index of several levels, which no file has"),
         (lambda ds: ds.assign(kind=("lat", pd.Categorical(["a"] * ds.sizes["lat"]))), {}, "Leave it out: ds.drop_vars('kind')"),

@@ -201,6 +201,29 @@ def test_a_dataset_with_padding_is_saved_without_it(comm: Any, shared_tmp_path: 
         xr.testing.assert_equal(saved.load(), 2 * opened(paths))
 
 
+@pytest.mark.parametrize("name", ["out.nc", "out.zarr"])
+def test_integers_of_an_axis_with_padding_are_saved_as_integers(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if the labels of stations became floating point numbers, as which they go on with NaN, and were rounded by that.
+    So were other identifiers, also in the Dataset.
+    """
+    path, n = shared_tmp_path / "in.nc", 2 * unit() + 1
+    numbers = 2**53 + 1 + np.arange(n)
+    coords = {"station": numbers, "owner": ("station", -numbers), "key": ("station", numbers.astype("u8") + 2**63)}
+    stations = xr.Dataset({"t": ("station", np.arange(n, dtype="f4"))}, coords)
+    on_root(comm, lambda: stations.to_netcdf(path, engine="h5netcdf"))
+    ds = shardload.load_dataset(path, mesh_of(), {"station": "a"}, pad=0)
+    for coordinate in coords:
+        assert ds[coordinate].values[:n].tolist() == stations[coordinate].values.tolist()
+    shardload.save(shared_tmp_path / name, ds)
+
+    def look() -> None:
+        with xr.open_dataset(shared_tmp_path / name, engine="h5netcdf" if name == "out.nc" else "zarr") as saved:
+            for coordinate in coords:
+                np.testing.assert_array_equal(saved[coordinate].values, stations[coordinate].values, strict=True)
+
+    on_root(comm, look)
+
+
 def test_dates_with_padding_are_saved_in_the_units_of_the_file(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if padding dropped what is known of the dates: xarray would choose units and a type of its own."""
     paths, out = write(comm, shared_tmp_path, 3), shared_tmp_path / "out.nc"

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, MissingChunksWarning, SourceError
+from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError
 from shardload.jobs.loading.given_arrays import StateCall
 from tests.mpi.support import check, mesh_of, on_root, raised, ramp, same_error, unit
 from tests.mpi.test_save import put
@@ -307,3 +307,28 @@ def test_two_arrays_of_one_name(comm: Any, shared_tmp_path: Path) -> None:
     path, twins = shared_tmp_path / "state.h5", Twins(np.arange(2), np.arange(3))
     same_error(comm, lambda: shardload.save(path, {"a": twins}), ConfigError, "two arrays are called '/a/1'")
     same_error(comm, lambda: shardload.save(path, twins), ConfigError, "two arrays are called '/1'")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_pass_other_states(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if some ranks returned, and others raised: the first would wait for them in the next call."""
+    path, x, rank = shared_tmp_path / "state.h5", ramp((unit(), 3), "float32"), comm.rank
+    shardload.save(path, {"x": put(x, mesh_of(), P("a")), "n": np.arange(3), "step": 0})
+    same_error(comm, lambda: shardload.load(path, like={"n": np.zeros(3 + rank, int)}), PeerError, f"({3 + 1},)", "'/n'")
+    same_error(comm, lambda: shardload.load(path, like={"step": True if rank else 0}), PeerError, "'/step' bool")
+    sharding = NamedSharding(mesh_of(), P("a"))
+    like = {"x": jax.ShapeDtypeStruct(x.shape, "int32" if rank else "float32", sharding=sharding)}
+    same_error(comm, lambda: shardload.load(path, like=like), PeerError, "'/x' int32")
+
+
+@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
+def test_the_path_of_a_group(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if the group were passed over: of an array in it, the one of that name in the root came."""
+    path = shared_tmp_path / name
+    shardload.save(path, {"w": np.zeros(3), "params": {"w": np.ones(3)}})
+    like = {"w": np.zeros(3)}
+    same_error(
+        comm, lambda: shardload.load(f"{path}:/params", like=like), ConfigError, f"path is '{path}:/params'", "'/params'"
+    )
+    sharded = {"w": put(np.zeros(3, "float32"), mesh_of(), P())}
+    same_error(comm, lambda: shardload.load(f"{path}:/params", like=sharded), SourceError, "there is no file")

@@ -220,6 +220,23 @@ def n_chunks(chunk: tuple[int, ...], steps: Any, shape: tuple[int, ...] = (LAT, 
     return len({step // chunk[axis] for step in steps}) * math.prod(-(-n // c) for n, c in zip(shape, rest, strict=True))
 
 
+def test_the_program_goes_to_another_folder(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a stream looked for its file in the folder in which the program is when a batch is read."""
+    folder, values = shared_tmp_path / "elsewhere", ramp((6, 3))
+
+    def make() -> None:
+        folder.mkdir()
+        with h5py.File(shared_tmp_path / "run.h5", "w") as file:
+            file["x"] = values
+
+    on_root(comm, make)
+    monkeypatch.chdir(shared_tmp_path)
+    ds = stream("run.h5", mesh_of(), P(), batch=3, epochs=1)
+    monkeypatch.chdir(folder)
+    for k, batch in enumerate(ds):
+        check(batch, values[3 * k : 3 * k + 3], mesh_of(), P())
+
+
 def test_a_tree_of_arrays_with_windows_and_specs_of_their_own(comm: Any, files: dict[str, str]) -> None:
     """(1) Wrong if the steps of one array came by the chunks of another, or a spec or window went to another leaf."""
     mesh, path = mesh_of(), files["a.h5"]

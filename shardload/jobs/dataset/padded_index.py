@@ -9,11 +9,18 @@ import numpy as np
 from xarray import Variable
 from xarray.indexes import Index, PandasIndex
 
+_EXACT = 2**53  # up to which floating point numbers are all integers
+
 
 def pad_variable(variable: Variable, tails: Mapping[Any, tuple[int, int]]) -> Variable:
-    """A variable with NaN or NaT behind its values. It keeps its encoding, in which `save` finds the units of dates."""
+    """A variable with NaN or NaT behind its values. It keeps its encoding, in which `save` finds the units of dates.
+
+    Integers that floating point numbers would round, as identifiers, become objects of Python.
+    """
     padded = variable.to_base_variable()
     if tails:  # xarray does not pad a single number, not even by nothing
+        if padded.dtype.kind in "iu" and ((padded.values > _EXACT) | (padded.values < -_EXACT)).any():
+            padded = padded.astype(object)
         padded = padded.pad(tails)
         padded.encoding = variable.encoding
     return padded

@@ -261,7 +261,11 @@ class StateCall(LoadCall):
     def __init__(self, path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
         self._leaves = {f"/{name}": leaf for name, leaf in leaves.items()}
         self.state: State = None
+        self._text = _text_of(leaves)
         super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**keywords, "dataset": [*leaves]})
+
+    def _source_text(self, place: Place) -> dict[str, str]:
+        return {**super()._source_text(place), "like": self._text}
 
     def _find_all(self, finder: Finder) -> Any:
         """See `LoadCall`."""
@@ -296,12 +300,12 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     if not isinstance(path, (str, os.PathLike)) or not leaves:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")
     sharded = {name: leaf for name, leaf in leaves.items() if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
-    unsharded = [name for name in leaves if name not in sharded]
+    unsharded = {name: leaf for name, leaf in leaves.items() if name not in sharded}
     if unsharded and (keywords["select"] is not None or keywords["decode"]):
         option = "decode" if keywords["select"] is None else "select"
         raise ConfigError(
-            f"{option} is {keywords[option]!r}, but '/{unsharded[0]}' has no NamedSharding in `like`, and what has none is "
-            "read as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
+            f"{option} is {keywords[option]!r}, but '/{next(iter(unsharded))}' has no NamedSharding in `like`, and what has "
+            "none is read as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
         )
     values: dict[str, Any] = {}
     state: State = None
@@ -317,15 +321,22 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
 
 
-def _read_all(path: Any, names: Sequence[str], keywords: Mapping[str, Any], state: State) -> dict[str, Array]:
+def _text_of(leaves: Mapping[str, Any]) -> str:
+    """The leaves of `like`, which must be the same on all ranks: a rank that refuses one would do so alone."""
+    kinds = (f"'/{name}' {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}" for name, leaf in leaves.items())
+    return "; ".join(kinds)
+
+
+def _read_all(path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any], state: State) -> dict[str, Array]:
     """The values of whole arrays, which rank 0 reads and tells all. SourceError if `state` is that of another version of the
     file, from which it has other arrays. Collective.
     """
     options = Options.check(
         **{name: keywords[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout", "missing")}
     )
-    path_text = describe_path(path)
-    invocation = Invocation("load", f"load of {path_text}", {"path": path_text, "dataset": repr(names)})
+    path_text, names = describe_path(path), list(leaves)
+    texts = {"path": path_text, "dataset": repr(names), "like": _text_of(leaves)}
+    invocation = Invocation("load", f"load of {path_text}", texts)
     values: dict[str, Array]
     with begin_call(invocation, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
         values, missing = call.plan(lambda: _read(path, names, options.access, state), lambda found: found, lambda _: "")
@@ -339,6 +350,12 @@ def _read(
 ) -> tuple[dict[str, Array], list[tuple[ArrayInfo, str]]]:
     """The values of arrays by name; and of which chunks are missing, in words."""
     values, missing = dict[str, Array](), list[tuple[ArrayInfo, str]]()
+    inside = split_path(os.fsdecode(path))[1]
+    if inside is not None:
+        raise ConfigError(
+            f"path is '{path}', and load(..., like=) takes the path of a file: the keys of `like` are names from its root on. "
+            f"Pass them with the groups that lead to '{inside}'"
+        )
     with open_file(path, access) as file:
         state = file.state() if state is None else state
         stored = {info.dataset for info in file.list_arrays()}

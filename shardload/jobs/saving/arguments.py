@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Self
@@ -21,6 +22,7 @@ from shardload.arrays.sharding import describe_sharding, refuse_unreduced
 from shardload.comm.group import Invocation
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import dtype_text, refusal, some
+from shardload.formats.lookup import absolute
 from shardload.formats.saving import check_target, format_for
 from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan, TreePlan
@@ -148,6 +150,7 @@ class SaveRequest:
         mode, dim = "w" if is_append else OPTIONS["mode"].check(keywords["mode"]), OPTIONS["dim"].check(keywords["dim"])
         target = _target(path)
         target = (target.rstrip("/") or "/") if is_append else target
+        target = absolute(target) if options.background else target  # the program may go to another folder meanwhile
         kind = "zarr" if is_append else format_for(target, keywords["format"])
         if isinstance(keywords["plan"], TreePlan):
             keywords["plan"] = keywords["plan"].plans
@@ -166,6 +169,8 @@ class SaveRequest:
                 arrays[k] = replace(array, dims=dims if array.dims is None else array.dims, attrs=attrs | dict(array.attrs))
         if labels:
             groups["/"] = dict(attrs_of_file) | dict(groups.get("/", {}))
+        if options.background:  # the program may change them meanwhile
+            arrays, groups = [replace(array, attrs=deepcopy(array.attrs)) for array in arrays], deepcopy(groups)
         at = OPTIONS["at"].check(keywords["at"])
         return cls(target, kind, mode, arrays, groups, options, dim if is_append else "", at=at)
 
@@ -200,21 +205,20 @@ class SaveRequest:
         It goes by all arrays that this rank has loaded so far. Rank 0 asks for all ranks.
         """
         padded = {
-            array.name.lstrip("/"): (array.x, like)
+            array.name.lstrip("/"): (array.x, *origin)
             for array in self.arrays
             if not array.is_extent_known and not array.is_everywhere and isinstance(array.x, jax.Array)
-            if (like := padded_like(array.x)) is not None
+            if (origin := padded_like(array.x)) is not None
         }
         if not padded:
             return ""
-        name, (x, like) = next(iter(padded.items()))
-        lengths = zip(x.shape, like.shape, like.shape_global)  # noqa: B905 (it may have other axes behind these)
-        shape = (*(n if n != n_loaded else n_saved for n_saved, n, n_loaded in lengths), *x.shape[len(like.shape) :])
+        name, (x, like, axes) = next(iter(padded.items()))
+        shape = tuple(like.shape[axes[k]] if k in axes else n for k, n in enumerate(x.shape))
         fix = f"shape={{{name!r}: {shape}}}"
         if has_halo := any(like.halo):
             fix = "shardload.unpad(x, plan) in its place, with the plan that loaded that array"
         return (
-            f"saved with the whole shape: {some([f'{name!r} {x.shape}' for name, (x, _) in padded.items()])}. A loaded array "
+            f"saved with the whole shape: {some([f'{name!r} {x.shape}' for name, (x, *_) in padded.items()])}. A loaded array "
             f"was as long, but only with its {'halos' if has_halo else 'padding'}: without, its shape is {like.shape}. If what "
             f"is saved was computed from it, pass {fix}; if not, shape={{{name!r}: {x.shape}}}"
         )

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, extent_of, loaded_as
 from shardload.errors import ConfigError
+from shardload.formats.contract.array import refusal
 from shardload.formats.sink import UNITS, units_of
 from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
 from shardload.jobs.loading.plan import Plan
@@ -77,8 +78,9 @@ def of_xarray(
     plans = _plans(keywords["plan"])
     lengths = _lengths(content, keywords["shape"], plans)
     for dim, index in tree.xindexes.items():
-        if hasattr(index, "n_unpadded"):  # that of `load_dataset`
+        if hasattr(index, "n_unpadded"):  # that of `load_dataset`: it has the values whose type NaN has changed
             _note(lengths, dim, index.n, index.n_unpadded)
+            content.variables |= index.unpadded.create_variables({dim: content.variables[dim]})
     _add_left_out(content, plans)
     if grow_along is not None:
         content.variables = {name: x for name, x in content.variables.items() if grow_along in x.dims}
@@ -277,6 +279,8 @@ def _cut(name: str, variable: Any, shape: tuple[int, ...]) -> Any:
         )
     index: Any = (*map(slice, shape), ...)  # with the dots an array without axes stays one
     x = x[index]
+    if x.dtype.kind == "O" and x.size and all(isinstance(number, int) for number in x.flat):
+        x = np.array(x.tolist())  # identifiers that `load_dataset` has padded
     is_of_an_axis = variable.dims == (name,)
     if is_of_an_axis and x.dtype.kind == "f" and np.isnan(x).any() and (shape != variable.shape or np.isnan(x[-1])):
         raise ConfigError(
@@ -366,11 +370,9 @@ def _as_stored(name: str, variable: Any, x: Any, content: _Content, kind: str) -
     if isinstance(x, jax.Array):
         return x, attrs
     x = variable.values
-    if x.dtype.kind in "OSUTV":
+    if why := refusal(x.dtype):
         role = "coordinate" if name in content.coords else "variable"
-        raise ConfigError(
-            f"the {role} '{name}' holds text or objects, and save writes numbers. Leave it out: ds.drop_vars('{name}')"
-        )
+        raise ConfigError(f"the {role} '{name}' holds {why}, and save writes numbers. Leave it out: ds.drop_vars('{name}')")
     if variable.dims == (name,) and x.dtype.kind == "f" and not np.isnan(x).any():
         attrs.pop("_FillValue", None)  # CF wants none of the coordinates of an axis
     return x, attrs

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from shardload.engine.call import begin_call
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
-from shardload.formats.lookup import Finder, open_source
+from shardload.formats.lookup import Finder, absolute, open_source
 from shardload.jobs.consistency import State, checksum_of_samples
 from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.execution import warn_of_packed
@@ -144,9 +145,9 @@ class StreamCall(LoadCall):
         spec = self._spec_of(request, k, info, selection, axis, has_new_axis)
         sharding = self._of_samples(request.sharding, spec, isinstance(window, tuple), has_new_axis, where)
         request = replace(request, sharding=sharding, by_name=None)
-        return LeafRequest(
-            request, info, selection, axis, place.path, where, spec, window, has_new_axis, self.scales[k], *contents
-        )
+        # The working folder may be another one when batches are read.
+        handle = absolute(place.path) if isinstance(place.path, (str, os.PathLike)) else place.path
+        return LeafRequest(request, info, selection, axis, handle, where, spec, window, has_new_axis, self.scales[k], *contents)
 
     def _spec_of(
         self, request: Request, k: int, info: ArrayInfo, selection: Selection, axis: int, has_new_axis: bool

@@ -37,8 +37,9 @@ def test_padded_shapes_outlive_their_arrays() -> None:
             del array
             gc.collect()
     remember(whole := jnp.zeros(5), Extent((5,), (5,), (1,), (0,)))
-    others = [jnp.zeros((8, 2, 2)), jnp.zeros((3, 8)), jnp.zeros(()), whole]
-    assert [padded_like(one) for one in others] == [padded, None, None, None]
+    others = [jnp.zeros((8, 2, 2)), jnp.zeros((8, 8)), jnp.zeros((3, 8)), jnp.zeros((3, 7)), jnp.zeros(()), whole]
+    alike = [(padded, {0: 0}), (padded, {0: 0}), (padded, {1: 0}), None, None, None]
+    assert [padded_like(one) for one in others] == alike
     assert len(padding._padded) == 1
 
 
