@@ -215,7 +215,11 @@ class Session:
                 self.agree()  # a rank that cannot read or receive says so before anything is sent
             # A thread of the target may have failed since: the others expect what this rank sends all the same.
             if channels is not None:
-                self._exchange(begun, channels, partial(self._begin_next, round_, source, target, coming))
+                failed = self._exchange(begun, channels, partial(self._begin_next, round_, source, target, coming))
+                del channels  # an error that is kept keeps the variables of its calls: see `system.garbage.let_go`
+                if failed is not None:
+                    self.errors.keep(failed)
+                del failed
         with self.errors:  # other ranks still wait for this rank
             begun.opened.close()
 
@@ -263,12 +267,10 @@ class Session:
         begun.opened.callback(channels.close)
         return channels
 
-    def _exchange(self, begun: _BegunRound, channels: Channels, begin_next: Callable[[], bool]) -> None:
+    def _exchange(self, begun: _BegunRound, channels: Channels, begin_next: Callable[[], bool]) -> BaseException | None:
         failed, counters = exchange(self.group, channels, self._resources(begun.round), begun.outgoing, begin_next)
         self.counters.add(counters)
-        if failed is not None:
-            self.errors.keep(failed)
-        del failed  # an error that stays a variable keeps the arrays of its calls: see `system.garbage.let_go`
+        return failed
 
     def _resources(self, round_: Round) -> Resources:
         """Buffers and threads of a round: those of the round before, if it had the same staging."""
