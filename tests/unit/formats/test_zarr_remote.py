@@ -32,7 +32,7 @@ from shardload.formats.zarr.store import WatchedStore
 from shardload.jobs.consistency import check_all_unchanged
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
-from shardload.storage.remote import StorageOptions, counts
+from shardload.storage.remote import StorageOptions
 from tests.servers import ObjectServer
 from tests.unit.files import change_json, check_source, flat, read_all, write_hdf5, write_zarr
 
@@ -250,15 +250,17 @@ def test_urls_of_other_kinds(tmp_path: Path) -> None:
 
 
 def together(server: ObjectServer, *keys: str) -> list[str]:
-    """Answer the first request for each of some keys only when all are there: where one waits for another, they fail."""
+    """Answer the first request for each of some keys when all are there. Returns them, and more if one waited in vain."""
     barrier, lock, came = threading.Barrier(len(keys)), threading.Lock(), list[str]()
 
     def hold(key: str) -> bool:
         with lock:
             is_first = key in keys and key not in came
             came.extend([key] if is_first else [])
-        if is_first:
-            barrier.wait(20)
+        try:
+            barrier.wait(20) if is_first else None
+        except threading.BrokenBarrierError:
+            came.append("one that waited in vain")
         return False
 
     server.faults.only = hold
@@ -444,7 +446,6 @@ def test_a_copy_puts_as_many_chunks_together_as_a_save(tmp_path: Path, server: O
     """Wrong if it put one for each core at a time: each waits for an answer."""
     write_hdf5(tmp_path / "x.h5", {"x": flat((16, 5))}, chunks=(1, 5))
     came = together(server, *(f"b/c.zarr/x/c/{k}/0" for k in range(16)))
-    n_retries = counts().retries
     shardload.copy(str(tmp_path / "x.h5"), "s3://b/c.zarr", storage=server.storage)
-    assert len(came) == 16 and counts().retries == n_retries
+    assert len(came) == 16
     assert (zarr.open_array(tmp_path / "b/c.zarr/x", mode="r")[...] == flat((16, 5))).all()
