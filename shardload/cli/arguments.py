@@ -60,7 +60,12 @@ def parse_spec(text: str, axes: Mapping[str, int]) -> Any:
         dims = [name.strip() for name, _, _ in pairs]
         if not all(dims) or len(set(dims)) < len(dims):
             raise wrong("--spec", f"cannot read {text!r}: each axis of the array once, with =. Type --spec lat=a,lon=b")
-        return dict.fromkeys(dims) | dict(zip(dims, parse_spec(",".join(part for _, _, part in pairs), axes), strict=False))
+        return dict(zip(dims, _cuts(",".join(part for _, _, part in pairs), axes), strict=True))
+    return _cuts(text, axes)
+
+
+def _cuts(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...] | None, ...]:
+    """By which axes of the mesh each axis of the array is cut."""
     parts: list[str | tuple[str, ...] | None] = []
     used: set[str] = set()
     for part in text.split(","):

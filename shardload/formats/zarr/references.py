@@ -108,8 +108,8 @@ class ReferenceFolder:
         self._references = _references_in(content) if self._tables is None else self._tables.metadata
         self._folders: Mapping[str, list[str]] = _folders_of(self._references)
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
-        self._pins = dict[str, Pin]()  # the versions of objects at URLs that are not kept any more
-        self._versions = dict[str, tuple[int, ...] | None]()  # of all that are not kept any more
+        # The versions of objects that are not kept any more, and the pins of those at URLs.
+        self._let_go = dict[str, tuple[tuple[int, ...] | None, Pin | None]]()
 
     def version(self, key: str) -> tuple[int, ...] | None:
         """See `ObjectFolder`: that of the set now. `opened_in` is that which was read."""
@@ -162,22 +162,22 @@ class ReferenceFolder:
         with self._lock:
             stored = self._objects.get(url)
             if stored is None:
-                stored = self._open(url, self._pins.get(url))
-                if url in self._versions and stored.version != self._versions[url]:
+                version, pin = self._let_go.get(url, (None, None))
+                stored = self._open(url, pin)
+                if url in self._let_go and stored.version != version:
                     raise OSError(f"'{without_secrets(url)}' was replaced, or written, since it was read first")
                 self._objects[url] = stored
                 if len(self._objects) > (_MOST_REMOTE if isinstance(stored, RemoteObject) else _MOST_OPEN):
                     first_url, first = self._objects.popitem(last=False)
-                    self._versions[first_url] = first.version
-                    if isinstance(first, RemoteObject):
-                        self._pins[first_url] = first.pin
+                    self._let_go[first_url] = first.version, first.pin if isinstance(first, RemoteObject) else None
             self._objects.move_to_end(url)
         return stored
 
     def versions_read(self) -> dict[str, tuple[Any, ...]]:
         """See `Source`."""
         with self._lock:
-            versions = self._versions | {url: stored.version for url, stored in self._objects.items()}
+            versions = {url: version for url, (version, _) in self._let_go.items()}
+            versions |= {url: stored.version for url, stored in self._objects.items()}
         return {
             hashlib.blake2b(url.encode(), digest_size=8).hexdigest(): (without_secrets(url), *(version or ())[:2])
             for url, version in versions.items()
