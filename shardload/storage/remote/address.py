@@ -5,7 +5,8 @@ from __future__ import annotations
 import configparser
 import os
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,9 @@ _TIMEOUTS = {"timeout": "7 days", "read_timeout": "30 s", "connect_timeout": "10
 _NO_RETRIES = {"max_retries": 0, "retry_timeout": timedelta(0)}  # `client` does it, for bodies and with one count
 _ENDPOINT = re.compile(r"(aws_|azure_|azure_storage_)?endpoint(_url)?(_s3)?", re.IGNORECASE)
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_MOST_KEPT = 8
+_stores: dict[str, Any] = {}  # of obstore, by all that each is made of; the one that was used last is last
+_lock = threading.Lock()
 _OF_PROFILE = {
     "access_key_id": "aws_access_key_id",
     "secret_access_key": "aws_secret_access_key",
@@ -141,13 +145,13 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
                     f"storage has {', '.join(map(repr, sorted(config)))}, which an HTTP server has not: it may have "
                     f"{', '.join(sorted(_OF_CLIENT | {'requests'}))}"
                 )
-            store, key = stores.HTTPStore(url, client_options=client, retry_config=_NO_RETRIES), ""
+            store, key = _kept(stores.HTTPStore, url, client, {}), ""
         elif not kind:
             raise ConfigError(f"'{url}' is of a store that was handed in before: pass (store, key) again")
         elif not bucket:
             raise ConfigError(f"'{without_secrets(url)}' names no bucket: s3://bucket/key is expected")
         else:
-            store = getattr(stores, kind)(bucket, client_options=client, retry_config=_NO_RETRIES, **config)
+            store = _kept(getattr(stores, kind), bucket, client, config)
     except ConfigError:
         raise
     except Exception as error:  # obstore's text may quote values
@@ -155,6 +159,21 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
     if failed:
         raise ConfigError(f"'{without_secrets(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
     return store, key.strip("/"), without_secrets(url), requests
+
+
+def _kept(make: Callable[..., Any], place: str, client: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """A store of obstore. The last few stay, with their connections, for the next call with the same options and environment,
+    from which obstore takes keys.
+    """
+    key = repr((make, place, sorted(client.items()), sorted(config.items()), sorted(os.environ.items())))
+    with _lock:
+        store = _stores.pop(key, None)
+        if store is None:
+            store = make(place, client_options=client, retry_config=_NO_RETRIES, **config)
+        _stores[key] = store
+        if len(_stores) > _MOST_KEPT:
+            del _stores[next(iter(_stores))]
+    return store
 
 
 def _endpoints(config: Mapping[str, Any], kind: str) -> list[str]:

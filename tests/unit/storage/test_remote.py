@@ -520,10 +520,23 @@ def test_profiles(server, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY3")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
     assert signed() == ["KEY3", "eu-1"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY4")  # as a job does when its keys expire
+    assert signed() == ["KEY4", "eu-1"]
     assert signed(profile="lab") == ["KEY2", "lab-1"]
     for profile, said in (("none", "there is no profile 'none'"), ("sso", "has no keys of its own")):
         with pytest.raises(ConfigError, match=said):
             open_remote("s3://bucket/run.h5", {"profile": profile})
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_the_connections_of_a_call_are_those_of_the_next(server, monkeypatch, scheme):
+    """Wrong if each made its own: that takes milliseconds here, and some hundred to a far store, with its certificates."""
+    url = "s3://bucket" if scheme == "s3" else f"{server.url}/bucket"
+    accepted, accept = [], server._server.get_request
+    monkeypatch.setattr(server._server, "get_request", lambda: accepted.append(None) or accept())
+    for _ in range(5):
+        assert open_remote(f"{url}/run.h5", server.storage if scheme == "s3" else {}).object().nbytes == len(DATA)
+    assert len(accepted) == 1
 
 
 def test_a_store_that_is_handed_in(server):
