@@ -265,10 +265,16 @@ class KeptSources:
         Of each array, that of its file when it was found: it is an error if another one is opened.
     what_changed : str
         That error, see `check_same_version`.
+
+    Attributes
+    ----------
+    versions_read : dict
+        See `Source.versions_read`: of all arrays, at the last `check_unchanged`.
     """
 
     def __init__(self, open_array: Callable[[int], Source], states: Sequence[State], what_changed: str) -> None:
         self._open_array, self._states, self._what_changed = open_array, states, what_changed
+        self.versions_read: dict[str, Sequence[Any]] = {}
         self._opened: dict[int, tuple[Source, State]] = {}
 
     def open(self, number: int) -> Source:
@@ -284,6 +290,8 @@ class KeptSources:
     def check_unchanged(self) -> None:
         """Raise SourceError if the file of an open array has changed since it was opened."""
         check_all_unchanged([(nullcontext, source, before) for source, before in self._opened.values()])
+        for source, _ in self._opened.values():
+            self.versions_read |= source.versions_read()
 
     def close_first(self, most: int) -> None:
         """Close those that were opened first if there are more than `most`."""

@@ -227,7 +227,7 @@ def test_references_to_chunks_in_another_file(comm: Any, bucket: Bucket) -> None
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_references_to_a_file_that_ranks_see_in_two_versions(
-    comm: Any, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, is_local: bool
+    comm: Any, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, shared_tmp_path: Path, is_local: bool
 ) -> None:
     """Wrong if the values of both were mixed: each rank opens the file when it comes to it, and by then it may be another."""
     on_root(comm, lambda: write_references(bucket))
@@ -238,7 +238,11 @@ def test_references_to_a_file_that_ranks_see_in_two_versions(
     storage = None if is_local else bucket.storage
     with tuned(small_nbytes=0, tiny_nbytes=0):
         load = partial(shardload.load, f"{where}/refs.json:/x", mesh_of(), P("a", "b"), storage=storage, readers="direct")
-        same_error(comm, load, SourceError, "x.h5', to which references lead, is not the same on all ranks")
+        copied = shared_tmp_path / "copied.zarr"
+        copy = partial(shardload.copy, f"{where}/refs.json", copied, chunks=(1, 5, 7), storage=storage)
+        for call in (load, copy):
+            same_error(comm, call, SourceError, "x.h5', to which references lead, is not the same on all ranks")
+        assert not copied.exists()
 
 
 def test_each_rank_that_reads_compares_the_metadata(comm: Any, bucket: Bucket) -> None:

@@ -38,7 +38,7 @@ from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.likeness import KEEP
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
-from shardload.jobs.consistency import SINCE_FOUND, KeptSources, as_planned
+from shardload.jobs.consistency import SINCE_FOUND, KeptSources, as_planned, check_same_objects
 from shardload.jobs.copying.request import (
     STAGING_NBYTES,
     CopyRequest,
@@ -390,6 +390,7 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
         session.run_own(source.rounds(), n_rounds, source, target)
         with session.errors:
             source.kept.check_unchanged()
+        check_same_objects(group, source.kept.versions_read)
         written = target.end()
     n_decoded, *missing = group.agree(None, [source.n_decoded, *source.n_missing])
     not_stored = [
