@@ -2,7 +2,7 @@
 
 A way is a function ``(file, sharding, comm) -> jax.Array``, as those of `ways`. `file` says where the server is, the key, the
 dataset, and where VirtualiZarr's references lie. What a process uses for all its loads (a filesystem of fsspec, a store of
-obstore) is made once and kept, with its connections: only the array is opened anew. shardload keeps nothing.
+obstore) is made once and kept, with its connections: only the array is opened anew. shardload, too, keeps the store alone.
 """
 
 from __future__ import annotations
