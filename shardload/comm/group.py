@@ -435,9 +435,13 @@ class Group:
         if self.comm is not None:
             self.comm.Free()
 
+    def knows_process(self, process: int) -> bool:
+        """True if the ranks know that this one is this JAX process. The same on all of them."""
+        return self._processes is not None and self._processes[self.rank] == process
+
     def processes(self, process: int) -> tuple[int, ...]:
         """The JAX process of each rank. Collective the first time."""
-        if self._processes is None or self._processes[self.rank] != process:
+        if self._processes is None or not self.knows_process(process):
             self._processes = tuple(int(p) for p in self.gather_int(process))
         return self._processes
 

@@ -144,10 +144,11 @@ def begin_call(
     group = group_of(comm, timeout)
     with outer_exception(), watched(group, invocation.title, timeout) as refusal:
         _ = group.machine  # collective the first time, and here every rank is present
-        if process is not None:
-            group.processes(process())
         call = Call(group, invocation, refusal or error)
         try:
+            if process is not None and not group.knows_process(process()):
+                call.settle()  # other ranks may make a call without JAX, which does not send what follows
+                group.processes(process())
             yield call
         finally:
             call._error = None

@@ -259,6 +259,17 @@ def test_one_rank_that_leaves_a_call(
         check(call(), ramp(cube()), mesh_of(), P("a"))
 
 
+@pytest.mark.mpi(min_size=2)
+def test_first_calls_of_two_kinds(files: dict[str, str], comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a load gathered the processes of JAX where a copy, which has none, compares the calls: both waited for ever."""
+    mine = comm.Dup()
+    copy = partial(shardload.copy, files["chunked"], shared_tmp_path / "copy.h5", comm=mine, timeout=20)
+    load = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=mine, timeout=20)
+    same_error(comm, load if comm.rank else copy, PeerError, "called load", "called copy of")
+    check(load(), ramp(cube()), mesh_of(), P("a"))
+    mine.Free()
+
+
 @pytest.mark.parametrize("name", ["incoming", "outgoing"])
 def test_one_rank_that_cannot_list_the_parts(
     files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch, name: str
