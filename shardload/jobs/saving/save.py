@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -226,7 +226,7 @@ class BackgroundSave:
         Collective: no. A rank that never calls it takes part in the save all the same.
         """
         self._has_ended.wait()  # up to Python 3.12, a thread counts as ended after Ctrl-C in `join`
-        if self in _unfinished:
+        with suppress(ValueError):  # another thread may have waited for it, too
             _unfinished.remove(self)
         if self._report is None:
             raise self._error or ShardloadError("the save has ended without a report")

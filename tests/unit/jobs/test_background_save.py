@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
+
+import pytest
 
 from shardload.jobs.saving.save import BackgroundSave
 
@@ -23,3 +26,20 @@ def test_an_interrupted_wait_is_no_end_of_the_save() -> None:
     assert not save.is_done
     goes_on.set()
     assert save.wait() is report and save.is_done
+
+
+def test_two_threads_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if one of them took it off the list between two lines of the other: a ValueError of a save that went well."""
+
+    class Unfinished(list[BackgroundSave]):
+        def __contains__(self, save: object) -> bool:
+            self.clear()
+            return True
+
+        def remove(self, save: BackgroundSave) -> None:
+            self.clear()
+            super().remove(save)
+
+    monkeypatch.setattr(import_module("shardload.jobs.saving.save"), "_unfinished", Unfinished())
+    report: Any = object()
+    assert BackgroundSave("new.h5", 0, lambda are_copied: report).wait() is report
