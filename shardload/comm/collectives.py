@@ -146,24 +146,33 @@ def _wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:
             time.sleep(seconds)
 
 
-def duplicate(comm: Any, timeout: float | None) -> Any:
-    """A private duplicate of a communicator. Collective; StallError if some rank does not call within `timeout` seconds.
+def duplicate(comm: Any, look: Callable[[], None]) -> Any:
+    """A private duplicate of a communicator. Collective; `look` is called while this rank waits, and may raise.
 
     Not by MPI's own `Dup`, which spins until all ranks call it: Ctrl-C would not end that.
     """
+    private, request = comm.Idup()
+    try:
+        _wait_for(request.Test, look)
+    except BaseException:
+        _abandoned.append((request, private))
+        raise
+    return private
+
+
+def look_before_first_call(rank: int, timeout: float | None) -> Callable[[], None]:
+    """A `look` for ranks that cannot tell each other yet who is late. It raises StallError after `timeout` seconds."""
     waited, last_look = 0.0, time.monotonic()
-    has_warned = comm.rank > 0  # only rank 0 warns; it cannot know which ranks wait
+    has_warned = rank > 0  # only rank 0 warns; it cannot know which ranks wait
 
     def look() -> None:
         nonlocal waited, last_look, has_warned
         now = time.monotonic()
         waited, last_look = waited + min(now - last_look, _LONGEST_STEP_SECONDS), now
-        if timeout is not None and waited > timeout:  # without the duplicate, ranks cannot tell each other who is late
+        if timeout is not None and waited > timeout:
             raise StallError(stall_text(_FIRST, timeout, _SOME))
         if waited > NOTICE_SECONDS and not has_warned:
             has_warned = True
             _log.warning("%s", notice_text(_FIRST, NOTICE_SECONDS, _SOME, timeout))
 
-    private, request = comm.Idup()
-    _wait_for(request.Test, look)
-    return private
+    return look

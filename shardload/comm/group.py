@@ -31,7 +31,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.collectives import Collectives, IntArray, MpiCollectives, duplicate
+from shardload.comm.collectives import Collectives, IntArray, MpiCollectives, duplicate, look_before_first_call
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
 from shardload.comm.mpi import attribute_of, check_communicator, load_mpi, world
 from shardload.comm.shared_errors import as_shardload, from_json, share, to_json
@@ -50,7 +50,6 @@ _TAGS = 1 << 15  # two tags per exchange, up to 32767, which every MPI guarantee
 _WATCH_TAG = _TAGS - 1  # no load uses it
 
 
-_FIRST = "the first message over a communicator"
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8  # at the beginning of the head
 _TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
@@ -165,9 +164,9 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     with attribute.making:  # a lock per communicator: duplicating another one may have to wait for its ranks
         if attribute.value is None or (isinstance(attribute.value, Group) and attribute.value.is_torn):
             try:
-                group = Group(duplicate(comm, timeout))
-                group.watch.begin(_FIRST, timeout)
-                group.watch_departures()
+                group = Group(duplicate(comm, look_before_first_call(comm.rank, timeout)))
+                group.watch.begin("the first message over a communicator", timeout)
+                group.watch_departures(group.send_text(uuid.uuid4().hex if group.rank == 0 else None, 0))
                 attribute.value = group
             except StallError as error:
                 attribute.value = error
@@ -215,7 +214,7 @@ class Group:
 
     def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, generation: int | str = 0) -> None:
         self.comm = comm
-        self._generation, self._n_duplicates = generation, 0
+        self._name, self._n_duplicates = "", 0
         self._client: Any = None
         self._prefix = f"shardload/{generation}"
         mailbox: Mailbox | None = None
@@ -258,13 +257,12 @@ class Group:
             return MpiTransport(self.rank, self.comm, self.mpi, tags, segments)
         return StoreTransport(self.rank, self.size, self._messages(f"exchange {tags[0]}"), segments)
 
-    def watch_departures(self, name: str = "") -> None:
-        """From now on, tell waiting ranks when a rank reaches the end of its program.
-
-        Collective, unless a `name` is given, which must be the same on all ranks and differ from that of any other group.
+    def watch_departures(self, name: str) -> None:
+        """From now on, tell waiting ranks when a rank reaches the end of its program. `name`: that of this group, which is the
+        same on all ranks, and of no other group.
         """
+        self._name = name
         if self.size > 1:
-            name = name or self.send_text(uuid.uuid4().hex if self.rank == 0 else None, 0)
             watch = weakref.ref(self.watch)  # the watchdog references the departures: avoid a cycle
             self._departures.begin(name, lambda: 0 if (watchdog := watch()) is None else watchdog.n_agreed)
 
@@ -405,20 +403,21 @@ class Group:
         if self._node is not None:
             self._node.segments = {}
 
-    def duplicate(self, timeout: float | None = None) -> Group:
-        """A group of the same ranks with messages of its own, for what goes on beside other calls. Collective; `free` it."""
+    def duplicate(self) -> Group:
+        """A group of the same ranks with messages of its own, for what goes on beside other calls. Collective, in a call of
+        this group, whose watchdog looks on; `free` it.
+        """
         self._n_duplicates += 1
+        name = f"{self._name}.{self._n_duplicates}"
         if self._client is not None:
-            name = f"{self._generation}.{self._n_duplicates}"
             group = Group(None, (self._client, self.rank, self.size), generation=name)
-            group.watch_departures(f"processes{name}")
+        elif self.size == 1:
+            group = Group(None)
         else:
-            group = Group(None if self.size == 1 else duplicate(self.comm, timeout))
-            group.watch.begin(_FIRST, timeout)
-            group.watch_departures()
-            if self.size > 1:  # MPI's calls that split cannot be interrupted
-                ranks = self.node.ranks
-                group._set_node(duplicate(self._node_comm, timeout), ranks)
+            group = Group(duplicate(self.comm, self.watch.look))
+            ranks = self.node.ranks  # MPI's calls that split cannot be interrupted
+            group._set_node(duplicate(self._node_comm, self.watch.look), ranks)
+        group.watch_departures(name)
         group._machine = self._machine
         return group
 

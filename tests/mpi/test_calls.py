@@ -136,7 +136,7 @@ class Counted:
 def test_a_duplicate_knows_the_ranks_of_this_machine(comm: Any) -> None:
     """Wrong if it split its communicator to find them: that call of MPI never ends if Ctrl-C comes to a rank just before it."""
     group = group_of(comm, None)
-    duplicated = group.duplicate(60.0)
+    duplicated = group.duplicate()
     ranks = np.array([comm.rank], dtype=np.int64)
     whole, duplicated.comm = duplicated.comm, None  # which nothing can be split off
     assert duplicated.node.ranks == group.node.ranks
@@ -234,29 +234,36 @@ def test_one_rank_that_cannot_say_what_it_was_asked_for(
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["next_tags", "duplicate"])
 @pytest.mark.parametrize("error", [MemoryError("no room here"), KeyboardInterrupt()])
 def test_one_rank_that_leaves_a_call(
-    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, name: str
 ) -> None:
-    """Wrong if the others waited out the timeout, were not told why, or could make no call any more."""
+    """Wrong if the others waited out the timeout, were not told why, or could make no call any more.
+
+    Also before its messages, and as the ranks of a stream make a communicator of their own.
+    """
     last = comm.size - 1
 
     def fails(*_: Any) -> None:
         raise error
 
+    def batch() -> Any:
+        return shardload.stream(files["chunked"], mesh_of(), P(), dataset=NAME, batch=2, prefetch=0, timeout=8)[0]
+
     with tuned(small_nbytes=0):
         if comm.rank == last:
-            monkeypatch.setattr(Group, "next_tags", fails)
-        call = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, readers="parallel", timeout=8)
+            monkeypatch.setattr(Group, name, fails)
+        load = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, readers="parallel", timeout=8)
         with pytest.raises(BaseException) as caught:
-            call()
+            load() if name == "next_tags" else batch()
         if comm.rank == last:
             assert caught.value is error
         else:
             assert isinstance(caught.value, shardload.StallError) and caught.value.rank == last
             assert f"rank {last} has left this call by an error of its own: {type(error).__name__}" in str(caught.value)
         monkeypatch.undo()
-        check(call(), ramp(cube()), mesh_of(), P("a"))
+        check(load(), ramp(cube()), mesh_of(), P("a"))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -105,8 +105,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Group]]:
     made: list[Group] = []
     duplicate = Group.duplicate
 
-    def noting(self: Group, timeout: float | None = None) -> Group:
-        made.append(duplicate(self, timeout))
+    def noting(self: Group) -> Group:
+        made.append(duplicate(self))
         return made[-1]
 
     monkeypatch.setattr(Group, "duplicate", noting)

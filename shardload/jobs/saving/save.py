@@ -163,7 +163,7 @@ def save(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> SaveRe
         if not request.options.background:
             return Saving(group, request, plan, digest).run(started)
         timeout = request.options.timeout
-        background_group = group.duplicate(timeout)
+        background_group = group.duplicate()
 
         def write(on_copied: Callable[[], None]) -> SaveReport:
             try:

@@ -217,7 +217,7 @@ class StreamCall(LoadCall):
             where = {"stream": digest, "epoch": str(epoch), "sample": str(sample), "n_batches": str(n_batches)}
             with begin_call(Invocation("stream", title, where), comm=comm, timeout=timeout) as call:
                 call.settle()
-                group = call.group.duplicate(timeout)
+                group = call.group.duplicate()
             return RoundReader(plan, group, digest, timeout, epoch, sample, n_batches)
 
         return Stream(plan, make_reader, self._build)

@@ -156,7 +156,7 @@ def duplicated(_: Any) -> None:
     """When there is a communicator, before the first message over it."""
     mine, _ = comm.Dup(), mesh_of()
     if comm.rank == 0:
-        importlib.import_module("shardload.comm.group").Group.watch_departures = hold  # type: ignore[method-assign]
+        importlib.import_module("shardload.comm.group").Group.send_text = hold  # type: ignore[method-assign]
     again_on["comm"] = mine
     load(comm=mine)
 

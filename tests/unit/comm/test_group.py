@@ -694,9 +694,9 @@ def test_a_job_that_was_suspended_blames_nobody(steps: list[float], is_late: boo
     )
     if is_late:
         with pytest.raises(StallError, match=r"moved for 30 s .*not all ranks of this communicator"):
-            collectives.duplicate(comm, 30.0)
+            collectives.duplicate(comm, collectives.look_before_first_call(1, 30.0))
     else:
-        assert collectives.duplicate(comm, 30.0) == "made"
+        assert collectives.duplicate(comm, collectives.look_before_first_call(1, 30.0)) == "made"
 
 
 def test_who_waits_for_ever_can_be_interrupted_all_the_same() -> None:
@@ -707,7 +707,7 @@ def test_who_waits_for_ever_can_be_interrupted_all_the_same() -> None:
 
     comm = SimpleNamespace(size=2, rank=1, Idup=lambda: ("made", SimpleNamespace(Test=interrupt)))
     with pytest.raises(KeyboardInterrupt):
-        collectives.duplicate(comm, None)
+        collectives.duplicate(comm, collectives.look_before_first_call(1, None))
 
 
 @pytest.mark.skipif(MPI is None, reason="no MPI library")
