@@ -567,13 +567,15 @@ def test_batches_that_are_kept_never_change(comm: Any, files: dict[str, str]) ->
 
 
 def test_batches_by_number(comm: Any, files: dict[str, str]) -> None:
-    """(9) Wrong if `ds[k]` counted from the epoch's first batch, moved an iterator on, or gave what an iteration does not."""
+    """(9) Wrong if `ds[k]` counted from the epoch's first batch, moved an iterator on, or gave what an iteration does not; or
+    took none of NumPy's integers, as those of a permutation are.
+    """
     path, mesh, spec = files["a.h5"], mesh_of(), P("a", None, "b")
     data = h5(path, "chunked")
     ds = stream(path, mesh, spec, dataset="chunked", window=(0, -1), shuffle=8, epochs=2, remainder="pad", pad=0, batch=6)
     with iter(ds) as it:
         next(it)
-        for k in (11, 0, 6):
+        for k in (*np.array([11, 0]), 6, np.uint8(7)):
             order = ds.order(k // 6)[k % 6 * 6 :][:6]
             check(ds[k], samples(data, order, (0, -1)), mesh, spec, k)
         next(it)

@@ -52,9 +52,10 @@ class Stream:
 
     def __getitem__(self, number: int) -> Any:
         """The batch with a number. Collective: yes."""
-        n_epoch = self.plan.n_batches(self.plan.n_samples)
-        if _integer(number) is None:
+        n_epoch, integer = self.plan.n_batches(self.plan.n_samples), _integer(number)
+        if integer is None:
             raise TypeError(f"a batch of a stream is taken by its number, such as 0, not by {number!r}")
+        number = integer  # NumPy's overflow where the order is hashed
         epoch, k = divmod(number, max(1, n_epoch))
         if number < 0 or not n_epoch or (self.plan.epochs is not None and epoch >= self.plan.epochs):
             numbers = "0 or more" if self.plan.epochs is None else f"0 to {len(self) - 1}"
