@@ -177,6 +177,10 @@ def test_what_else_takes_a_path(comm: Any, shared: Shared) -> None:
         check(batch, expected[2 * k : 2 * k + 2], mesh, P(None, "a", "b"))
         n_batches += 1
     assert n_batches == n // 2
+    # Of the file in the store only the selected chunks are told.
+    how: dict[str, Any] = {"dataset": "t2m", "decode": True, "select": dates, "batch": 1}
+    states = [iter(shardload.stream(p, mesh, P(), storage=shared.of_http, **how)).get_state() for p in (url, path)]
+    assert states[0] == states[1] and "checksum 00000000" not in str(states)
 
 
 def test_copies(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
 from shardload.formats.lookup import Finder, absolute, open_source
 from shardload.jobs.consistency import State, checksum_of_samples
-from shardload.jobs.loading.call import LoadCall
+from shardload.jobs.loading.call import LoadCall, look_at
 from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
@@ -224,15 +224,20 @@ class StreamCall(LoadCall):
 
 
 def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:
-    """A checksum of values in at most two chunks, and the state of the file.
+    """A checksum of selected values in at most two chunks, and the state of the file. Of a file in a store only where those are
+    was found.
 
     The checksum is None if they cannot be read: the stream says so when it comes to them.
     """
-    chunks = None if info.chunks is None else Grid(info.shape, info.chunks, (0,) * len(info.shape))
-    whole = Selection(Region.whole(info.shape), tuple(range(len(info.shape))))
+    region = look_at(info.labels, request.options.select, info)[1] or Region.whole(info.shape)
+    chunks = None
+    if info.chunks is not None:
+        phase = tuple(start % n for start, n in zip(region.start, info.chunks, strict=True))
+        chunks = Grid(region.shape, info.chunks, phase)
+    selection = Selection(region, tuple(range(len(info.shape))))
     source = open_source(handle, info.dataset, request.options.access, info)
     try:
-        return checksum_of_samples(source, whole, chunks, 2), source.opened_in()
+        return checksum_of_samples(source, selection, chunks, 2), source.opened_in()
     except SourceError:
         return None, source.opened_in()
     finally:
