@@ -130,6 +130,14 @@ def test_everything_that_takes_a_path(comm: Any, bucket: Bucket, shared_tmp_path
     check(y, ramp(cube()), mesh, spec)
 
 
+def test_a_stream_of_a_server_that_fails_for_a_while(comm: Any, bucket: Bucket, monkeypatch: Any) -> None:
+    """Wrong if a stream were made without the checksum by which its states know the file: they would not go on later."""
+    monkeypatch.setattr("shardload.storage.remote.client._MOST_TRIES", 1)
+    bucket.on_server(lambda server: vars(server.faults).update(status=500, only=lambda key: "/c/" in key))
+    how = {"dataset": NAME, "storage": bucket.storage}
+    same_error(comm, lambda: shardload.stream("s3://bucket/v3.zarr", mesh_of(), P(), **how), SourceError, "answers 500")
+
+
 def test_a_dataset_of_a_server_that_lists_nothing(comm: Any, bucket: Bucket) -> None:
     """Wrong if the arrays of the store were listed to find those that are named, which a plain HTTP server does not."""
     pytest.importorskip("xarray")

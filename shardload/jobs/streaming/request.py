@@ -21,7 +21,7 @@ from shardload.arrays.sharding import spec_text
 from shardload.comm.group import Invocation
 from shardload.comm.mpi import check_threads
 from shardload.engine.call import begin_call
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
 from shardload.formats.lookup import Finder, absolute, open_source
@@ -227,7 +227,8 @@ def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:
     """A checksum of selected values in at most two chunks, and the state of the file. Of a file in a store only where those are
     was found.
 
-    The checksum is None if they cannot be read: the stream says so when it comes to them.
+    The checksum is None if they are damaged: the stream says so when it comes to them. What a busy store or a device could not
+    read just now is an error: a state without the checksum would not go on later, when it can be read.
     """
     region = look_at(info.labels, request.options.select, info)[1] or Region.whole(info.shape)
     chunks = None
@@ -238,7 +239,9 @@ def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:
     source = open_source(handle, info.dataset, request.options.access, info)
     try:
         return checksum_of_samples(source, selection, chunks, 2), source.opened_in()
-    except SourceError:
+    except SourceError as error:
+        if is_unread(error):
+            raise
         return None, source.opened_in()
     finally:
         source.close()
