@@ -25,7 +25,7 @@ from shardload.jobs.consistency import State
 from shardload.jobs.loading.planner import PlannedRanks, lay_out_shards, max_block_nbytes, source_layout_of, staging_for
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
-from shardload.options import OPTIONS
+from shardload.options import OPTIONS, pad_value
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
@@ -412,6 +412,9 @@ class StreamPlanner:
             shape.insert(1, len(leaf.offsets))
         if self._sampling.batch is None:
             del shape[0]
+        pad = leaf.request.options.pad
+        if pad is not None and self._sampling.remainder == "pad":  # or the last batch of an epoch would be the first to say so
+            pad_value(pad, array.source.dtype)
         return Leaf(
             number,
             cut,
@@ -420,7 +423,7 @@ class StreamPlanner:
             NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),
             tuple(shape),
             array.source.dtype,
-            leaf.request.options.pad,
+            pad,
             None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),
         )
 

@@ -119,6 +119,11 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
             {"window": range(20), "border": "drop", "shuffle": 1, "gaps": "skip"},
             "have 0 samples, .* or gaps='ignore': no window reaches over a gap, and the coordinate has 1",
         ),
+        # Not after a whole epoch, also if no axis is padded.
+        (
+            {"dataset": "counts", "spec": P(), "batch": 5, "remainder": "pad", "pad": np.nan},
+            "pad is nan, which an array of int32",
+        ),
         ({"batch": 5, "remainder": "error"}, "24 samples are 4 batches of 5, and 4 are left, .* or batch=[46]$"),
         (
             {"shuffle": 1, "pool": 100},
