@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import permutations
 from typing import Any
 
 import jax
@@ -139,12 +139,13 @@ def padded_like(array: jax.Array) -> tuple[Extent, dict[int, int]] | None:
     """The extent of an array with padding or halos that a load has returned, and from which this one may have been computed.
     And of its axes, those that have padding or halos there: from their numbers here to their numbers there.
 
-    Along these it is as long, and cut as that one is. Other axes may have gone, as in a mean over time, or have come. Whether
+    Along these it is as long, and cut as that one is. Other axes may have gone, as in a mean over time, or have come, and all
+    may have another order. Whether
     that one still exists does not matter: when it goes depends on garbage collection, and on whether it was donated.
     """
     for axes, extents in _padded.items():
         alike = [axes] if axes[-1] < array.ndim else []
-        for own_axes in (*alike, *combinations(range(array.ndim), len(axes))):
+        for own_axes in (*alike, *permutations(range(array.ndim), len(axes))):
             if (extent := extents.get(_lengths(array, own_axes))) is not None:
                 return extent, dict(zip(own_axes, axes, strict=True))
     return None

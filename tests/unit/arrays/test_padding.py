@@ -28,7 +28,9 @@ def test_an_array_is_forgotten_with_its_extent() -> None:
 
 
 def test_padded_shapes_outlive_their_arrays() -> None:
-    """Wrong if it depended on garbage collection, or on donation, whether what was computed from an array is known as such."""
+    """Wrong if it depended on garbage collection, or on donation, whether what was computed from an array is known as such; or
+    if a transposed array were not.
+    """
     padded = Extent((7, 3), (8, 3), (1, 1), (0, 0))
     for gone in (True, False):
         remember(array := jnp.zeros((8, 3)), padded)
@@ -41,6 +43,8 @@ def test_padded_shapes_outlive_their_arrays() -> None:
     alike = [(padded, {0: 0}), (padded, {0: 0}), (padded, {1: 0}), None, None, None]
     assert [padded_like(one) for one in others] == alike
     assert len(padding._padded) == 1
+    remember(jnp.zeros((39, 14)), both := Extent((37, 13), (39, 14), (1, 1), (0, 0)))
+    assert padded_like(jnp.zeros((14, 2, 39))) == (both, {0: 1, 2: 0})
 
 
 @pytest.mark.parametrize("halo", [0, 1, 2])
