@@ -22,7 +22,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ConfigError
-from shardload.units import format_nbytes, parse_nbytes
+from shardload.units import format_nbytes, parse_nbytes, scalar_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -386,8 +386,8 @@ _WRITES = (*_SAVES, "append")
 
 
 def _number_or_date(at: Any) -> Any:
-    """The number of an array without axes; all else as it is. ConfigError for NaN, before which there is no row."""
-    at = at.item() if getattr(at, "ndim", None) == 0 and at.dtype.kind in "iuf" else at
+    """What an array without axes holds; all else as it is. ConfigError for NaN, before which there is no row."""
+    at = scalar_of(at)
     if isinstance(at, float) and math.isnan(at):
         raise ConfigError("at is nan, so that nothing says which rows stay; expected a number or a date")
     return at

@@ -1,4 +1,7 @@
-"""How are sizes in bytes parsed, and how are sizes, lists of ranks and wrong arguments written in messages?"""
+"""How are sizes in bytes parsed, and how are sizes, lists of ranks and wrong arguments written in messages?
+
+And what does an array without axes stand for?
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,16 @@ class PrintedReport:
 def as_html(text: str) -> str:
     """A text of several lines as HTML for a notebook."""
     return f"<pre>{escape(text)}</pre>"
+
+
+def scalar_of(value: Any) -> Any:
+    """What an array without axes holds, as of NumPy or xarray (``ds.time[-1]``); anything else as it is."""
+    if getattr(value, "ndim", None) != 0:
+        return value
+    import numpy as np  # here, because the command line imports this module for ``--help``
+
+    array = np.asarray(value)
+    return array.item() if array.dtype.kind in "iuf" else array[()]
 
 
 def counted(n: int, noun: str) -> str:

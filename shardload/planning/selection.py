@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from shardload.planning.region import Region
-from shardload.units import shown
+from shardload.units import scalar_of, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def near(value: Any, within: Any = None) -> Near:
     >>> shardload.load("t.h5:/t", mesh, P(), select={"lat": shardload.near(52.4)})
     Array([1., 4.], dtype=float32)
     """
-    return Near(value, within)
+    return Near(scalar_of(value), scalar_of(within))
 
 
 def between(low: Any, high: Any) -> Between:
@@ -234,7 +234,7 @@ def between(low: Any, high: Any) -> Between:
     Array([[1., 2.],
            [4., 5.]], dtype=float32)
     """
-    return Between(low, high)
+    return Between(scalar_of(low), scalar_of(high))
 
 
 def needs_coordinates(select: Any) -> bool:

@@ -834,7 +834,9 @@ def test_names_in_another_order_on_another_rank(comm: Any, shared_tmp_path: Path
 
 @pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
 def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> None:
-    """Wrong if rows went along another axis, or numbers in other units were added."""
+    """Wrong if rows went along another axis, or numbers in other units were added; or if a time of a Dataset, an array without
+    axes, were no date from which on rows are replaced.
+    """
     path, n = shared_tmp_path / name, unit()
 
     def make(start: int, put: Any = lambda values: values) -> xr.Dataset:
@@ -878,6 +880,9 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
         same_error(comm, lambda g=given: shardload.append(path, g), ConfigError, *says)  # type: ignore[misc]
     rows = dated() if name == "a.nc" else more
     assert shardload.append(path, rows).grown == dict.fromkeys(("/t", "/ends", "/time"), (n, 2 * n))
+    first = dated().time[0]
+    for at in (first, first.values, np.array(first.item().isoformat(), "M8[s]")):
+        assert set(shardload.append(path, rows, at=at).kept.values()) == {n}
 
     def look() -> None:
         with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_times=False) as found:

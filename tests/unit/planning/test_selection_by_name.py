@@ -99,9 +99,11 @@ def test_large_integers_are_compared_exactly(base: int, offsets: list[int], offs
     assert positional_index({"id": between(3.5, math.inf)}, ("id",), whole) == (slice(1, 3),)
 
 
-@pytest.mark.parametrize("of", [float, np.float64, lambda x: Fraction(str(x))])
+@pytest.mark.parametrize("of", [float, np.float64, lambda x: Fraction(str(x)), np.array, xr.DataArray])
 def test_bounds_of_any_type_of_number(of: Callable[[float], Any]) -> None:
-    """Wrong if NumPy's 0.3 of 64 bits left out the coordinate 0.3 of 32 bits, which Python's 0.3 includes."""
+    """Wrong if NumPy's 0.3 of 64 bits left out the coordinate 0.3 of 32 bits, which Python's 0.3 includes; or if the values of
+    a coordinate, ``ds.x[2]`` and its ``.values``, were no numbers.
+    """
     coords = {"x": np.array([0.1, 0.2, 0.3, 0.4], "f4")}
     assert positional_index({"x": between(of(0.1), of(0.3))}, ("x",), coords) == (slice(0, 3),)
     assert positional_index({"x": near(of(0.3))}, ("x",), coords) == (2,)
