@@ -54,9 +54,9 @@ class Place:
         if dataset is None and isinstance(path, (str, os.PathLike)):
             text = os.fspath(path)
             head, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
-            if colon and head and _is_pattern(name) and not name.startswith("//"):
+            if colon and head and is_pattern(name) and not name.startswith("//"):
                 return cls(head, name, True)
-        return cls(path, dataset, _is_pattern(dataset))
+        return cls(path, dataset, is_pattern(dataset))
 
     @property
     def group(self) -> str:
@@ -65,7 +65,8 @@ class Place:
         return f"/{name}" if name else ""
 
 
-def _is_pattern(name: Any) -> bool:
+def is_pattern(name: Any) -> bool:
+    """True for the name of all arrays below a group."""
     return isinstance(name, str) and (name == "*" or name.endswith("/*"))
 
 

@@ -303,10 +303,12 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def test_two_arrays_of_one_name(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the second one were saved alone, without a word."""
+    """Wrong if the second one were saved alone, without a word; or if a pattern were Python's error."""
     path, twins = shared_tmp_path / "state.h5", Twins(np.arange(2), np.arange(3))
     same_error(comm, lambda: shardload.save(path, {"a": twins}), ConfigError, "two arrays are called '/a/1'")
     same_error(comm, lambda: shardload.save(path, twins), ConfigError, "two arrays are called '/1'")
+    star = {"a": {"*": put(ramp((unit(),), "float32"), mesh_of(), P("a"))}}
+    same_error(comm, lambda: shardload.load(path, like=star), ConfigError, "called '/a/*', which stands for all arrays")
 
 
 @pytest.mark.mpi(min_size=2)

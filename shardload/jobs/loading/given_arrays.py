@@ -31,7 +31,18 @@ from shardload.jobs.loading.call import LoadCall, describe_path, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
 from shardload.jobs.loading.request import Request, has_trees, read_requests
-from shardload.jobs.trees import ArrayTree, Place, Where, in_array, named_leaves, naming_errors, node_of, text_of, where_text
+from shardload.jobs.trees import (
+    ArrayTree,
+    Place,
+    Where,
+    in_array,
+    is_pattern,
+    named_leaves,
+    naming_errors,
+    node_of,
+    text_of,
+    where_text,
+)
 from shardload.options import FILE, FULL, OPTIONS, Options
 from shardload.planning.region import Grid, Region, ravel
 from shardload.planning.schedule import ROOT
@@ -297,6 +308,8 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     if len(leaves) < len(named_arrays):
         (twice, _), *_ = (Counter(name for name, _ in named_arrays)).most_common(1)
         raise ConfigError(f"two arrays in `like` are called '/{twice}', and a file has one of a name. Rename one of them")
+    if pattern := next((name for name in leaves if is_pattern(name)), None):
+        raise ConfigError(f"an array in `like` is called '/{pattern}', which stands for all arrays of a group. Rename it")
     if not isinstance(path, (str, os.PathLike)) or not leaves:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")
     sharded = {name: leaf for name, leaf in leaves.items() if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
