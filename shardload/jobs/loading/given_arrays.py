@@ -23,6 +23,7 @@ from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, native_dtype, settle_bools, some
+from shardload.formats.contract.format import Source
 from shardload.formats.diagnosis import as_source_error, check_loadable
 from shardload.formats.lookup import Finder, FoundArray, open_file, split_path
 from shardload.formats.memory import MemorySource
@@ -361,7 +362,7 @@ def _read_all(path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any],
 def _read(
     path: Any, names: Sequence[str], access: Access, state: State
 ) -> tuple[dict[str, Array], list[tuple[ArrayInfo, str]]]:
-    """The values of arrays by name; and of which chunks are missing, in words."""
+    """The values of arrays by name; and those of which chunks are missing, in words."""
     values, missing = dict[str, Array](), list[tuple[ArrayInfo, str]]()
     inside = split_path(os.fsdecode(path))[1]
     if inside is not None:
@@ -377,18 +378,26 @@ def _read(
             raise ConfigError(f"'{path}' has no {absent_text}, which `like` has; it has {stored_text}")
         for name in names:
             with closing(file.open(f"/{name}")) as source, as_source_error(source.info.path, name):
-                info, region = check_loadable(source.info), Region.whole(source.info.shape)
-                source.expect(region)
-                values[name] = np.empty(region.shape, source.dtype)
-                source.read_into(region, values[name])
-                settle_bools(values[name])
-                if indices := source.missing(region):
-                    cell = info.chunks or tuple(max(1, n) for n in info.shape)
-                    chunks = Grid(info.shape, cell, (0,) * len(cell))
-                    numbers = [ravel(index, chunks.counts) for index in indices[:MOST_NAMED] if index]
-                    missing.append((info, describe_missing(len(indices), numbers, info, select_axes(None, info.shape), chunks)))
+                values[name], text = _read_whole(source)
+                missing += [(source.info, text)] if text else []
         check_unchanged(f"'{path}'", state, file.state(), str(path), "")
     return values, missing
+
+
+def _read_whole(source: Source) -> tuple[Array, str]:
+    """All values of an array; and which of its chunks are missing, in words, if any are."""
+    info, whole = check_loadable(source.info), Region.whole(source.info.shape)
+    source.expect(whole)
+    values = np.empty(whole.shape, source.dtype)
+    source.read_into(whole, values)
+    settle_bools(values)
+    indices = source.missing(whole)
+    if not indices:
+        return values, ""
+    cell = info.chunks or (1,) * len(info.shape)
+    chunks = Grid(info.shape, cell, (0,) * len(cell))
+    numbers = [ravel(index, chunks.counts) for index in indices[:MOST_NAMED] if index]
+    return values, describe_missing(len(indices), numbers, info, select_axes(None, info.shape), chunks)
 
 
 def _as(leaf: Any, value: Array) -> Any:
