@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from contextlib import nullcontext
@@ -411,12 +412,13 @@ def test_only_one_rank_reads_labels(comm: Any, shared_tmp_path: Path, monkeypatc
     assert set(loaded.coords) == set(climate(2 * unit()).coords)
 
 
-def test_a_wrong_timeout_on_one_rank_is_one_error(comm: Any, shared_tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "value"), [("timeout", "soon"), ("dataset", 5), ("dataset", ["t", 5])])
+def test_a_wrong_option_on_one_rank_is_one_error(comm: Any, shared_tmp_path: Path, name: str, value: Any) -> None:
     """Wrong if one rank raised before the ranks have met, and the others waited for it."""
     (path, *_) = write(comm, shared_tmp_path, 2 * unit())
-    timeout: Any = "soon" if comm.rank == comm.size - 1 else 60
-    with pytest.raises(ConfigError, match="timeout is 'soon'"):
-        shardload.load_dataset(path, mesh_of(), timeout=timeout)
+    options: dict[str, Any] = {"timeout": 60} | ({name: value} if comm.rank == comm.size - 1 else {})
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {value!r}")):
+        shardload.load_dataset(path, mesh_of(), **options)
 
 
 def test_only_what_is_loaded_is_looked_at(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -35,6 +35,7 @@ from shardload.options import with_defaults
 from shardload.planning.selection import Near
 from shardload.storage.remote import with_store
 from shardload.system.caller import warn_once
+from shardload.units import shown
 
 _OF_COORDINATES = ("bounds", "climatology")  # attributes of coordinates that name other arrays
 _CONTAINERS = ("grid_mapping", "mesh", "geometry")  # attributes that name variables of which only the attributes mean something
@@ -116,8 +117,7 @@ def load_dataset(
     files, keywords["storage"] = with_store(files, keywords["storage"])
     if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
         files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "storage", "timeout", "comm")})
-    names = (dataset,) if isinstance(dataset, str) else None if dataset is None else tuple(dataset)
-    with DatasetCall(files, names, mesh, spec, keywords).begin() as call:
+    with DatasetCall(files, dataset, mesh, spec, keywords).begin() as call:
         plan: Any = call.hand_out(call.plan())
     if any(any(each_plan.extent.halo) for each_plan in plan.leaves):
         raise ConfigError("load_dataset takes no halo, with which rows are in an array more than once: use load and to_xarray")
@@ -139,13 +139,13 @@ class DatasetCall(LoadCall):
     ----------
     path : str or Concatenation
         The file, perhaps with a group.
-    names : tuple of str, optional
-        The variables; None: all.
+    names : str or sequence of str, optional
+        The variables, as the caller passed them; None: all.
     mesh, spec, keywords : object, object, mapping
         As for `LoadCall`; `spec` and ``select`` may name axes that some variables lack.
     """
 
-    def __init__(self, path: Any, names: tuple[str, ...] | None, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, path: Any, names: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
         self._full_path, self._names = path, names
         file, group = (path, None) if isinstance(path, Concatenation) else split_path(os.fspath(path))
         self._group = f"/{group.strip('/')}" if group and group.strip("/") else ""
@@ -156,6 +156,17 @@ class DatasetCall(LoadCall):
             PartitionSpec() if spec in (None, {}) else spec,
             {**keywords, "dataset": f"{self._group}/*"},
         )
+
+    def _join(self) -> ArrayTree:
+        names = self._names
+        if names is not None:
+            names = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
+            if not all(isinstance(name, str) for name in names):
+                raise ConfigError(
+                    f"dataset is {shown(self._names)}; expected the name of a variable, such as 't2m', or several"
+                )
+            self._names = names
+        return super()._join()
 
     def _source_text(self, place: Place) -> dict[str, str]:
         return {**super()._source_text(place), "variables": repr(self._names)}
