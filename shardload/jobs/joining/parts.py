@@ -460,6 +460,8 @@ class JoinedParts:
         """Units, flags and packing must be the same in all parts: the new file has them once."""
         for key in sorted(_differing(member.attrs) & _MEANING - set(excepted)):
             values = {k: as_text(attrs.get(key)) for k, attrs in member.attrs.items()}
+            if key in _MISSING and all(value is None or np.all(value != value) for value in values.values()):
+                continue  # NaN is no value, also of a part that does not say so
             first_k = next(iter(values))
             k = next(k for k, value in values.items() if not same_value(value, values[first_k]))
             fix = "Joined, the numbers of one of them would mean something else. Load each file for itself: docs/many-files.md"

@@ -394,6 +394,10 @@ def test_what_is_no_time_is_not_counted(tmp_path: Path) -> None:
 
     shardload.join(whole, parts([0.0, 10, 20], fill=np.nan), axis="time")
     assert times() == ([0, 10, 20, 365, 375, 385], [0, 2, 4, 365, 367, 369])
+    first, without = parts([0.0, 10, 20], fill=np.nan)
+    edit(without, lambda file: file["time"].attrs.__delitem__("_FillValue"))  # of another writer: NaN is NaN all the same
+    shardload.join(whole, [first, without], axis="time", mode="w")
+    assert times()[0] == [0, 10, 20, 365, 375, 385]
     shardload.join(whole, parts(np.array([0, -9, 20], "i4"), fill=-9), axis="time", mode="w")
     assert times()[0] == [0, -9, 20, 365, -9, 385]
     shardload.join(whole, parts(np.array([0, 10], "i4")), axis="time", mode="w")  # the last was never written
