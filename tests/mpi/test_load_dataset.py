@@ -205,17 +205,23 @@ def test_a_dataset_with_padding_is_saved_without_it(comm: Any, shared_tmp_path: 
 @pytest.mark.parametrize("name", ["out.nc", "out.zarr"])
 def test_integers_of_an_axis_with_padding_are_saved_as_integers(comm: Any, shared_tmp_path: Path, name: str) -> None:
     """Wrong if the labels of stations became floating point numbers, as which they go on with NaN, and were rounded by that.
-    So were other identifiers, also in the Dataset.
+    So were other identifiers, also in the Dataset. Wrong, too, if what is no index were saved, or unpadded, as float64.
     """
     path, n = shared_tmp_path / "in.nc", 2 * unit() + 1
     numbers = 2**53 + 1 + np.arange(n)
     coords = {"station": numbers, "owner": ("station", -numbers), "key": ("station", numbers.astype("u8") + 2**63)}
+    coords |= {"height": ("station", np.arange(n, dtype="i2")), "is_open": ("station", np.arange(n) % 2 == 0)}
     stations = xr.Dataset({"t": ("station", np.arange(n, dtype="f4"))}, coords)
     on_root(comm, lambda: stations.to_netcdf(path, engine="h5netcdf"))
     ds = shardload.load_dataset(path, mesh_of(), {"station": "a"}, pad=0)
     for coordinate in coords:
         assert ds[coordinate].values[:n].tolist() == stations[coordinate].values.tolist()
     shardload.save(shared_tmp_path / name, ds)
+    unpadded = gathered(ds)
+    for coordinate in coords:
+        np.testing.assert_array_equal(unpadded[coordinate].values, stations[coordinate].values, strict=True)
+    changed = gathered(ds.assign_coords(height=ds.height.copy(data=np.where(ds.height == 1, 0.5, ds.height))))
+    assert changed.height.values[:3].tolist() == [0, 0.5, 2]
 
     def look() -> None:
         with xr.open_dataset(shared_tmp_path / name, engine="h5netcdf" if name == "out.nc" else "zarr") as saved:

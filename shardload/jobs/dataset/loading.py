@@ -28,7 +28,7 @@ from shardload.jobs.contents import Contents, arrays_in
 from shardload.jobs.joining.join import concat
 from shardload.jobs.loading.call import LoadCall, look_at
 from shardload.jobs.loading.endpoints import ArrayLoad
-from shardload.jobs.loading.labelled import import_xarray, to_xarray
+from shardload.jobs.loading.labelled import UNPADDED, as_unpadded, import_xarray, to_xarray
 from shardload.jobs.loading.request import read_requests
 from shardload.jobs.trees import ArrayTree, Place
 from shardload.options import with_defaults
@@ -326,4 +326,6 @@ def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], An
             unpadded[name] = variable.dims, values, variable.attrs, variable.encoding
             lengths |= dict(zip(variable.dims, values.shape, strict=True))
     rest = tree.drop_vars(list(unpadded)).isel({dim: slice(n) for dim, n in lengths.items()}, missing_dims="ignore")
+    padded = (name for name, variable in rest.variables.items() if UNPADDED in variable.encoding and name not in rest.xindexes)
+    unpadded |= {name: rest.variables[name].copy(data=as_unpadded(rest.variables[name])) for name in padded}
     return rest.assign(unpadded).set_coords([name for name in tree.coords if name in unpadded])

@@ -26,6 +26,7 @@ from shardload.units import format_nbytes
 from shardload.values.decoding import ATTRIBUTES, VALID_RANGE
 
 _NAMES_OF_COORDINATES = "coordinates"  # an attribute that objects of xarray do not have: their coordinates say it
+UNPADDED = "unpadded_dtype"  # an encoding of a coordinate: its type, before it went on with NaN
 _ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, plan.plans)"
 
 
@@ -354,6 +355,19 @@ def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _copied(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes that the caller may change: the plan's stay as they are. None of them is a note in the place of a value."""
     return {key: deepcopy(value) for key, value in attrs.items() if not isinstance(value, Note)}
+
+
+def as_unpadded(variable: Any) -> np.ndarray[Any, Any]:
+    """The values of a coordinate whose padding was cut off: integers again, if they were that (`UNPADDED`) and are whole."""
+    values: np.ndarray[Any, Any] = variable.data
+    if UNPADDED not in variable.encoding:
+        return values
+    try:
+        with np.errstate(invalid="ignore"):
+            numbers = values.astype(variable.encoding[UNPADDED])
+    except (OverflowError, TypeError, ValueError):  # NaN among objects
+        return values
+    return numbers if (numbers == values).all() else values
 
 
 def _cut(

@@ -22,7 +22,7 @@ from shardload.arrays.padding import Extent, extent_of, loaded_as
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import refusal
 from shardload.formats.sink import UNITS, units_of
-from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
+from shardload.jobs.loading.labelled import as_unpadded, axes_of, coordinates_of, haloed_axes
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.trees import ArrayTree
 from shardload.options import AUTO, OPTIONS
@@ -278,9 +278,7 @@ def _cut(name: str, variable: Any, shape: tuple[int, ...]) -> Any:
             f"'{name}' holds a {type(x).__module__}.{type(x).__name__}; expected a jax.Array or a NumPy array. {fix}"
         )
     index: Any = (*map(slice, shape), ...)  # with the dots an array without axes stays one
-    x = x[index]
-    if x.dtype.kind == "O" and x.size and all(isinstance(number, int) for number in x.flat):
-        x = np.array(x.tolist())  # identifiers that `load_dataset` has padded
+    x = as_unpadded(variable[index])
     is_of_an_axis = variable.dims == (name,)
     if is_of_an_axis and x.dtype.kind == "f" and np.isnan(x).any() and (shape != variable.shape or np.isnan(x[-1])):
         raise ConfigError(
