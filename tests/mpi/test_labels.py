@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, SourceError, between, near
+from shardload import ConfigError, PaddingWarning, SourceError, between, near
 from shardload.formats.labelling import Labeller
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.tuning import tuned
@@ -702,6 +702,13 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
     if one.shape_padded == other.shape_padded:
         both = lambda: shardload.save(out, 2 * u, plan={"a": one, "b": other})  # noqa: E731
         same_error(comm, both, ConfigError, "the axis 'lat' of", "without padding by one array or plan")
+    x = 2 * shardload.load(path, mesh_of(), P(None, ("a", "b")), dataset="u", decode=True, pad=0)
+    cells = xr.DataArray(x, dims=("time", "cell", "lon"), name="u")  # an unstructured grid: no coordinate has that name
+    for bare in (cells, cells.mean("time")):
+        same_error(comm, lambda b=bare: shardload.save(out, b), PaddingWarning, "saved with the whole shape: 'u'")  # type: ignore[misc]
+    same_error(
+        comm, lambda: shardload.save(out, 2 * u[:, ::-1]), ConfigError, "coordinate 'lat' has", "before an axis is flipped"
+    )
     assert not out.exists()
     shardload.save(out, 2 * u, shape=plan.shape)
     on_root(comm, lambda: np.testing.assert_array_equal(opened(out)["u"].shape, plan.shape))

@@ -232,7 +232,9 @@ def test_integers_of_an_axis_with_padding_are_saved_as_integers(comm: Any, share
 
 
 def test_dates_with_padding_are_saved_in_the_units_of_the_file(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if padding dropped what is known of the dates: xarray would choose units and a type of its own."""
+    """Wrong if padding dropped what is known of the dates: xarray would choose units and a type of its own. Wrong, too, if
+    padding were written that is not at the end, where the axis was flipped.
+    """
     paths, out = write(comm, shared_tmp_path, 3), shared_tmp_path / "out.nc"
     mesh, select = mesh_of(names=("a",)), {"time": slice(0, 5)}
     ds = shardload.load_dataset(paths, mesh, {"time": "a"}, along="time", dataset="t", select=select, pad=float("nan"))
@@ -240,6 +242,9 @@ def test_dates_with_padding_are_saved_in_the_units_of_the_file(comm: Any, shared
     with netCDF4.Dataset(out) as file:
         assert file["time"].units == UNITS and file["time"].dtype == "i8"
         np.testing.assert_array_equal(file["time"][:], np.arange(5) * 24 + 29 * 24)
+    flipped = ds.isel(time=slice(None, None, -1))
+    if ds.sizes["time"] > 5:
+        same_error(comm, lambda: shardload.save(out, flipped, mode="w"), ConfigError, "coordinate 'time' has", "NaN among")
 
 
 def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> None:
@@ -402,6 +407,9 @@ def test_a_coordinate_that_is_shorter_than_its_axis(comm: Any, shared_tmp_path: 
     ds = shardload.load_dataset(path, mesh_of(names=("a",)), {"x": "a"})
     assert str(ds.time.values[2])[:10] == "2000-02-01" and np.isnat(ds.time.values).tolist() == [False] * 3 + [True] * 2
     np.testing.assert_array_equal(shardload.unpad(ds, numpy=True).t, data)
+    shardload.save(shared_tmp_path / "out.nc", ds)
+    saved = on_root(comm, lambda: xr.load_dataset(shared_tmp_path / "out.nc"))
+    assert np.isnat(saved.time.values).tolist() == [False] * 3 + [True] * 2 and saved.t.values.tolist() == data.tolist()
     same_error(comm, lambda: shardload.unpad(2 * ds, numpy=True), ConfigError, "Pass the plan too, or the shape")
     np.testing.assert_array_equal(shardload.unpad(2 * ds, {"t": (5, n)}, numpy=True).t, 2 * data)
     last = shardload.load_dataset(path, mesh_of(names=("a",)), {"x": "a"}, select={"time": 4})

@@ -88,7 +88,7 @@ def of_xarray(
         name: tuple(_unpadded(lengths, name, dim, n) for dim, n in zip(variable.dims, variable.shape, strict=True))
         for name, variable in content.variables.items()
     }
-    values = {name: _cut(name, variable, shapes[name]) for name, variable in content.variables.items()}
+    values = {name: _cut(name, variable, shapes[name], lengths) for name, variable in content.variables.items()}
     if grow_along is not None:  # rows are stored as they are, and attributes are the file's: those that count are compared
         encoded = {name: (x, units_of(content.variables[name].attrs)) for name, x in values.items()}
         of_file: Mapping[str, Any] = {}
@@ -109,7 +109,8 @@ def of_xarray(
         full_names[name]: _loaded_by(_plan_of(full_names[name], plans), x, shapes[name])
         for name, (x, _) in encoded.items()
         if isinstance(x, jax.Array)
-    }
+        and (shapes[name] != x.shape or all(dim in lengths or dim in content.coords for dim in content.variables[name].dims))
+    }  # of others nothing says what is padding: `padding_warning`
     arrays = {full_names[name]: x for name, (x, _) in encoded.items()}
     labels = {f"/{full_names[name]}": (content.variables[name].dims, attrs) for name, (_, attrs) in encoded.items()}
     return arrays, dict(keywords) | overrides, labels, of_file
@@ -266,7 +267,7 @@ def _add_left_out(content: _Content, plans: Mapping[str, Plan]) -> None:
                 content.coords.add(name)
 
 
-def _cut(name: str, variable: Any, shape: tuple[int, ...]) -> Any:
+def _cut(name: str, variable: Any, shape: tuple[int, ...], lengths: Lengths) -> Any:
     """The values of a variable: those of NumPy without padding."""
     x = variable.data
     if isinstance(x, jax.Array):
@@ -279,12 +280,15 @@ def _cut(name: str, variable: Any, shape: tuple[int, ...]) -> Any:
         )
     index: Any = (*map(slice, shape), ...)  # with the dots an array without axes stays one
     x = as_unpadded(variable[index])
-    is_of_an_axis = variable.dims == (name,)
-    if is_of_an_axis and x.dtype.kind == "f" and np.isnan(x).any() and (shape != variable.shape or np.isnan(x[-1])):
+    has_padding = variable.dims == (name,) and x.dtype.kind in "fM" and bool(np.isnan(x).any())
+    if has_padding and shape == variable.shape:  # an axis that was flipped begins with its padding
+        has_padding = shape[0] not in lengths.get(name, {}) and bool(np.isnan(x[[0, -1]]).any())
+    if has_padding:
         raise ConfigError(
             f"the coordinate '{name}' has {np.isnan(x).sum()} NaN among {shape[0]} elements, as to_xarray pads it: nothing "
             f"says which elements along '{name}' are padding, or they are not at its end. Pass the plan that loaded the "
-            "arrays, plan=, or select what shall be saved"
+            "arrays, plan=; or call shardload.unpad before an axis is flipped or its coordinate replaced; or select what shall "
+            "be saved"
         )
     return x
 
