@@ -22,7 +22,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ConfigError
-from shardload.units import format_nbytes, parse_nbytes, scalar_of
+from shardload.units import format_nbytes, parse_nbytes, scalar_of, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,6 +53,22 @@ def _name(option: str, meaning: str, name: Any) -> str | None:
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigError(f"{option} is {name!r}; expected {meaning}")
     return name
+
+
+def check_path(name: str, path: Any, expected: str) -> str:
+    """The path that argument `name` is, as text. `expected` says what is expected."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{name} is {shown(path)}; expected {expected}")
+    return text
+
+
+def check_names(dataset: Any) -> tuple[str, ...]:
+    """Names of arrays, and patterns: one, several, or none for all."""
+    names = (dataset,) if isinstance(dataset, str) else () if dataset is None else dataset
+    if not isinstance(names, Collection) or not all(isinstance(name, str) and name.strip("/ ") for name in names):
+        raise ConfigError(f"dataset is {shown(dataset)}; expected the name of an array, such as '/rho', '*', or a list")
+    return tuple(names)
 
 
 def _select(select: Any) -> Any:

@@ -786,15 +786,22 @@ def test_nothing_to_resume(comm: Any, shared_tmp_path: Path, stopped: Callable[.
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("who", ["all", "the last"])
-def test_arguments_that_one_rank_refuses_are_refused_by_all(comm: Any, shared_tmp_path: Path, who: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "said"), [({"mode": "a"}, "mode is 'a'; expected"), ({"source": 5}, "source is 5; expected")]
+)
+def test_arguments_that_one_rank_refuses_are_refused_by_all(
+    comm: Any, shared_tmp_path: Path, who: str, wrong: dict[str, Any], said: str
+) -> None:
     """Wrong if each rank printed the message, or if the others waited for a rank that makes no copy."""
     source, target = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
     on_root(comm, lambda: make_h5(source))
 
     def call() -> None:
-        copy(comm, source, target, mode="a" if who == "all" or comm.rank == comm.size - 1 else "w")
+        is_wrong = who == "all" or comm.rank == comm.size - 1
+        right: dict[str, Any] = {"source": source, "target": target, "mode": "w"}
+        shardload.copy(**right | (wrong if is_wrong else {}), comm=comm, timeout=60.0)
 
-    same_error(comm, call, ConfigError, "mode is 'a'; expected")
+    same_error(comm, call, ConfigError, said)
     assert not target.exists()
 
 

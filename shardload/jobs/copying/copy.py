@@ -322,7 +322,7 @@ def copy(
     arguments = {name: value for name, value in locals().items() if name not in ("only_plan", "comm")}
     started = time.perf_counter()
     read = partial(CopyRequest.check, **arguments)
-    with begin_request("copy", f"copy of '{without_secrets(os.fspath(source))}'", read, comm=comm) as (call, request):
+    with begin_request("copy", f"copy of '{without_secrets(str(source))}'", read, comm=comm) as (call, request):
         if comm is None and call.group.size == 1 and not mpi_is_off(os.environ):
             refuse_singletons(HOW_ALONE)  # each would write the whole file
             if (n := jax_processes()[2]) > 1:

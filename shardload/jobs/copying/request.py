@@ -24,7 +24,7 @@ from shardload.formats.saving import SUFFIXES, check_target, format_for, make_si
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
 from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
-from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options, check_sizes
+from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options, check_names, check_path, check_sizes
 from shardload.planning.region import Region
 from shardload.planning.saving import growing_chunks, page_nbytes
 from shardload.planning.schedule import SourceLayout
@@ -89,16 +89,14 @@ class CopyRequest:
         options = Options.check(**{"verify": CHECKSUM} | {name: keywords.pop(name) for name in _OF_CALL if name in keywords})
         if options.verify == FILE:
             raise ConfigError(f"verify is {FILE!r}; expected one of {INDEX!r}, {CHECKSUM!r}, {FULL!r}")
-        dataset = keywords.get("dataset")
-        keywords["dataset"] = (dataset,) if isinstance(dataset, str) else tuple(dataset or ())
-        for name in keywords["dataset"]:
-            if not isinstance(name, str) or not name.strip("/ "):
-                raise ConfigError(f"dataset is {name!r}; expected the name of an array, such as '/rho', or '*'")
+        keywords["dataset"] = check_names(keywords.get("dataset"))
         for name in ("dtype", "unlimited", "mode"):
             keywords[name] = OPTIONS[name].check(keywords.get(name, OPTIONS[name].default))
         for name in ("chunks", "shards"):
             keywords[name] = check_sizes(name, (KEEP, None), keywords.get(name, KEEP))
-        return cls(os.fspath(source), os.path.expanduser(os.fspath(target)), options, **keywords)
+        file = check_path("source", source, "the path of a file, or what shardload.concat returns of several")
+        target = check_path("target", target, "the name of the new file, such as 'out.h5' or 'out.zarr'")
+        return cls(file, os.path.expanduser(target), options, **keywords)
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -31,11 +31,10 @@ from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.labelled import UNPADDED, as_unpadded, import_xarray, to_xarray
 from shardload.jobs.loading.request import read_requests
 from shardload.jobs.trees import ArrayTree, Place
-from shardload.options import with_defaults
+from shardload.options import check_names, with_defaults
 from shardload.planning.selection import Near
 from shardload.storage.remote import with_store
 from shardload.system.caller import warn_once
-from shardload.units import shown
 
 _OF_COORDINATES = ("bounds", "climatology")  # attributes of coordinates that name other arrays
 _CONTAINERS = ("grid_mapping", "mesh", "geometry")  # attributes that name variables of which only the attributes mean something
@@ -158,14 +157,7 @@ class DatasetCall(LoadCall):
         )
 
     def _join(self) -> ArrayTree:
-        names = self._names
-        if names is not None:
-            names = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
-            if not all(isinstance(name, str) for name in names):
-                raise ConfigError(
-                    f"dataset is {shown(self._names)}; expected the name of a variable, such as 't2m', or several"
-                )
-            self._names = names
+        self._names = None if self._names is None else check_names(self._names)
         return super()._join()
 
     def _source_text(self, place: Place) -> dict[str, str]:

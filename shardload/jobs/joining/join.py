@@ -24,7 +24,7 @@ from shardload.formats.lookup import absolute, list_arrays
 from shardload.formats.saving import SUFFIXES, format_for
 from shardload.jobs.joining.parts import JoinedParts
 from shardload.jobs.joining.request import JoinReport, PartsRequest
-from shardload.options import TIMEOUT, Progress
+from shardload.options import TIMEOUT, Progress, check_path
 from shardload.storage.local import Fence
 from shardload.storage.remote import is_remote
 from shardload.system.caller import warn_once
@@ -99,7 +99,7 @@ def join(
         If a part cannot be opened, or the file cannot be written.
     """
     request = PartsRequest.check(parts, axis, stack=stack, dataset=dataset, allow_external=allow_external, progress=progress)
-    target = os.path.expanduser(os.fspath(path))
+    target = os.path.expanduser(check_path("path", path, "the name of the new file, such as 'whole.nc', before the parts"))
     if not target.lower().endswith(_SUFFIXES):
         raise ConfigError(
             f"'{target}' would be an HDF5 file: only HDF5 has arrays that lie in other files. Expected one of the suffixes "

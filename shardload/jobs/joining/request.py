@@ -7,15 +7,17 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from shardload.comm.group import Invocation
 from shardload.errors import ConfigError, without_queries
-from shardload.options import CallOptions, Options
+from shardload.options import CallOptions, Options, check_names, check_path
 from shardload.storage.remote import with_store
 from shardload.units import PrintedReport, counted, format_nbytes
 
 _NUMBER = re.compile(r"\d+")
+_OF_PARTS = "the paths of the files, or a pattern such as 'era5_*.nc'"
 
 
 @dataclass(frozen=True)
@@ -52,20 +54,21 @@ class PartsRequest:
         """The request, with its options checked. ConfigError names what was found and what is expected."""
         parts, storage = with_store(parts, keywords.pop("storage", None))
         options = Options.check(storage=storage, **keywords)
-        names = (dataset,) if isinstance(dataset, str) else tuple(dataset or ())
-        if not isinstance(axis, str | None) and (not isinstance(axis, int) or isinstance(axis, bool) or axis < 0):
+        names = check_names(dataset)
+        if not isinstance(axis, str | None) and (isinstance(axis, bool) or not isinstance(axis, Integral) or axis < 0):
             raise ConfigError(f"{word} is {axis!r}; expected the name of an axis, or its number from 0 on")
+        axis = int(axis) if isinstance(axis, Integral) else axis
         if stack is not None and (not isinstance(stack, str) or not stack or "/" in stack):
             raise ConfigError(f"stack is {stack!r}; expected the name of the new axis, such as 'time'")
         if stack is not None and axis is not None:
             raise ConfigError(
                 f"{word} is {axis!r} and stack {stack!r}. Pass one: {word}= if the arrays have it, stack= if it is new"
             )
-        if isinstance(parts, (str, os.PathLike)):
-            return cls(os.path.expanduser(os.fspath(parts)), axis, names, stack, word, options)
-        if not isinstance(parts, Iterable):
-            raise ConfigError(f"parts is {parts!r}; expected the paths of the files, or a pattern such as 'era5_*.nc'")
-        paths = tuple(os.path.expanduser(os.fspath(part)) for part in parts)
+        is_several = isinstance(parts, Iterable) and not isinstance(parts, str)
+        texts = [check_path("parts", part, _OF_PARTS) for part in (parts if is_several else [parts])]
+        paths = tuple(map(os.path.expanduser, texts))
+        if not is_several:
+            return cls(paths[0], axis, names, stack, word, options)
         if not paths:
             raise ConfigError("parts is empty: there is nothing to join. Pass the paths of the files, or a pattern")
         _check_order(paths)

@@ -28,8 +28,7 @@ from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.saving.labelled import Labels, is_labelled, of_xarray, refuse_halo
 from shardload.jobs.trees import ArrayTree, key_text, node_of, refuse_traced
-from shardload.options import OPTIONS, PER_SAVE, PER_SAVED_ARRAY, CallOptions, Option, Options
-from shardload.units import shown
+from shardload.options import OPTIONS, PER_SAVE, PER_SAVED_ARRAY, CallOptions, Option, Options, check_path
 from shardload.values.dates import is_dates
 
 _GROUPS = "The name of a group has / behind it, and '/' is the file"
@@ -226,11 +225,8 @@ class SaveRequest:
 
 def _target(path: Any) -> str:
     """The path of the new file, as loads read it."""
-    target = os.path.expanduser(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(target, str) or not target or "\0" in target:
-        raise ConfigError(
-            f"path is {shown(path)}; expected the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays"
-        )
+    expected = "the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays"
+    target = os.path.expanduser(check_path("path", path, expected))
     check_target(target)
     return target
 

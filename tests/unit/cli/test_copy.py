@@ -91,13 +91,16 @@ def test_what_is_between_two_dates(tmp_path: Path) -> None:
         ({"chunks": 5}, r"chunks are \(5,\), but no array has 1 axes"),
         ({"shards": "all"}, "shards is 'all'; expected"),
         ({"unlimited": True}, "unlimited is True; expected an axis that can grow"),
-        ({"dataset": [5]}, "dataset is 5; expected the name of an array"),
+        ({"dataset": [5]}, r"dataset is \[5\]; expected the name of an array"),
+        ({"dataset": 5}, "dataset is 5; expected the name of an array"),
+        ({"source": ["a.nc", "b.nc"]}, r"source is \['a.nc', 'b.nc'\]; expected .* what shardload.concat returns"),
+        ({"target": None}, "target is None; expected the name of the new file"),
     ],
 )
 def test_options_of_a_script_that_are_wrong(file: str, tmp_path: Path, options: dict[str, Any], told: str) -> None:
     """Wrong if one were left out without a word, rounded, or taken for another: the command line has words alone."""
     with pytest.raises(shardload.ConfigError, match=told):
-        shardload.copy(file, tmp_path / "out.h5", **options)
+        shardload.copy(**{"source": file, "target": tmp_path / "out.h5", **options})
 
 
 def test_links_into_other_files_are_named(file: str, tmp_path: Path) -> None:

@@ -511,13 +511,17 @@ def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:
     whole = str(tmp_path / "whole.h5")
     years = climate(tmp_path, (2001, 2002))
 
-    def wrong(said: str, parts: Any = snapshot, path: str = whole, **given: Any) -> None:
+    def wrong(said: str, parts: Any = snapshot, path: Any = whole, **given: Any) -> None:
         refused(said, path, parts, **given)
 
     wrong(r"no file matches 'nap\.\*\.h5' .*Pass another pattern, or a list", "nap.*.h5")
     for url in ("s3://bucket/a.h5", "s3://bucket/*.h5"):  # not looked for in the working folder
         wrong(r"'s3://bucket/.\.h5' is a URL, and the parts of a file are files in folders. shardload.concat takes URLs", url)
     wrong("parts is empty", [])
+    wrong("parts is 5; expected the paths", [5])
+    wrong(r"path is \['a.nc'\]; expected the name of the new file, .* before the parts", "whole.nc", ["a.nc"])
+    wrong("dataset is 5; expected the name of an array", dataset=5)
+    wrong(r"no array of '.*' has an axis 2", axis=np.int64(2))
     wrong("'x.zarr' would be an HDF5 file", path="x.zarr")
     wrong("is among the parts twice", [*snapshot, snapshot[0]])
     wrong("is the new file, and one of the parts", path=snapshot[1], mode="w")
