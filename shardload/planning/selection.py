@@ -126,17 +126,18 @@ def select_axes(
                     raise IndexError(f"select has {part!r} on axis {name}, which has {size} elements")
                 low, high = low % size, low % size + 1
         except TypeError:
-            dim = dims[axis] if dims and dims[axis] else "lat"
-            if isinstance(part, (list, tuple, np.ndarray)) and len(part) and np.asarray(part).dtype.kind in "iu":
-                first, n = part[0], len(part)
+            dim = dims[axis] if dims else None
+            positions = np.asarray(part) if isinstance(part, (list, tuple, np.ndarray)) else np.array(None)
+            if positions.size and positions.ndim == 1 and positions.dtype.kind in "iu":
+                first = f"{{{dim!r}: {positions[0]}}}" if dim else f"np.s_[{':, ' * axis}{positions[0]}]"
                 raise ValueError(
                     f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer. Load each of "
                     f"these positions as an array of its own, in one call, and put them together by jax.numpy.stack: "
-                    f"dataset=[NAME] * {n}, select=[{{{dim!r}: {first}}}, ...]"
+                    f"dataset=[NAME] * {positions.size}, select=[{first}, ...]"
                 ) from None
             raise ValueError(
                 f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer, as in "
-                f"select=np.s_[0, 10:20]. For coordinates and dates pass select={{{dim!r}: shardload.near(VALUE)}} or "
+                f"select=np.s_[0, 10:20]. For coordinates and dates pass select={{{dim or 'lat'!r}: shardload.near(VALUE)}} or "
                 "shardload.between(LOW, HIGH)"
             ) from None
         start.append(low)
@@ -308,14 +309,14 @@ def _counts_from_end(part: Any) -> bool:
     return any(isinstance(end, Integral) and end < 0 for end in ends)
 
 
-def axes_text(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
+def axes_text(name: Any, n_found: int, dims: Sequence[str | None], instead: str = "positions, as NumPy would index it") -> str:
     """Which axes an array has, and what to pass instead of a name that is not one of them."""
     names = [dim for dim in dims if dim]
     if n_found or not names:
         problem = f"has {n_found} axes of that name" if n_found else "has no names of axes"
-        return f"{problem}; pass positions, as NumPy would index it"
+        return f"{problem}; pass {instead}"
     similar = get_close_matches(str(name), names, 1)
-    hint = f". Did you mean {similar[0]!r}?" if similar else "; pass one of these, or positions, as NumPy would index it"
+    hint = f". Did you mean {similar[0]!r}?" if similar else f"; pass one of these, or {instead}"
     return f"has the {'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}{hint}"
 
 

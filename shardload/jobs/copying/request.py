@@ -364,15 +364,13 @@ def _selection_by_name(select: Any, main: Mapping[str, Described]) -> dict[Any, 
         dims = {dim for _, properties, _ in main.values() for dim in properties.dims if dim}
         for name in select:
             if name not in dims:
-                names = (
-                    some([repr(dim) for dim in sorted(dims)]) or "none with a name. Select by positions, such as select='0,:'"
-                )
+                names = some([repr(dim) for dim in sorted(dims)]) or "none with a name. Pass positions, such as select=(0,)"
                 raise ConfigError(f"select names the axis {name!r}, which no array has; there are: {names}")
         return dict(select)
     if len(main) > 1:
         raise ConfigError(
             f"select has positions, and there are {len(main)} arrays: {some(list(main))}. Name one with dataset=, or select by "
-            "names of axes, such as select='time=-1'"
+            "names of axes, such as select={'time': -1}"
         )
     ((info, properties, _),) = main.values()
     selection = _select(info, select, properties.dims)

@@ -59,7 +59,7 @@ class Request:
             return self
         for name in self.by_name:
             if axes.count(name) != 1:
-                why = f"{info} {axes_text(name, axes.count(name), info.dims)}"
+                why = f"{info} {axes_text(name, axes.count(name), info.dims, 'P(...), with an entry for each axis')}"
                 if name in info.dims:
                     why = "it is selected away: pass a slice of it"
                 raise ConfigError(f"the spec {dict(self.by_name)} names the axis {name!r}, but {why}")
