@@ -8,16 +8,18 @@ import math
 import os
 import re
 import shlex
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import EllipsisType
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import typer
 
 from shardload.comm.mpi import is_connected, launched, task
-from shardload.errors import ShardloadError
+from shardload.errors import ShardloadError, ShardloadWarning, printable
 from shardload.options import OPTIONS
 from shardload.system.terminal import own_stdout, say_error, tell
 
@@ -326,6 +328,11 @@ def _flag(name: str, value: str) -> str:
     return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {'none' if bare == 'None' else shlex.quote(bare)}"
 
 
+def say_note(text: str) -> None:
+    """Print on standard error what a person should know beside the result, with flags."""
+    print(f"shardload: {printable(as_typed(text))}", file=sys.stderr, flush=True)
+
+
 def wrong(flag: str, message: str) -> typer.BadParameter:
     """The error of a flag that cannot be read."""
     return typer.BadParameter(message, param_hint=flag)
@@ -398,9 +405,15 @@ def says_what_is_wrong() -> bool:
 @contextmanager
 def one_message(as_json: bool) -> Iterator[IO[str]]:
     """A stream to print on. A `ShardloadError` is its message on stderr, by the first task, and exit code 1: the message says
-    what to do, a traceback does not. With `as_json` it is also one JSON document.
+    what to do, a traceback does not. With `as_json` it is also one JSON document. A `ShardloadWarning` is its message, too.
     """
-    with own_stdout() as out:
+    show = warnings.showwarning
+
+    def say(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+        say_note(str(message)) if issubclass(category, ShardloadWarning) else show(message, category, *where, **more)
+
+    with own_stdout() as out, warnings.catch_warnings():
+        warnings.showwarning = cast(Any, say)
         try:
             yield out
         except ShardloadError as error:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import glob
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Any
 
-from shardload.cli.arguments import as_typed, wrong
+from shardload.cli.arguments import as_typed, say_note, wrong
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import LeftOutWarning, printable
 from shardload.formats.concatenation import Concatenation
@@ -55,7 +54,7 @@ def run_copy(
         tell(_as_json(report), out)
         return
     for note in report.notes:
-        print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
+        say_note(note)
     text = str(report) if report.written is None else f"{printable(target)}: {report}"
     lines = [part for line in text.splitlines() for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")]
     tell("\n".join(lines), out)
@@ -97,7 +96,7 @@ def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_j
         tell(json.dumps({"ok": True, **asdict(report)}, indent=2), out)
         return
     for note in report.notes:
-        print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
+        say_note(note)
     width = width_of(out)
     head = f"{report.path}: {counted(report.n_parts, 'file')} along axis {report.axis!r}, "
     head += f"{counted(len(report.rows), 'array')}, {format_nbytes(report.nbytes)}"

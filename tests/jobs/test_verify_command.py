@@ -78,11 +78,14 @@ def test_a_damaged_file_is_one_message_and_exit_code_1(file: str) -> None:
 
 
 def test_chunks_that_are_not_stored(tmp_path: Path) -> None:
-    """Wrong if the flag were not handed on."""
+    """Wrong if the flag were not handed on, or the warning had a keyword in its place, and a line of typer."""
     path = str(tmp_path / "gaps.h5")
     with h5py.File(path, "w") as opened:
         opened.create_dataset("rho", shape=VALUES.shape, dtype="f4", chunks=(3, 5, 7))[:3] = VALUES[:3]
     command = ["-m", "shardload", "verify", path, "--mesh", "a=2", "--spec", "a", "--missing"]
     job = run_job([*command, "error"], 1, timeout=240)
     assert job.returncode == 1 and "18 of 27 chunks are not stored" in job.stderr, job.stderr
+    job = run_job([*command, "warn"], 2, timeout=240).check()
+    assert job.stderr.count("shardload: 18 of 27 chunks are not stored") == 1 and "Pass --missing error" in job.stderr
+    assert "typer" not in job.stderr
     assert run_job([*command, "fill"], 1, timeout=240).check().stderr.count("not stored") == 0
