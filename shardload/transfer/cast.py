@@ -18,7 +18,7 @@ from shardload.planning.region import Array, Region
 from shardload.values.decoding import Decoding
 
 _SIZE = 1 << 14  # elements: decoding, and checking a cast, take temporaries of this size, not of a block's
-_NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
+NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
 
 _HOW_TO_ROUND = ". To round integers on purpose, load them as they are and use astype"
 
@@ -68,7 +68,7 @@ def cast_into(raw: Array, out: Array, name: str) -> None:
     for region in Region.whole(raw.shape).split(_SIZE):
         index: Any = (*region.slices(), ...)
         if not _fits(raw[index], out[index]):
-            keep = f"{raw.dtype}{_NEEDS_X64 if is_wide(raw.dtype) else ''}"
+            keep = f"{raw.dtype}{NEEDS_X64 if is_wide(raw.dtype) else ''}"
             raise ConfigError(
                 f"{name} have values that {out.dtype} cannot hold, such as {_misfit(raw[index], out.dtype)}. Pass no dtype, to "
                 f"keep {keep}, or one that holds all values{_HOW_TO_ROUND if _is_rounded(raw.dtype, out.dtype) else ''}"

@@ -100,7 +100,7 @@ def in_numbers(part: Near | Between, name: str, attrs: Mapping[str, Any], dtype:
             return _between(part, axis, dtype)
         return _near(part, axis, dtype)
     except ValueError as error:
-        raise ValueError(f"select has {part} on the axis {name!r}: {error}") from None
+        raise ValueError(f"select has {part} on the axis {name!r}: {error}") from error
 
 
 def in_other_units(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wanted: Mapping[str, Any]) -> np.ndarray[Any, Any]:

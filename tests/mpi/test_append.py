@@ -663,8 +663,8 @@ def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
     before = files(path)
     rho, time = put(values[5:], mesh_of(), P(None, "a")), _times(7)[5:]
 
-    def refused(tree: Any, *words: str, error: type[Exception] = ConfigError, at: Path = path, **how: Any) -> None:
-        same_error(ranks, lambda: shardload.append(at, tree, **how), error, *words)  # type: ignore[arg-type]
+    def refused(tree: Any, *words: str, error: type[Exception] = ConfigError, to: Path = path, **how: Any) -> None:
+        same_error(ranks, lambda: shardload.append(to, tree, **how), error, *words)  # type: ignore[arg-type]
 
     whole = {"g/rho": rho, "g/time": time}
     refused(whole, "no such axis", "('time', 'y', 'x')", dim="t")
@@ -674,13 +674,17 @@ def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
     refused({"g/rho": rho[:, :-8], "g/time": time}, "(5, 24, 12)", "(2, 16, 12)", "along axis 0 only")
     row = put(values[5], mesh_of(), P("a"))
     refused({"g/rho": row, "g/time": time[:1]}, "(5, 24, 12)", "(24, 12)", "For a single row", "expand_dims(x, 0)")
+    refused({"g/rho": rho[:1], "g/time": 5.0}, "For a single row, give it that axis: numpy.expand_dims(x, 0)")  # float64 stays
     refused({"g/rho": rho.astype("int32"), "g/time": time}, "holds float32", "x.astype('float32')")
+    narrow = put(time.astype("f4"), mesh_of(), P())
+    refused({"g/rho": rho, "g/time": narrow}, "x.astype('float64'), which needs jax.config.update('jax_enable_x64', True)")
+    refused(whole, "at is '2001', which says no place in '/g/time' in", ": its coordinate has no units", at="2001")
     refused({"g/rho": rho[:0], "g/time": time[:0]}, "none without elements")
-    refused({"rho": rho, "time": time}, "part of the Zarr store", at=path / "g")
-    refused(whole, "neither HDF5 nor netCDF4", "Zarr stores in folders", at=shared_tmp_path / "file.h5")
-    refused(whole, "does not exist", at=shared_tmp_path / "none.zarr", error=SourceError)
-    refused(whole, "no Zarr store", at=shared_tmp_path, error=SourceError)
-    refused(rho, "'transpose'", "append does not write", at=shared_tmp_path / "t.zarr", dataset="/", dim=0)
+    refused({"rho": rho, "time": time}, "part of the Zarr store", to=path / "g")
+    refused(whole, "neither HDF5 nor netCDF4", "Zarr stores in folders", to=shared_tmp_path / "file.h5")
+    refused(whole, "does not exist", to=shared_tmp_path / "none.zarr", error=SourceError)
+    refused(whole, "no Zarr store", to=shared_tmp_path, error=SourceError)
+    refused(rho, "'transpose'", "append does not write", to=shared_tmp_path / "t.zarr", dataset="/", dim=0)
     refused(whole, "dim is None", dim=None)
     assert on_root(ranks, lambda: files(path)) == before
 

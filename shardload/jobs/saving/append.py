@@ -43,6 +43,7 @@ from shardload.planning.staging import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover, whole_beside
 from shardload.storage.remote import without_secrets
 from shardload.system.interruption import let_interruption_pass
+from shardload.transfer.cast import NEEDS_X64, is_wide
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
 from shardload.values.dates import as_dates, has_dates, in_numbers, is_dates, numbers_of_dates
@@ -199,7 +200,7 @@ def _n_before(at: Any, where: str, dim: str, values: Array, facts: Mapping[str, 
         if has_dates(Between(at, at)):
             low = cast(Between, in_numbers(Between(at, at), dim, facts["attrs"], values.dtype)).low
     except ValueError as error:
-        raise ConfigError(f"at is {at!r}, which says no place in {where}: {error}") from None
+        raise ConfigError(f"at is {at!r}, which says no place in {where}: {error.__cause__ or error}") from None
     # A thousandth of a step: 3 * 0.1 is 0.3, and so is 0.3 of float32.
     slack = float(np.abs(np.diff(values.astype("f8"))).min(initial=np.inf)) / 1000 if values.dtype.kind == "f" else 0
     slack = slack if math.isfinite(slack) else 1e-6 * abs(low)
@@ -302,7 +303,8 @@ def _check(request: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, i
                 )
         expected = (*shape[:axis], new[axis] if len(new) > axis else 0, *shape[axis + 1 :])
         if new != expected or 0 in new:
-            row = f". For a single row, give it that axis: jax.numpy.expand_dims(x, {axis})"
+            numpy = "numpy" if isinstance(array.x, np.ndarray) else "jax.numpy"
+            row = f". For a single row, give it that axis: {numpy}.expand_dims(x, {axis})"
             fix = row if new == (*shape[:axis], *shape[axis + 1 :]) else ""
             raise ConfigError(
                 f"{where} has the shape {facts.get('stored_shape', shape)} and can grow along axis {axis} only; what is to be "
@@ -325,7 +327,9 @@ def _check(request: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, i
                 "divide by scale_factor, round if these are integers, and cast; what is missing becomes _FillValue"
             )
         if new_dtype != dtype:
-            raise ConfigError(f"{where} holds {dtype}, what is to be appended is {new_dtype}. Cast it: x.astype('{dtype}')")
+            needs = NEEDS_X64 if is_wide(dtype) and not isinstance(array.x, np.ndarray) else ""
+            fix = f"Cast it: x.astype('{dtype}'){needs}"
+            raise ConfigError(f"{where} holds {dtype}, what is to be appended is {new_dtype}. {fix}")
     return axes, _check_lengths(request, stored, axes)
 
 
