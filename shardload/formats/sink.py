@@ -36,7 +36,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Decode = Callable[[Region], np.ndarray[Any, Any]]
 ONE_LENGTH = "Axes of one name have one length: pass other dims=, or cut the longer one (copy: select=; padding is not saved)"
 _ONE_NAME = "Call one of them by another name"
-_KEYS = {"name", "level", "shuffle", "options"}
+_KEYS = {"name": str, "level": object, "shuffle": bool, "options": Mapping}  # of a compression
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Compression:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: object) -> Compression | None:
+    def of(cls, value: Any) -> Compression | None:
         """From what a caller writes: ``"gzip"``, ``"gzip:6+shuffle"``, ``{"name": "gzip", "level": 6}``, None.
 
         >>> Compression.of("gzip:6"), Compression.of(None)
@@ -74,7 +74,8 @@ class Compression:
             if value.strip().lower() == "none":
                 return None
             value = parse_compression(value) or value
-        if not isinstance(value, Mapping) or not set(value) <= _KEYS or not isinstance(value.get("name"), str):
+        is_dict = isinstance(value, Mapping) and "name" in value
+        if not is_dict or not all(isinstance(part, _KEYS.get(key, ())) for key, part in value.items()):
             raise ConfigError(
                 f"compression is {value!r}; expected a name such as 'gzip' or 'gzip:6+shuffle', None, or "
                 "{'name': 'gzip', 'level': 6, 'shuffle': True}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from shardload.errors import ConfigError
@@ -153,15 +154,16 @@ class Codec:
     decoder: Callable[[Parameters], Stage] | None = None
     encoder: Callable[[Parameters], Step] | None = None
 
-    def checked_level(self, level: int | None, least: int | None = None, where: str = "") -> int:
+    def checked_level(self, level: Any, least: int | None = None, where: str = "") -> int:
         """A level that the codec has, or its usual one; ConfigError, which begins with `where`, otherwise."""
         usual, lowest, most = self.levels
         lowest = lowest if least is None else least
         if level is None:
             return usual
-        if isinstance(level, bool) or not isinstance(level, int) or not lowest <= level <= most:
+        is_number = isinstance(level, Integral) and not isinstance(level, bool)
+        if not is_number or not lowest <= level <= most:
             raise ConfigError(f"{where}the level of {self.word} is {level!r}; expected a number from {lowest} to {most}")
-        return level
+        return int(level)
 
     def parameters(self, array: str, compression: Any, itemsize: int, file_format: str, least: int | None = None) -> Parameters:
         """Those of a `sink.Compression`. ConfigError, which names the array, if the codec has no such option."""

@@ -22,6 +22,7 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
+from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
@@ -632,9 +633,12 @@ def test_the_name_of_an_axis_beside_a_coordinate(tmp_path: Path) -> None:
 
 
 def test_compression_is_checked() -> None:
-    for wrong in (7, {"level": 3}, {"name": "gzip", "speed": 1}):
+    """Wrong if what Python takes for true were a shuffle, or numbers of NumPy were no levels."""
+    blosc = {"name": "blosc", "shuffle": "bitshuffle"}, {"name": "blosc", "options": ("zstd",)}
+    for wrong in (7, {"level": 3}, {"name": "gzip", "speed": 1}, {"name": "gzip", "shuffle": "no"}, *blosc):
         with pytest.raises(ConfigError, match="expected a name such as 'gzip'"):
             Compression.of(wrong)
+    assert HDF5_CODECS[1].checked_level(np.int64(3)) == 3
 
 
 def test_the_catalog_compares_the_written_file_with_its_notes(tmp_path: Path) -> None:
