@@ -272,9 +272,15 @@ def initialize(
                 "initialize() was given only some of these: pass coordinator_address='host:port', num_processes= "
                 "and process_id= together, or none of them under mpiexec or srun"
             )
-        host, port = split_address(coordinator_address)
+        host, port = split_address(str(coordinator_address))
         if not host or not is_port(port):
             raise ConfigError(f"coordinator_address is {coordinator_address!r}; expected 'host:port', as in 'node1:61440'")
+        are_numbers = isinstance(num_processes, int) and isinstance(process_id, int)
+        if not are_numbers or not 0 <= process_id < num_processes:
+            raise ConfigError(
+                f"num_processes is {num_processes!r} and process_id {process_id!r}; expected how many processes there are, and "
+                "which of them this one is, from 0 on: numbers, as int(os.environ['SLURM_PROCID'])"
+            )
         bind = os.environ.get(_BIND) or _listen_at(coordinator_address, process_id)
         _start(coordinator_address, num_processes, process_id, local_device_ids, preemption, bind)
         return

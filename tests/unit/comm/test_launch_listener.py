@@ -217,11 +217,18 @@ def test_rank_0_that_finds_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Address family not supported" in str(first) == str(second)
 
 
-@pytest.mark.parametrize("address", ["n1", "n1:", ":61440", "n1:port", "n1:99999"])
-def test_an_address_that_is_none(address: str) -> None:
+@pytest.mark.parametrize("address", ["n1", "n1:", ":61440", "n1:port", "n1:99999", 61440])
+def test_an_address_that_is_none(address: Any) -> None:
     """Wrong if JAX's own error came up, which speaks of a list index."""
     with pytest.raises(ConfigError, match="expected 'host:port'"):
         launch.initialize(address, 2, 0)
+
+
+@pytest.mark.parametrize(("n", "process"), [("2", "0"), (2, "0"), (2, 2), (2, -1)])
+def test_numbers_that_are_none(n: Any, process: Any) -> None:
+    """Wrong if texts, as the environment has them, let process 0 wait for itself, and an error of JAX's own came up."""
+    with pytest.raises(ConfigError, match=f"num_processes is {n!r} and process_id {process!r}; expected how many"):
+        launch.initialize("127.0.0.1:61440", n, process)
 
 
 # --- under Slurm without MPI -------------------------------------------------------------------------------------------
