@@ -286,6 +286,8 @@ def test_padding_is_not_written(comm: Any, shared_tmp_path: Path) -> None:
     same_error(comm, lambda: shardload.save(path, {"b": twice}, plan=tree), ConfigError, *says)
     halo = shardload.load(source, mesh_of(), P(None, None, None), halo={1: 1})
     same_error(comm, lambda: shardload.save(path, halo), ConfigError, "has halos", "shardload.unpad(x)")
+    planned = {"plan": shardload.plan(source, mesh_of(), P(None, None, None), halo={1: 1})}
+    same_error(comm, lambda: shardload.save(path, 2 * halo, **planned), ConfigError, "has halos", "shardload.unpad(x, plan)")
     same_error(comm, lambda: shardload.save(path, 2 * halo), PaddingWarning, "only with its halos", "shardload.unpad(x, plan)")
     assert not path.exists()
 

@@ -151,8 +151,8 @@ _KINDS = {
     "U": "strings",
     "T": "variable-length strings",
     "O": "Python objects",
-    "M": "dates: load them as the integers they are stored as",
-    "m": "time spans: load them as the integers they are stored as",
+    "M": "dates",
+    "m": "time spans",
 }
 
 

@@ -119,7 +119,10 @@ def of_xarray(
 def refuse_halo(name: str, extent: Extent) -> None:
     """ConfigError if an array has halos."""
     if any(extent.halo):
-        raise ConfigError(f"'{name}' has halos, whose elements belong to other shards. Save shardload.unpad(x) instead")
+        raise ConfigError(
+            f"'{name}' has halos, whose elements belong to other shards. Save shardload.unpad(x) instead; of an array that was "
+            "computed from it, shardload.unpad(x, plan)"
+        )
 
 
 # --- what is in the object
