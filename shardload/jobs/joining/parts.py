@@ -471,7 +471,7 @@ class JoinedParts:
 
     def _check_same(self, members: Sequence[_Member]) -> None:
         fix = f"It does not have {self._axis_text}, so which are right? "
-        if self._request.stack is None:
+        if self._request.stack is None and self.axis != "time":  # which would send the caller back here
             fix += "If each part is one step, pass stack='time' for a new axis. "
         if not self._request.dataset:
             fix += "Name the arrays to join with dataset="
