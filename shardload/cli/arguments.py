@@ -302,6 +302,8 @@ def as_typed(message: str) -> str:
     ('only chunks are compressed. Pass --chunks 64,64', "Pass --axis, one of 'time', 'lat'")
     >>> as_typed("Pass storage={'region': 'us-west-2'}, or storage={'skip_signature': True}")
     'Pass --storage region=us-west-2, or --storage skip_signature=true'
+    >>> as_typed("name it, too: dataset=['*', 'g/x'], or 'g/*' for a group")
+    "name it, too: --dataset '*' --dataset 'g/x', or 'g/*' for a group"
     >>> as_typed("Pass storage={'default_headers': {'authorization': ...}}")
     'Pass --storage default_headers.authorization=...'
     """
@@ -311,7 +313,8 @@ def as_typed(message: str) -> str:
 _FLAGS = {name: OPTIONS[name].flag or f"--{name}" for names in _PANELS.values() for name in names}
 _FLAGS |= {name: f"--{name}" for name in ("axis", "resume", "stack")}
 _KEYWORD = re.compile(
-    rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|[\w.]*\w)?)"
+    rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})="
+    r"((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\[[^\[\]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[\w.]*\w)?)"
 )
 
 
@@ -321,6 +324,8 @@ def _flag(name: str, value: str) -> str:
         bare = re.sub(r"['\"](\w+)['\"]: \{['\"](\w+)['\"]", r"'\1.\2'", bare).replace("}", "")
         pairs = re.findall(r"'([\w.]+)': '?([\w./:-]+)", bare)
         return " ".join(f"{_FLAGS[name]} {key}={'true' if typed == 'True' else typed}" for key, typed in pairs)
+    if bare.startswith("["):
+        return " ".join(f"{_FLAGS[name]} {typed}" for typed in re.findall("'[^']*'", bare))
     if bare.startswith("("):
         bare = bare.strip("(),").replace(" ", "")
     if bare == "False":

@@ -216,13 +216,13 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Groups, list[str]]:
         return _plan_arrays(request, file, infos, "*" in names, notes)
 
 
-def _links_notes(links: Mapping[str, str], all_and: str = "--dataset '*' ") -> list[str]:
-    """The note about links, which a copy of all arrays does not follow, with the flags to type."""
+def _links_notes(links: Mapping[str, str], all_and: str = "'*', ") -> list[str]:
+    """The note about links, which a copy of all arrays does not follow, with what to pass."""
     if not links:
         return []
     texts = ", ".join(f"'{printable(name)}' (to {printable(to)})" for name, to in links.items())
     name = printable(next(iter(links)).lstrip("/"))
-    how = f"{all_and}--dataset '{name}', or '{name}/*' for a group"
+    how = f"dataset=[{all_and}'{name}'], or '{name}/*' for a group"
     return [f"links were left out: {texts}. To copy what they lead to, name it, too: {how}"]
 
 

@@ -117,6 +117,9 @@ def test_links_into_other_files_are_named(file: str, tmp_path: Path) -> None:
         opened["own"], opened["same"] = VALUES, h5py.SoftLink("/own")
     code, _, said = run("copy", master, out)
     assert code == 0 and "were left out: '/g/det' (to '/rho' in 'in.h5'), '/same' (to '/own'). To" in said
+    assert "name it, too: --dataset '*' --dataset 'g/det', or" in said
+    with pytest.warns(shardload.LeftOutWarning, match=r"name it, too: dataset=\['\*', 'g/det'\], or"):
+        shardload.copy(master, out, mode="w")
     code, _, said = run("copy", master, out, "--mode", "w", "--dataset", "*", "--dataset", "g/det")
     assert code == 0 and "were left out: '/same' (to" in said and "out: '/g/det'" not in said
     with h5py.File(out) as opened:
