@@ -46,7 +46,7 @@ class Cost:
     messages, moved_nbytes : int
         At most so many parts travel from one rank to another, with so many bytes.
     peak_nbytes : int
-        Host memory of the fullest rank, at most: its pieces and its staging blocks.
+        Host memory of the fullest rank, at most: its pieces, its staging blocks, and what its threads decode in.
     """
 
     n_readers: int
@@ -59,7 +59,7 @@ class Cost:
     peak_nbytes: int
 
 
-def plan_cost(schedule: Schedule, layout: SourceLayout, *, staging_blocks: int = 2, is_one_node: bool = True) -> Cost:
+def plan_cost(schedule: Schedule, layout: SourceLayout, *, staging_nbytes: int = 0, is_one_node: bool = True) -> Cost:
     """Compute what a load by this schedule costs.
 
     Parameters
@@ -68,8 +68,8 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, *, staging_blocks: int =
         Which rank owns which block.
     layout : SourceLayout
         How the array lies in its file.
-    staging_blocks : int
-        Number of blocks that an owner holds at once.
+    staging_nbytes : int
+        Bytes of staging memory that an owner uses.
     is_one_node : bool
         Whether all ranks are on one node, whose page cache has the file.
     """
@@ -87,7 +87,6 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, *, staging_blocks: int =
         messages, moved = (shards.most_holders * _count(schedule, g)[0] for g in (schedule.blocks, _elements(units.shape)))
     array_nbytes = math.prod(units.shape) * file_itemsize
     decoded_nbytes = int(n_units * unit_nbytes * read_nbytes)
-    staging_nbytes = schedule.max_block_size * (staging_blocks * itemsize + layout.casts * file_itemsize)
     return Cost(
         n_readers=schedule.n_readers,
         chunks_decoded=n_units if layout.has_chunks else 0,

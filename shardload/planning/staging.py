@@ -37,6 +37,8 @@ class Staging:
         Size of each of them.
     batch_nbytes : int
         Decoded bytes of the small chunks that a thread may hold at once; larger chunks are read one by one.
+    scratch_nbytes : int
+        What a thread needs at most to decode.
     """
 
     n_threads: int
@@ -44,11 +46,17 @@ class Staging:
     n_pack: int
     slot_nbytes: int
     batch_nbytes: int = field(default=0, repr=False)
+    scratch_nbytes: int = field(default=0, repr=False, compare=False)  # buffers of other rounds do not depend on it
 
     @property
     def n_blocks(self) -> int:
         """Number of blocks that are held at once."""
         return self.n_slots + self.n_pack
+
+    @property
+    def nbytes(self) -> int:
+        """All of it, at most."""
+        return self.n_blocks * self.slot_nbytes + self.n_threads * self.scratch_nbytes
 
 
 def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: int, n_threads: int = 1) -> Staging:
@@ -91,7 +99,7 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     n_pack = 2 if 4 * slot_nbytes <= left_nbytes else 1
     wanted_slots = max(_SLOTS, n_threads * 2 // max(1, n_chunks) + 2)
     n_slots = max(1, min(wanted_slots, left_nbytes // max(1, slot_nbytes) - n_pack))
-    return Staging(n_threads, n_slots, n_pack, slot_nbytes, batch_nbytes)
+    return Staging(n_threads, n_slots, n_pack, slot_nbytes, batch_nbytes, scratch_nbytes)
 
 
 def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:

@@ -28,6 +28,7 @@ from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, peak_of, ram
 pytestmark = pytest.mark.any_library
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py and zarr-python make for themselves: 90 KiB are usual
+CAST_NBYTES = 128 << 10  # what checking a cast takes
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,9 @@ CASES = list(
 def test_peak(
     comm: Any, field: tuple[dict[str, str], np.ndarray], name: str, readers: Any, spec: P, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong if rank 0 held more than it was allowed, buffers were made for every block, or pieces were copied."""
+    """Wrong if rank 0 held more than it was allowed, buffers were made for every block, or pieces were copied; and if the plan
+    left out what threads decode in.
+    """
     paths, values = field
     mesh, random = mesh_of(), np.random.default_rng(CASES.index((name, readers, spec)))
     comm = comm.Dup()  # so that shared memory is made for this load
@@ -72,7 +75,8 @@ def test_peak(
     plan = shardload.plan(paths[name], mesh, spec, readers=readers, staging=staging, dtype=dtype, comm=comm)
     x, extra = peak_nbytes(plan, monkeypatch)
     check(x, values.astype(dtype), mesh, spec)
-    assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES, (comm.allgather(extra), staging)
+    said = plan.costs[plan.readers].peak_nbytes - plan.pieces_nbytes
+    assert max(comm.allgather(extra)) <= min(said + CAST_NBYTES, staging) + EXTRA_NBYTES, (comm.allgather(extra), said, staging)
     group_of(comm).forget_shared_memory()
     comm.Free()
 

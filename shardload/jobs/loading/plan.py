@@ -194,8 +194,8 @@ class LoadLayout:
 
     def cost(self, cap_nbytes: int, n_nodes: int = 1) -> Cost:
         """What a load costs; with a cap of 0 there are no staging buffers."""
-        n_blocks = self.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-        cost = plan_cost(self.schedule, self.source, staging_blocks=n_blocks, is_one_node=n_nodes == 1)
+        staging_nbytes = min(self.staging(cap_nbytes).nbytes, cap_nbytes)
+        cost = plan_cost(self.schedule, self.source, staging_nbytes=staging_nbytes, is_one_node=n_nodes == 1)
         return replace(cost, peak_nbytes=cost.peak_nbytes + min(self.ahead_nbytes, cost.reader_nbytes))
 
     @property
@@ -427,14 +427,13 @@ class TreePlan(PrintedReport):
 
     @property
     def peak_nbytes(self) -> int:
-        """Host memory of the fullest rank, at most: its pieces of all arrays, the buffers that they share, and what is fetched
-        ahead from stores.
+        """Host memory of the fullest rank, at most: its pieces of all arrays, the memory that they share for reading, and
+        what is fetched ahead from stores.
         """
         plans = self.leaves
         pieces = sum(plan.pieces_nbytes for plan in plans)
-        used = staging_of(plans)
-        blocks = used.n_blocks * used.slot_nbytes
-        return pieces + min(blocks, self.staging_nbytes) + max(plan.ahead_nbytes for plan in plans)
+        staging_nbytes = min(staging_of(plans).nbytes, self.staging_nbytes)
+        return pieces + staging_nbytes + max(plan.ahead_nbytes for plan in plans)
 
     @property
     def report(self) -> LoadReport | None:
