@@ -47,7 +47,7 @@ from shardload.options import AUTO, OPTIONS, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
 from shardload.planning.selection import Selection, named_coordinates, needs_coordinates
-from shardload.planning.staging import least_together
+from shardload.planning.staging import MOST_THREADS, least_together
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
 from shardload.system.garbage import collections_wait
@@ -185,7 +185,8 @@ class LoadCall:
             return self._ranks
         n = request.sharding.mesh.size // request.devices_per_rank
         n_nodes = -(-n // min(n, self._keywords.get("ranks_per_node") or n))
-        return PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=request.devices_per_rank, tuning=self._tuning)
+        ranks = PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=request.devices_per_rank, tuning=self._tuning)
+        return replace(ranks, n_threads=MOST_THREADS)  # their cores are not known: memory is that of ranks with many
 
     def plan(self, root: int | None = None) -> list[ArrayLoad]:
         """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
@@ -318,7 +319,7 @@ class LoadCall:
             return loads
         request = self.requests[0]
         ranks = self.ranks_for(request)
-        if self._ranks is not None and ranks.n > 1:  # each of many small arrays is read by one rank
+        if ranks.n > 1:  # each of many small arrays is read by one rank
             plans = read_in_turn(ranks, [load.plan for load in loads])
             pairs = zip(loads, plans, strict=True)
             loads = [load if load.plan is plan else replace(load, plan=plan) for load, plan in pairs]

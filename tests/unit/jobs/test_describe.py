@@ -56,7 +56,7 @@ def test_the_whole_text(path: str) -> None:
         "  per reader        1.0 GiB    256.0 MiB       1.0 GiB",
         "  messages           <= 256       <= 256             0",
         "  between ranks  <= 1.0 GiB   <= 1.0 GiB           0 B",
-        "  peak host       342.0 MiB    342.0 MiB     282.0 MiB",
+        "  peak host       480.0 MiB    480.0 MiB     384.0 MiB",
     ]
 
 
@@ -70,7 +70,7 @@ def test_it_fits_and_nothing_is_cut(path: str, width: int) -> None:
     text = "\n".join(lines)
     for whole in ("(512, 512, 512)", "(1, 512, 512)", "P(None, 'x', 'y')", "gzip+shuffle", "768.0 MiB", "256.0 MiB"):
         assert whole in text
-    for number in ("2,048 chunks", "4.00x", "282.0 MiB"):
+    for number in ("2,048 chunks", "4.00x", "384.0 MiB"):
         assert text.count(number) == 1, number
     said = " ".join(text.split())
     assert plan(path).why in said and "4 of them read" in said

@@ -106,10 +106,10 @@ def test_what_fits_alone_and_not_together_gets_more(tmp_path: Path, monkeypatch:
     assert used is not None and {one.staging_nbytes for one in both.leaves} == {both.staging_nbytes}
 
 
-def test_a_plan_without_a_job_asks_for_what_is_needed(path: str) -> None:
-    """On a login node the memory of the job's nodes is not known."""
+def test_a_plan_without_a_job_says_what_may_be_used(path: str) -> None:
+    """On a login node memory and cores of the job's nodes are not known. Wrong if it said what a rank with one core takes."""
     found = shardload.plan(path, AbstractMesh((64,), ("a",)), P(None, "a"), dataset="large")
-    assert found.staging_nbytes == 512 * MIB
+    assert found.staging_nbytes == (3 + 2 + 4 * 3) * 64 * MIB, "buffers, and scratch memory of four threads"
 
 
 def test_requests_of_a_save_to_a_store_fit_into_staging(monkeypatch: pytest.MonkeyPatch) -> None:
