@@ -38,8 +38,11 @@ class FileMove(ArrayMove):
         How the selected elements lie in the file.
     decoding : Decoding or None
         How stored numbers become values.
+    is_cut : sequence of bool
+        See `counter_of`.
     """
 
+    is_cut: Sequence[bool] = ()
     flow: Any  # one that also says what a rank ever reads: a `Schedule` or a `BatchFlow`
 
     def __init__(
@@ -110,7 +113,7 @@ class FileSource(ABC):
             LocalPieces(self._rank, move.targets, self._checksums),
             resources,
             tuning=tuning,
-            counts=counter_of(flow, self._rank),
+            counts=counter_of(flow, self._rank, move.is_cut),
             convert=conversion(move.decoding),
             library=self._libraries[move.array],
         )

@@ -64,35 +64,37 @@ class Counters:
         self.missing += numbers[: MOST_NAMED - len(self.missing)].tolist()
 
 
-def counter_of(plan: Schedule, rank: int) -> Counter:
+def counter_of(plan: Schedule, rank: int, is_cut: Sequence[bool] = ()) -> Counter:
     """A function that chooses which missing chunks of a block `rank` counts. Each chunk is counted by one rank, in one read.
 
     That is the read that has its first element. If each rank reads its own shards, the first holder of that shard counts.
+    `is_cut`: along which axes chunks may begin before the array, in another part of a longer one, where they are counted.
     """
 
     def counts(read: Block, numbers: IntArray, chunks: Grid) -> IntArray:
         if not plan.is_direct:
-            return _beginning_in(read.region, numbers, chunks)
+            return _beginning_in(read.region, numbers, chunks, is_cut)
         shards = plan.shards
         first_held = (part for part in read.parts if shards.holders(shards.shard_of(part.target))[0] == rank)
         regions = [shards.own(part.target, part.region) for part in first_held]
-        begin = (_beginning_in(region, numbers, chunks) for region in regions if region is not None)
+        begin = (_beginning_in(region, numbers, chunks, is_cut) for region in regions if region is not None)
         return np.sort(np.concatenate([numbers[:0], *begin]))
 
     return counts
 
 
-def _beginning_in(region: Region, numbers: IntArray, chunks: Grid) -> IntArray:
+def _beginning_in(region: Region, numbers: IntArray, chunks: Grid, is_cut: Sequence[bool] = ()) -> IntArray:
     """The chunks whose first element (of those that are selected) is in a region.
 
     >>> _beginning_in(Region((3,), (9,)), np.array([0, 1, 2]), Grid((12,), (4,), (0,))).tolist()
     [1, 2]
     """
     remaining, begins = numbers, np.ones(len(numbers), dtype=bool)
-    axes = zip(chunks.counts, chunks.cell, chunks.phase, region.start, region.stop, strict=True)
-    for count, cell, phase, start, stop in reversed(list(axes)):
+    cuts = is_cut or (False,) * len(chunks.counts)
+    axes = zip(chunks.counts, chunks.cell, chunks.phase, region.start, region.stop, cuts, strict=True)
+    for count, cell, phase, start, stop, begins_before in reversed(list(axes)):
         remaining, index = np.divmod(remaining, count)
-        first = np.maximum(index * cell - phase, 0)
+        first = np.maximum(index * cell - phase, -phase if begins_before else 0)
         begins &= (start <= first) & (first < stop)
     return numbers[begins]
 

@@ -304,8 +304,10 @@ def test_a_plan_says_how_often_chunks_are_decoded(comm: Any, shared_tmp_path: Pa
     compare(comm, after, {"x": values})
 
 
-def test_chunks_that_the_source_does_not_store(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if nobody were told."""
+@pytest.mark.parametrize("how", [{}, {"select": (slice(1, 9), slice(1, 8)), "chunks": (3, 3), "staging": 16_900}], ids=str)
+@pytest.mark.usefixtures("small")
+def test_chunks_that_the_source_does_not_store(comm: Any, shared_tmp_path: Path, how: dict[str, Any]) -> None:
+    """Wrong if nobody were told, or a chunk were counted in each part of the array that is copied at once."""
     before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
 
     def make() -> None:
@@ -314,13 +316,14 @@ def test_chunks_that_the_source_does_not_store(comm: Any, shared_tmp_path: Path)
             made[:5, :4] = 7
 
     on_root(comm, make)
-    report = copy(comm, before, after)
-    assert any("3 chunks of '/x'" in note and "not stored" in note for note in report.notes)
+    report = copy(comm, before, after, **how)
+    assert (report.n_decoded > 4) == bool(how), "chunks that are read twice"
+    assert any("3 chunks of '/x'" in note and "not stored" in note for note in report.notes), report.notes
     if comm.rank == 0:
         found = zarr.open_group(str(after), mode="r")["x"]
         assert found.fill_value == -3
         with h5py.File(before) as file:
-            np.testing.assert_array_equal(found[...], file["x"][...])
+            np.testing.assert_array_equal(found[...], file["x"][how.get("select", ...)])
 
 
 @pytest.mark.parametrize("name", ["out.h5", "out.nc"])
