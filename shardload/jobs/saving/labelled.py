@@ -105,12 +105,12 @@ def of_xarray(
         overrides["dataset"] = OPTIONS["dataset"].default_in("save")  # its name is among the arrays
         overrides["attrs"] = None if keywords["attrs"] is None else {data[0]: keywords["attrs"]}
     overrides["shape"] = None
-    overrides["plan"] = {
-        full_names[name]: _loaded_by(_plan_of(full_names[name], plans), x, shapes[name])
-        for name, (x, _) in encoded.items()
-        if isinstance(x, jax.Array)
-        and (shapes[name] != x.shape or all(dim in lengths or dim in content.coords for dim in content.variables[name].dims))
-    }  # of others nothing says what is padding: `padding_warning`
+    overrides["plan"] = {}
+    for name, (x, _) in encoded.items():
+        plan, dims = _plan_of(full_names[name], plans), content.variables[name].dims
+        is_told = plan is not None or shapes[name] != x.shape or all(dim in lengths or dim in content.coords for dim in dims)
+        if isinstance(x, jax.Array) and is_told:  # of others nothing says what is padding: `padding_warning`
+            overrides["plan"][full_names[name]] = _loaded_by(plan, x, shapes[name])
     arrays = {full_names[name]: x for name, (x, _) in encoded.items()}
     labels = {f"/{full_names[name]}": (content.variables[name].dims, attrs) for name, (_, attrs) in encoded.items()}
     return arrays, dict(keywords) | overrides, labels, of_file
