@@ -195,8 +195,11 @@ class BackgroundSave:
         self._are_copied, self._has_ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(write,), name="shardload-save")
         _wait_at_exit()
-        self._thread.start()
         _unfinished.append(self)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be started, and the other ranks wait for this one
+            self._run(write)
         self._are_copied.wait()
 
     def _run(self, write: Callable[[Callable[[], None]], SaveReport]) -> None:

@@ -43,3 +43,15 @@ def test_two_threads_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("shardload.jobs.saving.save"), "_unfinished", Unfinished())
     report: Any = object()
     assert BackgroundSave("new.h5", 0, lambda are_copied: report).wait() is report
+
+
+def test_a_rank_that_can_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it raised an error of which others knew nothing: their threads waited for it until the timeout."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    report: Any = object()
+    save = BackgroundSave("new.h5", 0, lambda are_copied: report)
+    assert save.is_done and save.wait() is report
