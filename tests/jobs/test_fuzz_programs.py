@@ -30,6 +30,11 @@ fuzz_loads.main()
             "2 times copy was compared on 2 ranks",
             marks=pytest.mark.thorough,
         ),
+        pytest.param(
+            ["tests.fuzz_timing", "--programs", "1", "--share", "0.0005"],
+            "1 programs ran on 2 ranks",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_they_run_and_leave_nothing(program: list[str], said: str) -> None:
