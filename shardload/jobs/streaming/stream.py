@@ -38,9 +38,9 @@ class Stream:
         self.plan, self._make_reader, self._build = plan, make_reader, build
 
     def __len__(self) -> int:
-        """Batches of all epochs. ConfigError if there is no end."""
+        """Batches of all epochs. TypeError if there is no end: by that progress bars know."""
         if self.plan.epochs is None:
-            raise ConfigError("a stream with epochs=None has no end, so it has no length: pass epochs=1")
+            raise TypeError("a stream with epochs=None has no end, so it has no length: pass epochs=1")
         return self.plan.epochs * self.plan.n_batches(self.plan.n_samples)
 
     def order(self, epoch: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
