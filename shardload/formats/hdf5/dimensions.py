@@ -1,7 +1,7 @@
 """How do the axes of a new HDF5 or netCDF4 file get their names? By HDF5's dimension scales, as netCDF writes them.
 
 An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
-other axis gets a scale without values, in plain HDF5 a label; and such a scale too if the file has coordinates, because the
+other axis gets a scale without values; in plain HDF5 a label, or such a scale if the file has coordinates, because the
 netCDF library opens no file with an array of which some axes have scales and others have none. A scale can grow if one of its
 axes can. An array of plain HDF5 may say itself which scales an axis has: several, in other groups, with names of their own
 (`ArraySpec.scales`).
@@ -162,8 +162,8 @@ def write_axis_names(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netc
             if axis and spec.scale_name is not None:  # HDF5 attaches no scale to a scale
                 file[name].dims[axis].label = dim
                 continue
-            label = (spec.axis_labels[axis] if spec.axis_labels else "") or (dim if scale is None and not is_netcdf else "")
             scale = scale or dimensions.get((name, axis))
+            label = (spec.axis_labels[axis] if spec.axis_labels else "") or (dim if scale is None else "")
             if label:
                 file[name].dims[axis].label = label
             if scale is None or axes.attached(name, axis):

@@ -341,7 +341,7 @@ def axes_of(dataset: OpenDataset) -> Labels:
     texts, no_texts = axis_texts_of(dataset)
     scales, no_scales = scales_of(dataset)
     for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
-        dims[axis] = _axis_name(dataset, text, *of_axis[0], coords) if of_axis else text or None
+        dims[axis] = _name_by_scale(dataset, *of_axis[0], coords) if of_axis else text or None
     why = "; ".join(filter(None, (no_texts, no_scales)))
     notes = {NO_NAMES: Note(why)} if why else {}
     return Labels((*dims, *inner), notes, coords)
@@ -363,17 +363,14 @@ def dimensions_by_number(dataset: OpenDataset) -> list[str]:
     return [names[number] for number in numbers] if names.keys() >= set(numbers) else []
 
 
-def _axis_name(dataset: OpenDataset, text: str, full: str, scale: h5py.Dataset, coords: dict[str, Coordinate]) -> str:
-    """The name of an axis with the label `text` and a scale of the name `full`. Its coordinate is added to `coords`.
+def _name_by_scale(dataset: OpenDataset, full: str, scale: h5py.Dataset, coords: dict[str, Coordinate]) -> str:
+    """The name of an axis with a scale of the name `full`. Its coordinate is added to `coords`.
 
-    A scale without values may have another name than the axis, if something else has that name: then the label is right.
+    A label does not count beside a scale: xarray keeps labels as an attribute, in their order, also if it transposes the array.
     """
     top, _, name = full.rpartition("/")
-    has_values = not stands_for_axis(scale)
-    if text and not has_values:
-        name = text
-    nearer = None if "/" in name else _nearer(dataset, name, scale, top)  # HDF5 would follow links in such a label
-    if nearer or has_values:
+    nearer = _nearer(dataset, name, scale, top)
+    if nearer or not stands_for_axis(scale):
         coords[name] = Coordinate(nearer or full)
     return name
 
