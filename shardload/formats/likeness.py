@@ -212,6 +212,11 @@ def attrs_for(
     """
     author_attrs, converted, notes = dict(attrs), {}, []
     marker = author_attrs.pop("_FillValue", None) if dtype is not None and kind != "hdf5" else None
+    if marker is not None and dtype is not None and dtype.kind in "iu" and np.asarray(marker).dtype.kind == "f":
+        number = cast_value(marker, dtype)  # NaN, which NCO leaves where it packs, is none
+        if number is None:
+            notes.append(f"attribute '_FillValue' of {name} ({marker}, which no {dtype.name} is)")
+        marker = number
     for key, value in author_attrs.items():
         if isinstance(value, np.ndarray) and value.shape == (1,) and kind.startswith("zarr"):  # netCDF stores a number so
             value = value[0]

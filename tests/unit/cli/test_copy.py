@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import netCDF4
 import numcodecs
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 
 import shardload
@@ -321,6 +323,24 @@ def test_coordinates_take_the_compression_that_is_typed(tmp_path: Path, target: 
         np.testing.assert_array_equal(group["x"][...], x)
         names = [type(group[name].compressors[0]).__name__ for name in "xy"]
         assert names == ["ZstdCodec", "ZstdCodec"]
+
+
+@pytest.mark.parametrize("marker", [np.nan, -9.0])
+@pytest.mark.parametrize("target", ["out.nc", "out.zarr", "zarr2"])
+@pytest.mark.filterwarnings("ignore:.*dropping '_FillValue'")
+def test_a_fill_value_of_integers_that_is_a_floating_point_number(tmp_path: Path, target: str, marker: float) -> None:
+    """NCO leaves NaN where it packs. Wrong if the array were lost, or if xarray did not open the store."""
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["v"] = np.array([3, -9, 4], "i2")
+        file["v"].attrs.update({"scale_factor": 0.5, "add_offset": 1.0, "_FillValue": marker})
+        file["v"].make_scale("v")
+    out = tmp_path / ("out.zarr" if target == "zarr2" else target)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", shardload.LeftOutWarning)
+        shardload.copy(tmp_path / "in.h5", out, format="zarr2" if target == "zarr2" else None)
+    assert [str(warning.message).count("'_FillValue'") for warning in told] == [1] * bool(np.isnan(marker))
+    with xr.open_dataset(tmp_path / "in.h5", engine="h5netcdf") as before, xr.open_dataset(out) as after:
+        xr.testing.assert_equal(before.load(), after.load())
 
 
 def test_integers_of_few_bits_in_larger_chunks(tmp_path: Path) -> None:
