@@ -271,7 +271,7 @@ class ZarrLayout:
         if codec.decoder is None:
             raise NotCovered(f"the codec {name!r}")
         nbytes = math.prod(self.chunk_shape) * self.dtype.itemsize
-        if codec.zarr == "shuffle" and (parameters.itemsize < 1 or nbytes % parameters.itemsize):
+        if codec.zarr == "shuffle" and nbytes % parameters.itemsize:
             raise NotCovered(f"a shuffle of elements of {parameters.itemsize} bytes")
         return codec.decoder(parameters)
 
@@ -289,7 +289,10 @@ class ZarrLayout:
         if codec is None or ("n" if name.startswith("numcodecs.") else str(self.version)) not in codec.forms:
             raise NotCovered(f"the codec {name!r}")
         _check_known(f"the codec {name!r}", options, codec.options)
-        return codec, parameters_of(str(codec.zarr), options, itemsize)
+        parameters = parameters_of(str(codec.zarr), options, itemsize)
+        if codec.zarr == "shuffle" and parameters.itemsize < 1:
+            raise NotCovered(f"a shuffle of elements of {parameters.itemsize} bytes")
+        return codec, parameters
 
 
 def layout_of(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:

@@ -53,6 +53,7 @@ from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, c
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.metadata import (
+    chain_of,
     codec_of,
     grid_of,
     inner_chain,
@@ -418,6 +419,11 @@ def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> 
         refused = refused or "values behind storage transformers, which are not known here"
     if "\\" in name:
         refused = refused or "values under a name with a backslash, which zarr-python takes for a slash. Rename its folder"
+    if ("shuffle", {"elementsize": 0}) in chain_of(node.document):
+        refused = refused or (
+            "chunks after a shuffle of elements of 0 bytes, by which the netCDF library means the size of the type, and "
+            f'zarr-python no shuffle. If netCDF wrote it, set "elementsize" to {dtype.itemsize} in its .zarray'
+        )
     grid = grid_of(node.document)
     if grid is None:
         chunks = shards = None

@@ -19,6 +19,7 @@ import zarr.codecs
 import zarr.registry
 import zarr.storage
 
+import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import UndecodedError
@@ -390,3 +391,18 @@ def test_blosc_with_snappy(tmp_path: Path, is_whole: bool) -> None:
     with pytest.raises(UndecodedError, match=r"Blosc with snappy, which numcodecs \S+ here cannot decode: it has blosclz, lz4"):
         read_all(source) if is_whole else source.plain(Region.whole((5000,)))
     source.close()
+
+
+def test_a_shuffle_of_elements_without_bytes(tmp_path: Path) -> None:
+    """netCDF 4.10 writes it with ``zlib=True``. Wrong if the values were those of zarr-python, which leaves them shuffled."""
+    path, values = tmp_path / "a.zarr", flat((12,), "f4")
+    zarr.create_array(path, data=values, zarr_format=2, filters=[numcodecs.Shuffle(4)], compressors=numcodecs.Zlib(1))
+    assert list_arrays(str(path))[0].refused is None
+    text = (path / ".zarray").read_text()
+    (path / ".zarray").write_text(text.replace('"elementsize": 4', '"elementsize": 0'))
+    opened = zarr.open_array(path, mode="r")
+    assert not np.array_equal(opened[...], values)
+    for refused in (list_arrays(str(path))[0].refused, describe(ArrayNode.of(opened), "a.zarr", "/").refused):
+        assert refused is not None and 'set "elementsize" to 4 in its .zarray' in refused
+    with pytest.raises(ConfigError, match="a shuffle of elements of 0 bytes, which append does not write"):
+        shardload.append(path, values, dim=0, dataset="/")
