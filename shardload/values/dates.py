@@ -131,6 +131,18 @@ def in_other_units(values: np.ndarray[Any, Any], attrs: Mapping[str, Any], wante
     return numbers.reshape(values.shape)
 
 
+def count_alike(attrs: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if numbers mean the same times by the units and calendars of both.
+
+    >>> count_alike({"units": "hours since 2000-01-01 06:00:00"}, {"units": "h since 2000-1-1T06", "calendar": "gregorian"})
+    True
+    """
+    try:
+        return _Axis.of(attrs) == _Axis.of(other)
+    except ValueError:
+        return False
+
+
 def as_dates(numbers: Iterable[Any], attrs: Mapping[str, Any]) -> list[str]:
     """Numbers of a coordinate as dates, for a person; none if it does not count time.
 

@@ -247,6 +247,37 @@ def test_dates_with_padding_are_saved_in_the_units_of_the_file(comm: Any, shared
         same_error(comm, lambda: shardload.save(out, flipped, mode="w"), ConfigError, "coordinate 'time' has", "NaN among")
 
 
+@pytest.mark.parametrize("name", ["out.nc", "out.zarr"])
+def test_bounds_keep_their_times(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if bounds, numbers that count as their coordinate does, were taken for numbers in the units of another file, or in
+    those that a changed coordinate gets.
+    """
+    years, mesh, out = [], mesh_of(names=("a",)), shared_tmp_path / name
+    for year in (2001, 2002):
+        time = pd.date_range(f"{year}-01-01 12:00", periods=3)
+        bounds = ("time", "nv"), np.stack([time, time + pd.Timedelta("1D")], 1)
+        made = xr.Dataset({"t": (("time", "x"), np.ones((3, unit()), "f4")), "ends": bounds}, {"time": time})
+        made["time"].attrs["bounds"] = "ends"
+        for dates in (made["time"], made["ends"]):
+            dates.encoding |= {"units": f"hours since {year}-01-01 12:00:00", "dtype": "i4"}
+        on_root(comm, lambda made=made, year=year: made.to_netcdf(shared_tmp_path / f"{year}.nc", engine="h5netcdf"))  # type: ignore[misc]
+        years.append(shardload.load_dataset(shared_tmp_path / f"{year}.nc", mesh, {"x": "a"}, dataset=["t", "ends"]))
+    first, second = years
+
+    def saved() -> xr.Dataset:
+        return on_root(comm, lambda: xr.load_dataset(out, engine="zarr" if name == "out.zarr" else "h5netcdf"))
+
+    shardload.save(out, first.assign_coords(time=(first.time + np.timedelta64(1, "h")).assign_attrs(first.time.attrs)))
+    np.testing.assert_array_equal(saved().ends, xr.decode_cf(first[["ends"]]).ends)
+    shardload.save(out, first, unlimited="time", mode="w")
+    same_error(comm, lambda: shardload.append(out, second), ConfigError, "'/ends' in", "the units 'hours since 2001-01-01")
+    later = xr.decode_cf(second[["ends"]]).ends
+    shardload.append(out, second.assign(ends=later))
+    np.testing.assert_array_equal(saved().ends[3:], later)
+    shardload.append(out, first, at="2001")  # its units are the same in other words
+    np.testing.assert_array_equal(saved().ends, xr.decode_cf(first[["ends"]]).ends)
+
+
 def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> None:
     path = str(shared_tmp_path / "g.h5")
 

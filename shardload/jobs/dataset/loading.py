@@ -24,6 +24,7 @@ from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
 from shardload.formats.lookup import Finder, split_path
+from shardload.formats.sink import UNITS
 from shardload.jobs.contents import Contents, arrays_in
 from shardload.jobs.joining.join import concat
 from shardload.jobs.loading.call import LoadCall, look_at
@@ -277,6 +278,9 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
             "shardload.to_xarray(plan.execute(), plan)",
             path=info.path,
         ) from error
+    for coord in unpadded.variables.values():  # numbers of bounds mean nothing where dates are counted in another way
+        for bounds in (data[coord.attrs[key]] for key in _OF_COORDINATES if coord.attrs.get(key) in data):
+            bounds.attrs = {key: coord.encoding[key] for key in UNITS if key in coord.encoding} | bounds.attrs
     coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
     tails = {dim: (0, dataset.sizes[dim] - n) for dim, n in unpadded.sizes.items() if dataset.sizes.get(dim, n) != n}
     for name, variable in unpadded.variables.items() if tails else ():

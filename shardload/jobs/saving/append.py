@@ -46,7 +46,7 @@ from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.cast import NEEDS_X64, is_wide
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
-from shardload.values.dates import as_dates, has_dates, in_numbers, is_dates, numbers_of_dates
+from shardload.values.dates import as_dates, count_alike, has_dates, in_numbers, is_dates, numbers_of_dates
 
 Array = np.ndarray[Any, Any]
 _NOWHERE = np.iinfo(np.int64).max  # the bits of a value that another process has
@@ -269,17 +269,22 @@ def _in_numbers(array: SavedArray, path: str, stored: Mapping[str, Any]) -> Save
         content = f"packed numbers, with {', '.join(packed)}" if packed else dtype
         fix = ". Append the packed numbers" if packed else ""
         raise ConfigError(f"'{array.name}' in '{path}' holds {content}, what is to be appended are dates or spans of time{fix}")
-    attrs = facts["attrs"]
-    if "units" not in attrs:  # bounds have those of their coordinate, which names them
-        folder, _, last_name = array.name.rpartition("/")
-        coordinates = [stored[name] for dim in facts["dims"] or () if (name := f"{folder}/{dim}") in stored]
-        attrs = next((coordinate["attrs"] for coordinate in coordinates if last_name in coordinate.get("bounds", ())), attrs)
     try:
-        return replace(array, x=numbers_of_dates(array.x, attrs, dtype), dtype=dtype)
+        return replace(array, x=numbers_of_dates(array.x, _meaning(array.name, stored), dtype), dtype=dtype)
     except ValueError as error:
         raise ConfigError(
             f"these times cannot be appended to '{array.name}' in '{path}': {error}. Convert them, or append numbers"
         ) from None
+
+
+def _meaning(name: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes that say what numbers of an array mean. Bounds have those of their coordinate, which names them."""
+    attrs: dict[str, Any] = stored[name]["attrs"]
+    if "units" in attrs:
+        return attrs
+    folder, _, last_name = name.rpartition("/")
+    coordinates = [stored[place] for dim in stored[name]["dims"] or () if (place := f"{folder}/{dim}") in stored]
+    return next((coordinate["attrs"] for coordinate in coordinates if last_name in coordinate.get("bounds", ())), attrs)
 
 
 def _check(request: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
@@ -294,9 +299,10 @@ def _check(request: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, i
         shape, new = tuple(facts["shape"]), array.shape
         axis = axes[array.name] = _axis(where, request.dim, facts["dims"], shape)
         _check_axes(where, array.dims, facts["dims"])
+        attrs = _meaning(array.name, stored)
         for key, value in array.attrs.items():
-            value_in_file = facts["attrs"].get(key)
-            if value_in_file is not None and value_in_file != value:
+            value_in_file = attrs.get(key)
+            if value_in_file not in (None, value) and not count_alike(attrs, {**attrs, **array.attrs}):
                 raise ConfigError(
                     f"{where} has the {key} {value_in_file!r}, what is to be appended has {value!r}. Convert it; or, if both "
                     f"mean the same, give it those of the file: x.attrs[{key!r}] = {value_in_file!r}"
