@@ -229,7 +229,7 @@ def _as_type(count: Fraction, dtype: np.dtype[Any], unit: Fraction, text: Callab
         return rounded
     limits = np.iinfo(dtype)
     if count.denominator != 1 or not limits.min <= count <= limits.max:
-        raise ValueError(f"{text(count)} is {float(count):g} in these units, which {dtype} does not have")
+        raise ValueError(f"{text(count)} is {float(count)} in these units, which {dtype} does not have")
     return int(count)
 
 

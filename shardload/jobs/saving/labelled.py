@@ -74,7 +74,8 @@ def of_xarray(
     dims = list(dict.fromkeys(dim for variable in content.variables.values() for dim in variable.dims))
     if grow_along is not None and grow_along not in dims:
         axes = ", ".join(map(repr, dims)) or "none"
-        raise ConfigError(f"dim is {grow_along!r}; the axes of the object that is appended are {axes}. Pass one of these")
+        row = f"; a single row keeps its axis by .isel({grow_along}=[-1])" if grow_along in tree.coords else ""
+        raise ConfigError(f"dim is {grow_along!r}; the axes of the object that is appended are {axes}. Pass one of these{row}")
     plans = _plans(keywords["plan"])
     lengths = _lengths(content, keywords["shape"], plans)
     for dim, index in tree.xindexes.items():

@@ -78,7 +78,8 @@ def test_arrays_of_dates() -> None:
         (np.array(["NaT"], "M8[s]"), modern, "i4", "NaT is among them, which int32 does not have"),
         (np.array([1], "m8[h]"), modern, "f8", "expected those of spans of time, such as 'days'"),
         (np.array([1], "m8[M]"), {"units": "days"}, "f8", "these are timedelta64.M., which have no length"),
-        (np.array([1], "m8[h]"), {"units": "days"}, "i4", "0.0416667 days is 0.0416667 in these units"),
+        (np.array([1], "m8[h]"), {"units": "days"}, "i4", "0.0416667 days is 0.0416666"),
+        (instants, {"units": "days since 1600-01-01"}, "i4", "is 146157.25 in these units"),
         (instants, {}, "f8", "its coordinate has no units"),
     ):
         with pytest.raises(ValueError, match=says):
