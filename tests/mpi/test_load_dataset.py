@@ -165,6 +165,7 @@ def test_labels_never_give_padding(comm: Any, shared_tmp_path: Path) -> None:
     xr.testing.assert_identical(gathered(twice), 2 * wanted)
     alone = shardload.unpad(twice.t, numpy=True)
     xr.testing.assert_identical(alone, 2 * wanted.t)
+    xr.testing.assert_identical(gathered(twice.rename_dims(lat="y")), 2 * wanted.rename_dims(lat="y"))
     half = shardload.unpad(ds.orog.rename("h"), sharding=jax.sharding.NamedSharding(mesh, P()))
     assert half.shape == (n, unit()) and isinstance(half.data, jax.Array) and half.name == "h"
 
@@ -200,6 +201,12 @@ def test_a_dataset_with_padding_is_saved_without_it(comm: Any, shared_tmp_path: 
     shardload.save(out, 2 * ds)
     with xr.open_dataset(out, engine="h5netcdf") as saved:
         xr.testing.assert_equal(saved.load(), 2 * opened(paths))
+    shardload.save(out, (2 * ds).rename_dims(lat="y"), mode="w")
+    with xr.open_dataset(out, engine="h5netcdf") as saved:
+        assert saved.sizes["y"] == n
+    for moved in (ds.isel(lat=slice(None, None, -1)), ds.roll(lat=1, roll_coords=True)):
+        if ds.sizes["lat"] > n:
+            same_error(comm, lambda m=moved: shardload.save(out, m, mode="w"), ConfigError, "coordinate 'lat' has", "shape=")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["out.nc", "out.zarr"])

@@ -311,9 +311,10 @@ def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], An
         name = "x" if tree.name is None else tree.name
         return unpad_labelled(tree.to_dataset(name=name), {name: plan}, unpad_one)[name].rename(tree.name)
     lengths, unpadded, plans = dict[str, int](), dict[str, Any](), getattr(plan, "plans", plan) or {}
-    for dim, index in tree.xindexes.items():
-        if hasattr(index, "n_unpadded") or tree.coords[dim][-1:].notnull().all():  # else NaN is the file's, or `to_xarray` pads
-            lengths[dim] = getattr(index, "n_unpadded", len(tree.coords[dim]))
+    for name, index in tree.xindexes.items():
+        labels = tree.coords[name]
+        if hasattr(index, "n_unpadded") or labels.notnull().all():  # else NaN is the file's, or `to_xarray` pads
+            lengths[labels.dims[0]] = getattr(index, "n_unpadded", labels.size)
     for name, variable in tree.variables.items():
         if isinstance(variable.data, jax.Array):
             shape = tuple(lengths[dim] for dim in variable.dims if dim in lengths)

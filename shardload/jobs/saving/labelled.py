@@ -78,10 +78,10 @@ def of_xarray(
         raise ConfigError(f"dim is {grow_along!r}; the axes of the object that is appended are {axes}. Pass one of these{row}")
     plans = _plans(keywords["plan"])
     lengths = _lengths(content, keywords["shape"], plans)
-    for dim, index in tree.xindexes.items():
+    for name, index in tree.xindexes.items():
         if hasattr(index, "n_unpadded"):  # that of `load_dataset`: it has the values whose type NaN has changed
-            _note(lengths, dim, index.n, index.n_unpadded)
-            content.variables |= index.unpadded.create_variables({dim: content.variables[dim]})
+            _note(lengths, index.unpadded.dim, index.n, index.n_unpadded)
+            content.variables |= index.unpadded.create_variables({name: content.variables[name]})
     _add_left_out(content, plans)
     if grow_along is not None:
         content.variables = {name: x for name, x in content.variables.items() if grow_along in x.dims}
@@ -284,15 +284,13 @@ def _cut(name: str, variable: Any, shape: tuple[int, ...], lengths: Lengths) -> 
         )
     index: Any = (*map(slice, shape), ...)  # with the dots an array without axes stays one
     x = as_unpadded(variable[index])
-    has_padding = variable.dims == (name,) and x.dtype.kind in "fM" and bool(np.isnan(x).any())
-    if has_padding and shape == variable.shape:  # an axis that was flipped begins with its padding
-        has_padding = shape[0] not in lengths.get(name, {}) and bool(np.isnan(x[[0, -1]]).any())
-    if has_padding:
+    may_have_padding = shape != variable.shape or variable.size not in lengths.get(name, {})
+    if variable.dims == (name,) and may_have_padding and x.dtype.kind in "fM" and np.isnan(x).any():
         raise ConfigError(
             f"the coordinate '{name}' has {np.isnan(x).sum()} NaN among {shape[0]} elements, as to_xarray pads it: nothing "
             f"says which elements along '{name}' are padding, or they are not at its end. Pass the plan that loaded the "
-            "arrays, plan=; or call shardload.unpad before an axis is flipped or its coordinate replaced; or select what shall "
-            "be saved"
+            "arrays, plan=, or shape=; or call shardload.unpad before an axis is flipped or its coordinate replaced; or select "
+            "what shall be saved"
         )
     return x
 
