@@ -707,6 +707,7 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
     cells = xr.DataArray(x, dims=("time", "cell", "lon"), name="u")  # an unstructured grid: no coordinate has that name
     for bare in (cells, cells.mean("time")):
         same_error(comm, lambda b=bare: shardload.save(out, b), PaddingWarning, "saved with the whole shape: 'u'")  # type: ignore[misc]
+    shardload.save(shared_tmp_path / "named.nc", cells.assign_coords(cell=np.arange(x.shape[1])))  # its name says it is whole
     same_error(
         comm, lambda: shardload.save(out, 2 * u[:, ::-1]), ConfigError, "coordinate 'lat' has", "before an axis is flipped"
     )

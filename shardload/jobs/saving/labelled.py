@@ -108,8 +108,8 @@ def of_xarray(
     overrides["shape"] = None
     overrides["plan"] = {}
     for name, (x, _) in encoded.items():
-        plan, dims = _plan_of(full_names[name], plans), content.variables[name].dims
-        is_told = plan is not None or shapes[name] != x.shape or all(dim in lengths or dim in content.coords for dim in dims)
+        plan, variable = _plan_of(full_names[name], plans), content.variables[name]
+        is_told = plan is not None or shapes[name] != x.shape or {*_cut_axes(variable)} <= {*lengths, *content.coords}
         if isinstance(x, jax.Array) and is_told:  # of others nothing says what is padding: `padding_warning`
             overrides["plan"][full_names[name]] = _loaded_by(plan, x, shapes[name])
     arrays = {full_names[name]: x for name, (x, _) in encoded.items()}
@@ -269,6 +269,12 @@ def _add_left_out(content: _Content, plans: Mapping[str, Plan]) -> None:
             if name not in coords_with_padding and name not in content.variables and is_axis_present:
                 content.variables[name] = coord
                 content.coords.add(name)
+
+
+def _cut_axes(variable: Any) -> list[str]:
+    """The axes along which devices hold parts of a sharded variable: others have no padding."""
+    cut = variable.data.sharding.shard_shape(variable.shape)
+    return [dim for dim, n, n_of_shard in zip(variable.dims, variable.shape, cut, strict=True) if n != n_of_shard]
 
 
 def _cut(name: str, variable: Any, shape: tuple[int, ...], lengths: Lengths) -> Any:
