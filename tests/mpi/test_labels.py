@@ -68,7 +68,9 @@ def test_a_list_of_positions(comm: Any, path: str) -> None:
 
 
 def test_a_spec_by_names_of_axes(comm: Any, path: str) -> None:
-    """Wrong if an axis were cut by its number in the file, or by nothing."""
+    """Wrong if an axis were cut by its number in the file, or by nothing; or if axes of different arrays, as of a staggered
+    grid, could not be cut alike.
+    """
     made, mesh = climate(), mesh_of()
     for select, spec, wanted in (
         (None, {"lon": "b", "lat": "a"}, P(None, "a", "b")),
@@ -80,6 +82,8 @@ def test_a_spec_by_names_of_axes(comm: Any, path: str) -> None:
         check(x, padded(values, mesh, wanted, -3), mesh, wanted, select)
     both = shardload.load(path, mesh, {"lat": "a"}, dataset=["t", "lat", "lon"], decode=True, pad=0, dtype="float32")
     assert [x.sharding.spec for x in both] == [P(None, "a"), P("a"), P()]
+    alike = shardload.load(path, mesh, {"lat": "a", "lon": "a"}, dataset=["lat", "lon"], decode=True, pad=0, dtype="float32")
+    assert [x.sharding.spec for x in alike] == [P("a"), P("a")]
     n = shardload.plan(path, mesh, {"lon": "a"}, dataset="*", decode=True, pad=0, dtype="float32")
     assert {where: leaf.sharding.spec for where, leaf in zip(n.where, n.leaves, strict=True)}["['t']"] == P(None, None, "a")
     how = {"along": "time", "batch": mesh.shape["a"], "window": (0, 1), "decode": True, "pad": 0}

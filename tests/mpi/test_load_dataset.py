@@ -103,6 +103,10 @@ def test_each_variable_takes_what_it_has_of_a_selection(comm: Any, shared_tmp_pa
     ds = shardload.load_dataset(paths, mesh_of(), {"lat": "a"}, along="time", select=select, verify="full")
     wanted = opened(paths).sel(time=slice("2000-01-31", "2000-02-02")).isel(lat=slice(0, unit()))
     xr.testing.assert_identical(gathered(ds), wanted)
+    names = ["orog", "days"]  # which have no axis in common, as those of a staggered grid
+    ds = shardload.load_dataset(paths, mesh_of(), {"lat": "a", "time": "a"}, along="time", dataset=names, pad=0)
+    assert [x.data.sharding.spec for x in (ds.orog, ds.days)] == [P("a", None), P("a")]
+    xr.testing.assert_equal(gathered(ds), opened(paths)[names])
 
 
 def test_padding_beside_a_dropped_axis(comm: Any, shared_tmp_path: Path) -> None:

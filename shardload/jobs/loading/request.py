@@ -65,7 +65,7 @@ class Request:
                 raise ConfigError(f"the spec {dict(self.by_name)} names the axis {name!r}, but {why}")
         last = max((k for k, dim in enumerate(axes) if self.by_name.get(dim)), default=-1)
         spec = PartitionSpec(*(self.by_name.get(dim) for dim in axes[: last + 1]))
-        return replace(self, sharding=NamedSharding(self.sharding.mesh, spec), by_name=None)
+        return replace(self, sharding=read_sharding(self.sharding.mesh, spec), by_name=None)
 
 
 def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> list[Request]:
@@ -121,11 +121,12 @@ def _read(keywords: dict[str, Any], processes: Any) -> Request:
     mesh, spec = options.pop("mesh"), options.pop("spec")
     n = devices_per_process(mesh_of(mesh), processes)
     by_name = dict(sorted(spec.items())) if isinstance(spec, Mapping) else None
-    sharding = read_sharding(mesh, spec if by_name is None else tuple(by_name.values()))
-    text = describe_sharding(sharding)
-    if by_name is not None:
-        text = f"{text} by the names {', '.join(map(repr, by_name))}"
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    for entry in (
+        by_name or {}
+    ).values():  # each alone: a mesh axis may cut an axis of one variable, and another one of another
+        read_sharding(mesh, (entry,))
+    sharding = read_sharding(mesh, spec if by_name is None else ())
+    text = describe_sharding(sharding) + ("" if by_name is None else f" by the names {by_name}")
     for name in ("select", "pad", "edge"):
         refuse_traced(name, options.get(name))
     checked = Options.check(**options)
