@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, SourceError
+from shardload import ConfigError, PeerError, SourceError
 from tests.mpi.support import check, grid_shape, on_root, ramp, same_error
 
 LENGTHS = (("c", 2001, 7), ("a", 2002, 4), ("b", 2003, 9))  # in the order of time
@@ -157,6 +157,8 @@ def test_what_is_wrong_is_the_same_error_on_all_ranks(comm: Any, pattern: str, s
     same_error(comm, lambda: shardload.concat(gone, "time"), SourceError, "x.nc")
     same_error(comm, lambda: shardload.concat(pattern, "tiem"), ConfigError, "along is 'tiem'", "'time'")
     same_error(comm, lambda: shardload.concat(pattern, 1.5), ConfigError, "along is 1.5")  # type: ignore[arg-type]
+    if comm.size > 1:  # by the name of the argument
+        same_error(comm, lambda: shardload.concat(pattern, "time" if comm.rank else "lat"), PeerError, "along = 'time'")
 
 
 def test_a_file_that_changes(comm: Any, shared_tmp_path: Path) -> None:

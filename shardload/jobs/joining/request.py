@@ -81,7 +81,8 @@ class PartsRequest:
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`."""
-        values = {name: without_queries(repr(value)) for name, value in vars(self).items() if name != "options"}
+        values = {name: without_queries(repr(getattr(self, name))) for name in ("parts", "dataset", "stack")}
+        values[self.word] = repr(self.axis)
         return Invocation(call, title, values | self.options.describe("allow_external", "timeout"))
 
     def find(self) -> tuple[str, ...]:
