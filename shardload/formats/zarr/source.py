@@ -287,7 +287,7 @@ class ZarrFormat(Format):
         path = next((str(path) for path in paths if isinstance(path, str | os.PathLike)), f"<{type(obj.store).__name__}>")
         if isinstance(obj, zarr.Group):
             members = sorted(name for name, member in obj.members(max_depth=None) if isinstance(member, zarr.Array))
-            names = some([repr(f"{obj.name.rstrip('/')}/{name}") for name in members]) or "none"
+            names = some(list(map(repr, members))) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
