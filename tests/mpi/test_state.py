@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,6 +143,14 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
     square = put(ramp((n, n), "float32"), mesh_of(), P(None, ("a", "b")))
     refused({"fields": {"rho": square}}, f"'/fields/rho' in '{path}' is float32", f"and in `like` float32 {n, n}")
     refused({"opt": {"0": {"count": square}}}, f"'/opt/0/count' in '{path}' is int32 ()", f"and in `like` float32 {n, n}")
+    if len(jax.devices()) > 1:  # a state that was loaded with padding: files have none
+        padded = shardload.scatter(np.zeros(n + 1, "f4"), mesh_of(), P(("a", "b")), pad=0)
+        shardload.save(shared_tmp_path / "padded.h5", {"x": padded})
+        load = partial(shardload.load, shared_tmp_path / "padded.h5", like={"x": padded})
+        same_error(
+            comm, load, ConfigError, f"float32 ({n + 1},), and in `like` float32 ({2 * n},)", "that were saved, or pad=0"
+        )
+        assert load(pad=0)["x"].shape == (2 * n,)
     refused({"fields": {"rho": 0.0}}, "'/fields/rho'", "in `like` float ()")  # not what NumPy says of it
     # Wrong if the options counted for some leaves, and the others came as they are stored, without a word.
     rho = put(ramp((2 * unit(), 2 * unit() + 1), "float32"), mesh_of(), P("a"))

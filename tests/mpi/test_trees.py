@@ -231,6 +231,9 @@ def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
     same_error(comm, call({"vel": x["vel"]}), ConfigError, "x does not match dataset", "x has no ['gas']")
     more = call({**x, "more": x["id"]})
     same_error(comm, more, ConfigError, "x does not match dataset: only x has ['more']. Pass a tree with the same keys")
+    same_error(
+        comm, call(x, dataset="gas/rho"), ConfigError, "x is a tree of 5 arrays, but dataset and path name 1. Pass dataset="
+    )
     same_error(comm, call({**x, "id": "no array"}), ConfigError, "x['id'] is a str; expected a jax.Array")
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.assemble import plain_jax
+from shardload.arrays.sharding import padded_shape, read_spec
 from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
@@ -50,6 +51,7 @@ from shardload.planning.schedule import ROOT
 from shardload.planning.selection import select_axes
 from shardload.transfer.buffers import sendable
 from shardload.transfer.counters import MOST_NAMED, describe_missing, settle_missing
+from shardload.units import counted
 
 Array = np.ndarray[Any, Any]
 
@@ -202,6 +204,8 @@ class VerifyCall(LoadCall):
             raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
         tree = super()._join()
         tree.spread("x", self._x)
+        if tree.is_single and leaves[0][0]:
+            raise _unnamed(len(leaves), 1)
         texts = (f"{text_of(where)} an array of shape {array.shape}, {array.dtype}".strip() for where, array in leaves)
         self._text, self._mesh = "; ".join(texts), jax.tree_util.tree_map(_sharding_of, self._x)
         return tree
@@ -221,10 +225,7 @@ class VerifyCall(LoadCall):
         arrays = self.tree.spread("x", self._x)
         n = len(jax.tree_util.tree_leaves(self._x))
         if n != len(arrays):
-            raise ConfigError(
-                f"x has {n} arrays, but dataset and path name {len(arrays)}. Pass one array for each name, in a tree with the "
-                "same keys"
-            )
+            raise _unnamed(n, len(arrays))
         return arrays
 
     @plain_jax()  # which are there, even if JAX makes no more of 64 bits by now
@@ -240,6 +241,13 @@ class VerifyCall(LoadCall):
                 )
                 raise in_array(load.where, error)
         return loads
+
+
+def _unnamed(n: int, n_names: int) -> ConfigError:
+    return ConfigError(
+        f"x is a tree of {counted(n, 'array')}, but dataset and path name {n_names}. Pass dataset= with a name for each array, "
+        "in a tree with the same keys"
+    )
 
 
 def _check_values(name: str, x: Any) -> None:
@@ -290,15 +298,20 @@ class StateCall(LoadCall):
         leaf = self._leaves[info.dataset]
         is_whole = options.select is None and options.pad is None and not options.halo
         if is_whole and info.shape != np.shape(leaf):
-            raise _unlike(info.dataset, str(place.path), leaf, info.shape, info.dtype)
+            is_padded, sharding = len(info.shape) == leaf.ndim, leaf.sharding
+            if is_padded:
+                axes = read_spec(sharding, leaf.ndim)
+                is_padded = leaf.shape == padded_shape(info.shape, axes, sharding, pad=True, name="")
+            fix = ", or pad=0 if that one was loaded with padding, which is not saved" if is_padded else ""
+            raise _unlike(info.dataset, str(place.path), leaf, info.shape, info.dtype, fix)
         return super().plan_file(request, place, where, array)
 
 
-def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any) -> ConfigError:
+def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any, fix: str = "") -> ConfigError:
     """The error about an array of the file whose shape or type is not that of its leaf in `like`."""
     return ConfigError(
         f"'{name}' in '{path}' is {dtype} {shape}, and in `like` {getattr(leaf, 'dtype', type(leaf).__name__)} "
-        f"{np.shape(leaf)}. Pass a state of the shapes and types that were saved"
+        f"{np.shape(leaf)}. Pass a state of the shapes and types that were saved{fix}"
     )
 
 
