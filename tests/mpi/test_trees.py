@@ -272,6 +272,8 @@ def test_scatter_a_tree(comm: Any) -> None:
         )
     good = {"x": two[0], "y": two[1]}
     same_error(comm, lambda: shardload.scatter(good, mesh, {"x": P()}), ConfigError, "spec has no ['y']")
+    for dtype in ({"x": "int32"}, ["int32"]):  # and not that of the first array of a tree which is none
+        same_error(comm, lambda: shardload.scatter(two[1], mesh, P(), dtype=dtype), ConfigError, f"dtype is {dtype}; expected")  # noqa: B023
     same_error(comm, lambda: shardload.scatter({2.5: two[0]}, mesh, P()), ConfigError, "keys such as 2.5")
     same_error(comm, lambda: shardload.scatter({"x": {}}, mesh, P()), ConfigError, "a tree without an array")
 

@@ -135,7 +135,7 @@ class ScatterCall(LoadCall):
         """Plan the scatter of all arrays. Runs on every rank."""
         structure, described = arrays
         self.tree = ArrayTree(jax.tree_util.tree_unflatten(structure, [Place("", None) for _ in described]))
-        if not self.tree.is_single:
+        if self._has_tree or not self.tree.is_single:
             self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
         if any(request.by_name is not None for request in self.requests):
             raise ConfigError(f"the spec is {self._spec!r}, by names of axes, and an array in memory has none: pass P(...)")
