@@ -748,7 +748,7 @@ def test_a_dataset_with_bfloat16_of_numpy(comm: Any, shared_tmp_path: Path, name
         (lambda ds: ds.assign(kind=("lat", pd.Categorical(["a"] * ds.sizes["lat"]))), {}, "Leave it out: ds.drop_vars('kind')"),
         (lambda ds: xr.DataTree(ds), {}, "found a DataTree; expected a Dataset"),
         (lambda ds: xr.Dataset(), {}, "there are no arrays to save"),
-        (lambda ds: {"t": ds.t}, {}, "'/t' is a DataArray; expected a jax.Array, a number, a NumPy array"),
+        (lambda ds: {"t": ds.t}, {}, "or a tree of them. Pass x.data, or a Dataset in place of the dict"),
         (lambda ds: ds.rename(t=3), {}, "a variable is called 3"),
         (lambda ds: ds.rename(t="u/v"), {}, "a variable is called 'u/v'; expected text without '/'"),
         (lambda ds: ds.t.rename("u/v"), {}, "the DataArray is called 'u/v'; expected text without '/'"),

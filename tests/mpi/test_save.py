@@ -566,11 +566,12 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         ),
         (path, {"a": x}, {"dataset": "b"}, "dataset is 'b', the name of an array that is passed by itself"),
         (path, {"a": object()}, {}, "'/a' is a object; expected a jax.Array, a number, a NumPy array"),
+        (path, {"a": memoryview(b"abc")}, {}, "or a tree of them. Pass numpy.asarray(x)"),  # as of h5py, zarr and others
         (
             path,
-            {"a": SimpleNamespace(dims=("x",), attrs={})},
+            {"a": SimpleNamespace(xindexes={})},
             {},
-            "x.data of an object of xarray",
+            "Pass x.data, or a Dataset",
         ),  # as xarray's
         (path, np.array(["2001-01-01"], "M8[s]"), {}, "which cannot be saved. Save numbers"),
         (path, x, {"compression": {"rho": "gzip"}}, "compression does not match the arrays: only compression has ['rho']"),

@@ -348,8 +348,10 @@ def _checked(name: str, x: Any) -> Any:
     if isinstance(x, (bool, int, float, complex, np.generic)):
         x = np.asarray(x)
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        hint = "Pass x.data of an object of xarray (or a Dataset in place of the dict)"
-        if isinstance(x, str):
+        hint = "Pass numpy.asarray(x)"
+        if hasattr(x, "xindexes"):  # an object of xarray
+            hint = "Pass x.data, or a Dataset in place of the dict"
+        elif isinstance(x, str):
             hint = f"Save a text as an attribute: attrs={{'/': {{{name.rpartition('/')[2]!r}: ...}}}}"
         elif callable(x):  # the activation function of a module
             hint = "Leave it out, in `like` too: of a module of Equinox, eqx.filter(module, eqx.is_array)"
