@@ -289,6 +289,29 @@ def test_peak_of_a_save(
     comm.Free()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_peak_of_a_copy_by_all_ranks_together(
+    comm: Any, shared_tmp_path: Path, big: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if the memory that ranks share had room for all that moves, and threads decoded beside it."""
+    before, staging = shared_tmp_path / "in.h5", 8 << 20
+    chunks = (big.shape[0] // 8, *big.shape[1:])
+
+    def write() -> None:
+        with h5py.File(before, "w") as file:
+            file.create_dataset("x", data=big, chunks=chunks, compression="gzip", compression_opts=1)
+
+    on_root(comm, write)
+    how = {"chunks": (7, 11, 90), "staging": staging, "progress": False}
+    shardload.copy(before, shared_tmp_path / "first.h5", comm=comm, **how)
+    comm = comm.Dup()  # so that shared memory is made for this copy
+    report, extra = peak_of(lambda: shardload.copy(before, shared_tmp_path / "out.h5", comm=comm, **how), monkeypatch)
+    assert report.plan.arrays[0].is_together
+    assert max(comm.allgather(extra)) <= staging + SAVE_EXTRA_NBYTES, (comm.allgather(extra), staging)
+    group_of(comm).forget_shared_memory()
+    comm.Free()
+
+
 FAULTS = {
     "arguments": "shardload.jobs.saving.arguments.Options.check",
     "what is there": "shardload.jobs.saving.like.find_array",

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -32,7 +33,7 @@ from shardload.comm.store import jax_processes
 from shardload.engine.call import Call, begin_request, warn_all
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
-from shardload.engine.session import Round, Session
+from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import ConfigError, LeftOutWarning, StallError, printable
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.likeness import KEEP
@@ -59,7 +60,6 @@ from shardload.storage.remote import is_remote, without_secrets
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 _BLOCKS_IN_CAP = 8
-_ROUNDING_NBYTES = 4096  # of buffers in shared memory, each of which begins at a multiple of 64
 _MOST_OPEN = 64  # sources
 _LEAST_READING_NBYTES = 4 << 20
 _RUN_NBYTES = 4 << 20  # of a contiguous array
@@ -370,8 +370,9 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
         n_done, n_all = (sum(int(count(flags)) for flags in done) for count in (np.count_nonzero, np.size))
         resumed = f"{n_done:,} of {n_all:,} chunks were there already, and were not read back"
         notes += [resumed if n_done else "no chunk was left of an earlier copy, so this one began anew"]
-    shared = memory.moving_nbytes + _ROUNDING_NBYTES if any(array.is_together for array in plan.arrays) else None
     source = CopySource(group, request, plan, done)
+    together = takewhile(lambda round_: round_.is_shared, source.rounds())
+    shared = max((shared_nbytes(round_.staging) for round_ in together), default=None)
     options, (n_rounds, nbytes) = request.options, source.totals()
     with (
         progress_of(options.progress, f"copy to {request.target}", nbytes, group.rank) as advance,
