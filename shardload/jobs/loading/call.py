@@ -407,7 +407,7 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
     staging, shared = max(staging, cap), list[ArrayLoad]()
     for load in loads:
         if staging != load.options.staging_nbytes:
-            plan = replace(load.plan, staging_nbytes=staging, staging_is_raised=True)
+            plan = replace(load.plan, staging_nbytes=staging)
             load = replace(load, plan=plan, options=replace(load.options, staging=staging))
         shared.append(load)
     return shared

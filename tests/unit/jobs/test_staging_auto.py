@@ -85,10 +85,12 @@ def test_an_error_only_where_that_does_not_do(path: str, monkeypatch: pytest.Mon
 
 
 def test_several_arrays_share_the_largest(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the plan of the small one said that its chunks need so much."""
     with_memory(monkeypatch, 1 << 40)
     both = plan(path, {"a": "small", "b": "large"})
     assert [one.staging_nbytes // MIB for one in both.leaves] == [704, 704]
     assert both.staging_nbytes == 704 * MIB and both.leaves[0]._layout.staging(both.staging_nbytes)
+    assert ["because of chunks" in " ".join(str(one).split()) for one in both.leaves] == [False, True]
 
 
 def test_what_fits_alone_and_not_together_gets_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
