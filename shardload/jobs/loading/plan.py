@@ -23,7 +23,7 @@ from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import Version
 from shardload.planning.cost import Cost, plan_cost
-from shardload.planning.region import NEAR_NBYTES, count_runs, run_stride
+from shardload.planning.region import NEAR_NBYTES, Grid
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import PIECE_NBYTES
@@ -567,20 +567,25 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 def _store(plan: Plan) -> str:
     """What is asked of a store, and how long that takes where nothing else does."""
-    info, cost, itemsize = plan.info, plan.costs[plan.readers], np.dtype(plan.info.dtype).itemsize
-    nbytes, n_far = cost.decoded_nbytes, 0
-    extent = plan._layout.source.selection.region.shape
-    n_runs = count_runs(info.shape, extent) if info.chunks is None else 0
-    if n_runs > 1:
-        stride_nbytes = run_stride(info.shape, extent) * itemsize
-        if stride_nbytes <= NEAR_NBYTES:  # what lies between is fetched, too
-            nbytes = max(nbytes, n_runs * stride_nbytes)
-        else:
-            n_far = n_runs
-    per_object = math.prod(info.shards or info.chunks or (1,)) * itemsize
-    n_objects = -(-nbytes // max(1, per_object)) if info.format.startswith("Zarr") else info.n_parts
-    is_each_one_request = info.shards is None and not info.n_parts  # as a chunk of Zarr
-    n = n_objects if n_objects and is_each_one_request else max(-(-nbytes // PIECE_NBYTES), n_far) + n_objects
+    info, cost, layout = plan.info, plan.costs[plan.readers], plan._layout.source
+    nbytes, ndim = cost.decoded_nbytes, len(info.shape)
+    units = Grid(info.shape, info.shards or info.chunks or (1,) * ndim, (0,) * ndim)  # objects, chunks, or elements
+    met = list(map(len, units.meeting_axes(layout.selection.region)))
+    if info.format.startswith("Zarr"):
+        n_objects = math.ceil(math.prod(met) * cost.chunks_decoded / max(1, layout.chunks.n_cells))
+        # Of a shard its index, and its chunks.
+        n = n_objects if info.shards is None else n_objects + max(n_objects, -(-nbytes // PIECE_NBYTES))
+    else:
+        n_reads, near_nbytes = min(1, nbytes), 0 if layout.has_chunks else NEAR_NBYTES
+        span_nbytes = stride_nbytes = layout.chunk_nbytes or layout.file_dtype.itemsize
+        for n_units, n_met in zip(reversed(units.counts), reversed(met), strict=True):
+            if n_met > 1 and 1.05 * span_nbytes < stride_nbytes and stride_nbytes > near_nbytes:
+                n_reads *= n_met
+            elif n_met > 1:  # what lies between is fetched, too
+                span_nbytes = n_met * stride_nbytes
+            stride_nbytes *= n_units
+        nbytes = max(nbytes, n_reads * span_nbytes)
+        n = max(n_reads, -(-nbytes // PIECE_NBYTES)) + info.n_parts
     share = cost.reader_nbytes / max(1, cost.decoded_nbytes)
     seconds = -(-n * share // _AT_ONCE) * _LATENCY_SECONDS + nbytes * share / (_AT_ONCE * _CONNECTION_NBYTES)
     return (
