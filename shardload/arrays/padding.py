@@ -140,8 +140,8 @@ def padded_like(array: jax.Array) -> tuple[Extent, dict[int, int]] | None:
     And of its axes, those that have padding or halos there: from their numbers here to their numbers there.
 
     Along these it is as long, and cut as that one is. Other axes may have gone, as in a mean over time, or have come, and all
-    may have another order. Whether
-    that one still exists does not matter: when it goes depends on garbage collection, and on whether it was donated.
+    may have another order. Whether that one still exists does not matter: when it goes depends on garbage collection, and on
+    whether it was donated.
     """
     for axes, extents in _padded.items():
         alike = [axes] if axes[-1] < array.ndim else []

@@ -107,11 +107,12 @@ def of_xarray(
         overrides["attrs"] = None if keywords["attrs"] is None else {data[0]: keywords["attrs"]}
     overrides["shape"] = None
     overrides["plan"] = {}
-    for name, (x, _) in encoded.items():
-        plan, variable = _plan_of(full_names[name], plans), content.variables[name]
-        is_told = plan is not None or shapes[name] != x.shape or {*_cut_axes(variable)} <= {*lengths, *content.coords}
-        if isinstance(x, jax.Array) and is_told:  # of others nothing says what is padding: `padding_warning`
-            overrides["plan"][full_names[name]] = _loaded_by(plan, x, shapes[name])
+    for name, variable in content.variables.items():
+        if isinstance(variable.data, jax.Array):
+            plan, x = _plan_of(full_names[name], plans), encoded[name][0]
+            is_told = plan is not None or shapes[name] != x.shape or {*_cut_axes(variable)} <= {*lengths, *content.coords}
+            if is_told:  # of others nothing says what is padding: `padding_warning`
+                overrides["plan"][full_names[name]] = _loaded_by(plan, x, shapes[name])
     arrays = {full_names[name]: x for name, (x, _) in encoded.items()}
     labels = {f"/{full_names[name]}": (content.variables[name].dims, attrs) for name, (_, attrs) in encoded.items()}
     return arrays, dict(keywords) | overrides, labels, of_file
