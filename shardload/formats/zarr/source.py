@@ -419,7 +419,7 @@ def describe(node: ArrayNode, path: str, name: str, access: Access = STRICT) -> 
         refused = refused or "values behind storage transformers, which are not known here"
     if "\\" in name:
         refused = refused or "values under a name with a backslash, which zarr-python takes for a slash. Rename its folder"
-    if ("shuffle", {"elementsize": 0}) in chain_of(node.document):
+    if any(name == "shuffle" and str(options.get("elementsize")) == "0" for name, options in chain_of(node.document)):
         refused = refused or (
             "chunks after a shuffle of elements of 0 bytes, by which the netCDF library means the size of the type, and "
             f'zarr-python no shuffle. If netCDF wrote it, set "elementsize" to {dtype.itemsize} in its .zarray'
