@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,8 +79,8 @@ class Ahead:
 
     def __init__(self, run: Callable[[Callable[[], None]], Any]) -> None:
         # A garbage collection may close an object, which calls `add`, in a thread that has this lock.
-        self._run, self._lock, self._pulling = run, threading.RLock(), threading.Lock()
-        self._expected, self._nbytes = deque[Iterator[Wanted]](), 0
+        self._run, self._lock, self._pulling = run, threading.RLock(), threading.RLock()
+        self._expected, self._nbytes, self._is_pulling = deque[Iterator[Wanted]](), 0, False
         self._waiting_holder: Any = None  # whose last request waits
 
     def expect(self, wanted: Iterator[Wanted]) -> None:
@@ -99,12 +98,23 @@ class Ahead:
             self._run(self._pull_all)
 
     def need(self, is_there: Callable[[], bool]) -> None:
-        """Begin to fetch what comes next, though there is no room for it, until `is_there()`: what is needed is among it."""
+        """Begin to fetch what comes next, though there is no room for it, until `is_there()`: what is needed is among it.
+
+        Where a stream is read beside one that waits, it is what the stream expects, not the one that came first: of each a
+        batch in turn, and whose batch it was stays the first.
+        """
+        if is_there():
+            return
         with self._pulling:
-            while not is_there():
-                if not self._pull(2 * MOST_AHEAD_NBYTES):
+            n_without = 0  # expectations, one after the other, from which nothing came
+            while not self._is_pulling and not is_there():  # (finding out what comes next may take reads, too)
+                n_without = 0 if self._pull(2 * MOST_AHEAD_NBYTES) else n_without + 1
+                if n_without > len(self._expected):
                     self._settle([], None)
                     return
+                if not is_there():
+                    with self._lock:
+                        self._expected.rotate(-1)
 
     def _pull_all(self) -> None:
         has_more = True
@@ -118,13 +128,17 @@ class Ahead:
             if not self._expected or (self._nbytes and self._nbytes + _AT_ONCE_NBYTES > most_nbytes):
                 return False
             wanted = self._expected[0]
-        batch, nbytes = list[Wanted](), 0
-        with _ignoring_errors():
+        batch, nbytes, self._is_pulling = list[Wanted](), 0, True
+        try:
             for part in wanted:
                 batch.append(part)
                 nbytes += part.nbytes
                 if nbytes >= _AT_ONCE_NBYTES:
                     break
+        except Exception as error:
+            let_interruption_pass(error)  # who reads the same meets it again, and raises it
+        finally:
+            self._is_pulling = False
         has_more = nbytes >= _AT_ONCE_NBYTES
         if not has_more:
             with self._lock:
@@ -137,14 +151,7 @@ class Ahead:
         holders = dict.fromkeys(filter(None, [self._waiting_holder, *(part.holder for part in batch)]))
         self._waiting_holder = waiting_holder
         for holder in holders:
-            with _ignoring_errors():
+            try:
                 holder.fetch_ahead([part.argument for part in batch if part.holder is holder], holder is waiting_holder)
-
-
-@contextmanager
-def _ignoring_errors() -> Iterator[None]:
-    """Ignore errors here: who reads the same meets them again, and raises them."""
-    try:
-        yield
-    except Exception as error:
-        let_interruption_pass(error)
+            except Exception as error:
+                let_interruption_pass(error)

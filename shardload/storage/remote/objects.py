@@ -340,7 +340,9 @@ class RemoteFolder:
 
     def read_many(self, keys: Iterable[str], most_nbytes: int) -> list[Content | None]:
         """See `ObjectFolder`. Small objects take one request each, without a range."""
-        read, nbytes = list[tuple[str, _WholeObject | None]](), 0
+        keys, read, nbytes = list(keys), list[tuple[str, _WholeObject | None]](), 0
+        if self._is_order_known:
+            ahead().need(lambda: self._ahead.keys() >= set(keys))
         with self._lock:
             for key in keys:
                 fetched = self._ahead.get(key)

@@ -177,6 +177,24 @@ def test_an_object_that_is_read_twice_is_fetched_once_while_it_is_here():
         assert ahead()._nbytes == before and not folder._ahead
 
 
+def test_what_is_read_is_fetched_ahead_beside_what_waits():
+    """As a stream for validation, beside that of the training. Wrong if the one that waits took all room, so that each object
+    of the other were asked for when it is read.
+    """
+    keys = [f"{k}" for k in range(100)]
+    with ObjectServer({f"s/{key}": key.encode() for key in keys}) as server:
+        waiting, reading, before = open_remote(f"{server.url}/s"), open_remote(f"{server.url}/s"), ahead()._nbytes
+        for folder in (waiting, reading):
+            folder.expect(iter(keys), 1000, 1 << 20)
+            ahead()._pull_all()  # what another thread does, too
+        for folder in (reading, waiting):
+            for key in keys:
+                assert [bytes(content) for content in folder.read_many([key], 1000)] == [key.encode()]
+                assert ahead()._nbytes - before <= 96 << 20
+            assert not folder._read_early
+        assert ahead()._nbytes == before and len(server.gets()) == 200
+
+
 def test_small_gaps_are_fetched_too_while_they_are_few(server):
     stored = open_remote(f"{server.url}/bucket/run.h5").object()
     chunks = [(0, 400_000), (401_000, 400_000), (900_000, 1_000_000), (15_000_000, 1_000_000)]
