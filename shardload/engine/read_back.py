@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 import deflate
@@ -121,19 +121,22 @@ class ReadBack:
         self._sink, self._ticket, self._writer, self._reader = sink, ticket, writer, reader
         self._folder = sink.stored(ticket)
         self._encoders = list(sink.arrays.values())
-        self._chunks = sorted(WrittenChunk(*row) for row in rows.reshape(-1, N_FIELDS).tolist())
-        self._decoded = [chunk for chunk in self._chunks if chunk.values_crc >= 0]
-        self.n_stored, self.n_values = len(self._chunks), len(self._decoded)
+        rows = rows.reshape(-1, N_FIELDS)
+        self._rows = rows[np.lexsort(rows.T[::-1])]  # a `WrittenChunk` takes ten times as much: only those in hand are made
+        self._decoded = self._rows[self._rows[:, -1] >= 0]
+        self.n_stored, self.n_values = len(self._rows), len(self._decoded)
         self._scratch = shared_scratch()
 
     def stored(self) -> Iterator[Callable[[], None]]:
         """Tasks for threads: each reads stored bytes, and compares them. VerifyError if they differ."""
         task_nbytes = 1 if isinstance(self._folder, RemoteFolder) else _TASK_NBYTES  # there each chunk waits for its answer
-        ends = np.cumsum([chunk.nbytes for chunk in self._chunks]) // task_nbytes
-        for _, chunks in groupby(zip(ends.tolist(), self._chunks, strict=True), itemgetter(0)):
-            yield partial(self._compare_stored, [chunk for _, chunk in chunks])
+        ends = np.cumsum(self._rows[:, WrittenChunk._fields.index("nbytes")]) // task_nbytes
+        begins = np.flatnonzero(np.diff(ends, prepend=-1))
+        for rows in np.split(self._rows, begins[1:]) if len(begins) else ():
+            yield partial(self._compare_stored, rows)
 
-    def _compare_stored(self, chunks: Sequence[WrittenChunk]) -> None:
+    def _compare_stored(self, rows: IntArray) -> None:
+        chunks = [WrittenChunk(*row) for row in rows.tolist()]
         chunk = chunks[0]
         try:
             for key, of_key in groupby(chunks, self._key_of):
@@ -201,7 +204,8 @@ class ReadBack:
         file: OpenFile | None = None
         path = self._ticket.temporary
         with ExitStack() as opened:
-            for array, chunks in groupby(self._decoded, attrgetter("array")):
+            decoded = (WrittenChunk(*row.tolist()) for row in self._decoded)
+            for array, chunks in groupby(decoded, attrgetter("array")):
                 name = self._encoders[array].name
                 with ExitStack() as of_array:
                     with self._naming_unreadable(name, "values"):
