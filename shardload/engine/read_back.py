@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 import deflate
@@ -204,9 +203,9 @@ class ReadBack:
         file: OpenFile | None = None
         path = self._ticket.temporary
         with ExitStack() as opened:
-            decoded = (WrittenChunk(*row.tolist()) for row in self._decoded)
-            for array, chunks in groupby(decoded, attrgetter("array")):
-                name = self._encoders[array].name
+            for array in np.unique(self._decoded[:, 0]).tolist():
+                name, rows = self._encoders[array].name, self._decoded[self._decoded[:, 0] == array]
+                chunks = (WrittenChunk(*row.tolist()) for row in rows)
                 with ExitStack() as of_array:
                     with self._naming_unreadable(name, "values"):
                         decoding = self._sink.decoding(self._ticket, name)
@@ -214,7 +213,10 @@ class ReadBack:
                             decode = of_array.enter_context(decoding)
                         else:
                             file = file or opened.enter_context(format_of(path).open_file(path, _ANY_FILTER))
-                            decode = of_array.enter_context(closing(file.open(name))).plain
+                            source = of_array.enter_context(closing(file.open(name)))
+                            decode = source.plain
+                            if len(rows) == 1:  # else it lists the places of all chunks of the array
+                                source.expect(self._region(WrittenChunk(*rows[0].tolist())))
                     for chunk in chunks:
                         self._compare_values(chunk, decode)
                         if not go_on():
@@ -232,13 +234,15 @@ class ReadBack:
                 dataset=name,
             ) from error
 
-    def _compare_values(self, chunk: WrittenChunk, decode: Decode) -> None:
-        encoder = self._encoders[chunk.array]
-        name, spec = encoder.name, encoder.spec
+    def _region(self, chunk: WrittenChunk) -> Region:
+        encoder, spec = self._encoders[chunk.array], self._encoders[chunk.array].spec
         if spec.chunks:
-            region = encoder.region(unravel(chunk.number, spec.grid))
-        else:
-            region = _run(spec.shape, chunk.number, chunk.nbytes // spec.dtype.itemsize)
+            return encoder.region(unravel(chunk.number, spec.grid))
+        return _run(spec.shape, chunk.number, chunk.nbytes // spec.dtype.itemsize)
+
+    def _compare_values(self, chunk: WrittenChunk, decode: Decode) -> None:
+        encoder, region = self._encoders[chunk.array], self._region(chunk)
+        name, spec = encoder.name, encoder.spec
         with self._naming_unreadable(name, str(region)):
             values = np.asarray(decode(region)).reshape(region.shape).astype(native_dtype(spec.dtype), copy=False)
         if checksum_of_values(values) != chunk.values_crc:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import numpy as np
 
-from shardload.engine.read_back import N_FIELDS, ReadBack
+from shardload.engine.read_back import N_FIELDS, ReadBack, checksum_of_values
 from shardload.formats.sink import Ticket
+from shardload.planning.region import Region
 
 
 def test_chunks_that_wait_take_little_more_than_their_rows() -> None:
@@ -26,3 +29,26 @@ def test_chunks_that_wait_take_little_more_than_their_rows() -> None:
     numbers = np.concatenate([task.args[0][:, 1] for task in tasks])  # type: ignore[attr-defined]
     assert np.array_equal(numbers, np.arange(len(rows))) and len(tasks) == 1 + len(rows) // 8
     assert most < 4 * rows.nbytes, most / rows.nbytes
+
+
+def test_one_chunk_is_decoded_without_a_list_of_all(tmp_path: Path) -> None:
+    """Wrong if each rank listed the places of all chunks of the file for the one that it decodes."""
+    values, n = np.arange(20_000, dtype="f4").reshape(-1, 2), 10_000
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        file.create_dataset("x", data=values, chunks=(1, 2))
+    spec = SimpleNamespace(chunks=(1, 2), grid=(n, 1), dtype=values.dtype)
+    encoder = SimpleNamespace(name="/x", spec=spec, region=lambda index: Region((index[0], 0), (index[0] + 1, 2)))
+    sink: Any = SimpleNamespace(path="a.h5", stored=lambda _: None, decoding=lambda *_: None, arrays={"/x": encoder})
+    row = np.array([0, 7, 0, 8, 0, checksum_of_values(values[7:8])])
+
+    def compare() -> None:
+        ReadBack(sink, Ticket(str(tmp_path / "a.h5")), row, 1, 0).compare_values(lambda: True)
+
+    compare()  # what is imported is not counted
+    tracemalloc.start()
+    try:
+        compare()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 20, most
