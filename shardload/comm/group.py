@@ -206,6 +206,8 @@ class Group:
     ----------
     rank, size : int
         This rank, and the number of ranks.
+    name : str
+        The same on all ranks, and of no other group.
     comm : mpi4py.MPI.Comm or None
         The private duplicate. None for a single process, and for JAX processes without MPI.
     watch : Watchdog
@@ -214,7 +216,7 @@ class Group:
 
     def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, generation: int | str = 0) -> None:
         self.comm = comm
-        self._name, self._n_duplicates = "", 0
+        self.name, self._n_duplicates = "", 0
         self._client: Any = None
         self._prefix = f"shardload/{generation}"
         mailbox: Mailbox | None = None
@@ -261,7 +263,7 @@ class Group:
         """From now on, tell waiting ranks when a rank reaches the end of its program. `name`: that of this group, which is the
         same on all ranks, and of no other group.
         """
-        self._name = name
+        self.name = name
         if self.size > 1:
             watch = weakref.ref(self.watch)  # the watchdog references the departures: avoid a cycle
             self._departures.begin(name, lambda: 0 if (watchdog := watch()) is None else watchdog.n_agreed)
@@ -408,7 +410,7 @@ class Group:
         this group, whose watchdog looks on; `free` it.
         """
         self._n_duplicates += 1
-        name = f"{self._name}.{self._n_duplicates}"
+        name = f"{self.name}.{self._n_duplicates}"
         if self._client is not None:
             group = Group(None, (self._client, self.rank, self.size), generation=name)
         elif self.size == 1:
@@ -417,8 +419,7 @@ class Group:
             group = Group(duplicate(self.comm, self.watch.look))
             ranks = self.node.ranks  # MPI's calls that split cannot be interrupted
             group._set_node(duplicate(self._node_comm, self.watch.look), ranks)
-        group.watch_departures(name)
-        group._machine = self._machine
+        group.name, group._machine = name, self._machine
         return group
 
     def free(self) -> None:

@@ -124,7 +124,7 @@ class Departures:
             self._departed = {int(key.rpartition("/")[2]): int(value) for key, value in entries}
 
     def leave(self) -> None:
-        """Report that this rank has reached the end of its program. Call it once."""
+        """Report that this rank has reached the end of its program. The first call counts."""
         client = self._client()
         if client is not None and os.getpid() == self._pid:  # the end of a forked process does not count
             with suppress(Exception):
@@ -134,14 +134,14 @@ class Departures:
 @cache
 def _leaving_at_exit() -> weakref.WeakSet[Departures]:
     """Objects whose `leave` is called when the interpreter exits. JAX registered its exit function first, so it runs later."""
-    alive: weakref.WeakSet[Departures] = weakref.WeakSet()
+    atexit.register(leave_all)
+    return weakref.WeakSet()
 
-    def leave() -> None:
-        for departures in [*alive]:
-            departures.leave()
 
-    atexit.register(leave)
-    return alive
+def leave_all() -> None:
+    """Report to all groups that this rank has reached the end of its program."""
+    for departures in [*_leaving_at_exit()]:
+        departures.leave()
 
 
 def leave_at_exit(mpi: Any, seconds: float, rank: int = 0) -> None:

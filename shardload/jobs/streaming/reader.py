@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from shardload.comm.group import Group
+from shardload.comm.heartbeat import leave_all
 from shardload.comm.mpi import call_before_finalize, thread_level
 from shardload.engine.call import watched
 from shardload.engine.session import Round, Session, shared_nbytes
@@ -157,6 +158,8 @@ class RoundReader:
         """Make the session. Collective."""
         plan, group = self.plan, self._group
         self._opened.callback(group.free)
+        if not plan.prefetch:  # else a farewell tells the others, also at the end of the program
+            group.watch_departures(group.name)
         with watched(group, f"the beginning of {self._title}", self._timeout):
             _ = group.machine
             session = Session(group, self._digest, shared_nbytes=None, checksums=plan.arrays[0].options.checksums)
@@ -552,6 +555,12 @@ def _register_end() -> None:
 
 
 def _end_all() -> None:
-    """At exit, or before MPI ends: end the streams that are open. After that no thread may call MPI."""
+    """At exit, or before MPI ends: end the streams that are open. After that no thread may call MPI.
+
+    Other ranks may take long to come to their farewell, or wait for this one in another call: they hear that it never comes.
+    """
+    for batches in [*_open]:
+        batches.close()
+    leave_all()
     for batches in [*_open]:
         batches.end()
