@@ -62,7 +62,10 @@ def scalar_of(value: Any) -> Any:
         return value
     import numpy as np  # here, because the command line imports this module for ``--help``
 
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except TypeError:  # inside of a traced function it holds nothing yet: the call says so
+        return value
     return array.item() if array.dtype.kind in "iuf" else array[()]
 
 

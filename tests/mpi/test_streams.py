@@ -418,7 +418,7 @@ def test_epochs(comm: Any, files: dict[str, str]) -> None:
     assert len({tuple(order) for order in orders}) == 3
     endless = stream(path, mesh, P("a", "b"), epochs=None, **options)
     assert take(comm, endless, compare, 14).index == given.index + batches_of(orders[2])[:2]
-    same_error(comm, lambda: len(endless), ConfigError, "epochs=None", "no length")
+    same_error(comm, lambda: len(endless), TypeError, "epochs=None", "no length")
 
 
 def test_remainders(comm: Any, files: dict[str, str]) -> None:
