@@ -121,10 +121,8 @@ def _read(keywords: dict[str, Any], processes: Any) -> Request:
     mesh, spec = options.pop("mesh"), options.pop("spec")
     n = devices_per_process(mesh_of(mesh), processes)
     by_name = dict(sorted(spec.items())) if isinstance(spec, Mapping) else None
-    for entry in (
-        by_name or {}
-    ).values():  # each alone: a mesh axis may cut an axis of one variable, and another one of another
-        read_sharding(mesh, (entry,))
+    for entry in [] if by_name is None else by_name.values():
+        read_sharding(mesh, (entry,))  # each alone: a mesh axis may cut an axis of one variable, and another one of another
     sharding = read_sharding(mesh, spec if by_name is None else ())
     text = describe_sharding(sharding) + ("" if by_name is None else f" by the names {by_name}")
     for name in ("select", "pad", "edge"):
