@@ -310,10 +310,8 @@ def test_a_busy_store_is_asked_again_and_that_is_counted(server, monkeypatch):
     assert out.tobytes() == b"".join(DATA[7 + k * 150_000 :][:1000] for k in range(100))
     n_busy = sum(request.status == 503 for request in server.log)
     found = counts().since(before)
-    of_others = found.requests - len(
-        server.log
-    )  # what an earlier test closed may be tried once more, at a server that has ended
-    assert 0 < n_busy == found.retries - of_others and 0 <= of_others <= 4
+    of_others = found.requests - len(server.log)  # what an earlier test closed may be asked for at a server that has ended
+    assert 0 < n_busy <= found.retries <= n_busy + of_others and of_others <= 4
 
 
 @pytest.mark.parametrize("has_etag", [True, False])
