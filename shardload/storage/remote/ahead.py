@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,13 +131,12 @@ class Ahead:
             wanted = self._expected[0]
         batch, nbytes, self._is_pulling = list[Wanted](), 0, True
         try:
-            for part in wanted:
-                batch.append(part)
-                nbytes += part.nbytes
-                if nbytes >= _AT_ONCE_NBYTES:
-                    break
-        except Exception as error:
-            let_interruption_pass(error)  # who reads the same meets it again, and raises it
+            with _ignoring_errors():
+                for part in wanted:
+                    batch.append(part)
+                    nbytes += part.nbytes
+                    if nbytes >= _AT_ONCE_NBYTES:
+                        break
         finally:
             self._is_pulling = False
         has_more = nbytes >= _AT_ONCE_NBYTES
@@ -151,7 +151,14 @@ class Ahead:
         holders = dict.fromkeys(filter(None, [self._waiting_holder, *(part.holder for part in batch)]))
         self._waiting_holder = waiting_holder
         for holder in holders:
-            try:
+            with _ignoring_errors():
                 holder.fetch_ahead([part.argument for part in batch if part.holder is holder], holder is waiting_holder)
-            except Exception as error:
-                let_interruption_pass(error)
+
+
+@contextmanager
+def _ignoring_errors() -> Iterator[None]:
+    """Ignore errors here: who reads the same meets them again, and raises them."""
+    try:
+        yield
+    except Exception as error:
+        let_interruption_pass(error)
