@@ -130,8 +130,7 @@ class ReadBack:
         """Tasks for threads: each reads stored bytes, and compares them. VerifyError if they differ."""
         task_nbytes = 1 if isinstance(self._folder, RemoteFolder) else _TASK_NBYTES  # there each chunk waits for its answer
         ends = np.cumsum(self._rows[:, WrittenChunk._fields.index("nbytes")]) // task_nbytes
-        begins = np.flatnonzero(np.diff(ends, prepend=-1))
-        for rows in np.split(self._rows, begins[1:]) if len(begins) else ():
+        for rows in _alike(self._rows, ends):
             yield partial(self._compare_stored, rows)
 
     def _compare_stored(self, rows: IntArray) -> None:
@@ -203,8 +202,8 @@ class ReadBack:
         file: OpenFile | None = None
         path = self._ticket.temporary
         with ExitStack() as opened:
-            for array in np.unique(self._decoded[:, 0]).tolist():
-                name, rows = self._encoders[array].name, self._decoded[self._decoded[:, 0] == array]
+            for rows in _alike(self._decoded, self._decoded[:, 0]):  # of each array
+                name = self._encoders[rows[0, 0]].name
                 chunks = (WrittenChunk(*row.tolist()) for row in rows)
                 with ExitStack() as of_array:
                     with self._naming_unreadable(name, "values"):
@@ -254,6 +253,16 @@ class ReadBack:
                 rank=self._reader,
                 index=region.start,
             )
+
+
+def _alike(rows: IntArray, keys: IntArray) -> list[IntArray]:
+    """The rows in parts: those that follow each other and have the same key, 0 or more.
+
+    >>> [part.tolist() for part in _alike(np.arange(5), np.array([0, 0, 2, 3, 3]))]
+    [[0, 1], [2], [3, 4]]
+    """
+    begins = np.flatnonzero(np.diff(keys, prepend=-1))
+    return np.split(rows, begins[1:]) if len(begins) else []
 
 
 def _run(shape: Sequence[int], first: int, size: int) -> Region:
