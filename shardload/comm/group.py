@@ -166,7 +166,8 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
             try:
                 group = Group(duplicate(comm, look_before_first_call(comm.rank, timeout)))
                 group.watch.begin("the first message over a communicator", timeout)
-                group.watch_departures(group.send_text(uuid.uuid4().hex if group.rank == 0 else None, 0))
+                group.name = group.send_text(uuid.uuid4().hex if group.rank == 0 else None, 0)
+                group.watch_departures()
                 attribute.value = group
             except StallError as error:
                 attribute.value = error
@@ -194,7 +195,8 @@ def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
     if group is None or group.is_torn:  # nothing keeps the old one: it has threads, pipes and shared memory
         generation += 1
         group = Group(None, processes, generation=generation)
-        group.watch_departures(f"processes{generation or ''}")
+        group.name = f"processes{generation or ''}"
+        group.watch_departures()
         _of_jax[processes] = group, generation
     return group
 
@@ -259,14 +261,11 @@ class Group:
             return MpiTransport(self.rank, self.comm, self.mpi, tags, segments)
         return StoreTransport(self.rank, self.size, self._messages(f"exchange {tags[0]}"), segments)
 
-    def watch_departures(self, name: str) -> None:
-        """From now on, tell waiting ranks when a rank reaches the end of its program. `name`: that of this group, which is the
-        same on all ranks, and of no other group.
-        """
-        self.name = name
+    def watch_departures(self) -> None:
+        """From now on, tell waiting ranks when a rank reaches the end of its program."""
         if self.size > 1:
             watch = weakref.ref(self.watch)  # the watchdog references the departures: avoid a cycle
-            self._departures.begin(name, lambda: 0 if (watchdog := watch()) is None else watchdog.n_agreed)
+            self._departures.begin(self.name, lambda: 0 if (watchdog := watch()) is None else watchdog.n_agreed)
 
     @property
     def has_mpi(self) -> bool:

@@ -159,7 +159,7 @@ class RoundReader:
         plan, group = self.plan, self._group
         self._opened.callback(group.free)
         if not plan.prefetch:  # else a farewell tells the others, also at the end of the program
-            group.watch_departures(group.name)
+            group.watch_departures()
         with watched(group, f"the beginning of {self._title}", self._timeout):
             _ = group.machine
             session = Session(group, self._digest, shared_nbytes=None, checksums=plan.arrays[0].options.checksums)
