@@ -178,8 +178,11 @@ def test_an_error_of_all_ranks_is_shown_once(field: str, start: list[str | Path]
     assert job.returncode != 0
     assert "Traceback" in job.rank_stderr[0] and said in job.rank_stderr[0], job.tail()
     lines = [line for line in job.rank_stderr[1].splitlines() if "Gloo" not in line]
-    (line,) = [line for line in lines if "Error" in line or "Traceback" in line]
-    assert line.startswith("rank 1: ") and said in line and 'File "' not in job.rank_stderr[1], job.tail()
+    shown = [line for line in lines if "Error" in line or "Traceback" in line]
+    # Below `python -m mpi4py` the rank that prints first aborts the job: the other one may be gone before it has printed.
+    assert len(shown) == 1 or (not shown and start[:2] == ["-m", "mpi4py"]), job.tail()
+    assert all(line.startswith("rank 1: ") and said in line for line in shown), job.tail()
+    assert 'File "' not in job.rank_stderr[1], job.tail()
 
 
 def singleton(path: str, what: str, *more: str, **env: str) -> list[dict[str, Any]]:
