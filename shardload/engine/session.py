@@ -166,8 +166,8 @@ class Session:
         """Make memory for staged blocks that this rank shares with those of its node: so many bytes. Collective."""
         self._segments, self._shared_nbytes = self.group.node.shared_memory(nbytes), nbytes
 
-    def agree(self, counts: Sequence[int] = (0, 0)) -> list[int]:
-        """Raise what went wrong on any rank until now; else return the sums of two counts over the ranks. Collective.
+    def agree(self, counts: Sequence[int] = (0, 0, 0)) -> list[int]:
+        """Raise what went wrong on any rank until now; else return the sums of three counts over the ranks. Collective.
 
         All agreements have as many counts, so that a rank that fails early, or leaves, answers whichever the others are at.
         """

@@ -176,12 +176,15 @@ def check_same(name: str, sums: list[int], path: str, dataset: str, is_open: boo
     raise SourceError(text, path=path, dataset=dataset)
 
 
-def check_same_objects(group: Group, versions: Mapping[str, Sequence[Any]]) -> None:
-    """Raise SourceError if two ranks have read two versions of an object: see `Source.versions_read`. Collective."""
-    first: dict[str, Any] = {}
+def check_same_objects(group: Group, versions: Mapping[str, Sequence[Any]], known: dict[str, Any] | None = None) -> None:
+    """Raise SourceError if two ranks have read two versions of an object: see `Source.versions_read`. Collective.
+
+    `known`: those of earlier calls, which are compared, too. Those of this call are added.
+    """
+    known = {} if known is None else known
     for text in group.gather_text(json.dumps(versions)):
         for key, version in json.loads(text).items():
-            if first.setdefault(key, version) != version:
+            if known.setdefault(key, version) != version:
                 raise SourceError(
                     f"'{version[0]}', to which references lead, is not the same on all ranks: it was replaced or written while "
                     f"they read it. {_MIXTURE}",
@@ -292,6 +295,10 @@ class KeptSources:
         check_all_unchanged([(nullcontext, source, before) for source, before in self._opened.values()])
         for source, _ in self._opened.values():
             self.versions_read |= source.versions_read()
+
+    def versions_not_in(self, known: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+        """`versions_read` without those that `check_same_objects` knows."""
+        return {key: version for key, version in self.versions_read.items() if known.get(key) != [*version]}
 
     def close_first(self, most: int) -> None:
         """Close those that were opened first if there are more than `most`."""

@@ -249,7 +249,16 @@ def test_references_to_a_file_that_ranks_see_in_two_versions(
         load = partial(shardload.load, f"{where}/refs.json:/x", mesh_of(), P("a", "b"), storage=storage, readers="direct")
         copied = shared_tmp_path / "copied.zarr"
         copy = partial(shardload.copy, f"{where}/refs.json", copied, chunks=(1, 5, 7), storage=storage)
-        for call in (load, copy):
+        stream = shardload.stream(
+            f"{where}/refs.json:/x", mesh_of(), P(None, "a", "b"), along=0, batch=1, storage=storage, readers=comm.size
+        )
+
+        def read_all() -> None:
+            with iter(stream) as batches:
+                for _ in batches:
+                    pass
+
+        for call in (load, copy, read_all):
             same_error(comm, call, SourceError, "x.h5', to which references lead, is not the same on all ranks")
         assert not copied.exists()
 

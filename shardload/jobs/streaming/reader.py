@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from shardload.comm.mpi import call_before_finalize, thread_level
 from shardload.engine.call import watched
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
+from shardload.jobs.consistency import check_same_objects
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
@@ -147,6 +148,7 @@ class RoundReader:
         )
         self._opened = ExitStack()
         self._shares_memory = False  # from the first round on in which something is sent
+        self._versions: dict[str, Any] = {}  # see `check_same_objects`: of all ranks
         self.n_ready = self.n_made = 0
         self.report = StreamReport()
         n_others = len(plan.arrays) - 1
@@ -218,10 +220,14 @@ class RoundReader:
             _register_end()
         try:
             self._session.move(staged, self._source, self._target, partial(self._coming, epoch, round_))
+            versions: Mapping[str, Sequence[Any]] = {}
             with self._session.errors:
                 self._source.check(staged.moves)
-            counts = [self._source.n_decoded, self._source.nbytes_read]
-            decoded, nbytes = self._session.agree(counts)
+                versions = self._source.kept.versions_not_in(self._versions)
+            counts = [self._source.n_decoded, self._source.nbytes_read, len(versions)]
+            decoded, nbytes, n_versions = self._session.agree(counts)
+            if n_versions:
+                check_same_objects(self._group, versions, self._versions)
         except SourceError as error:
             if len(round_.readings) == 1:
                 error.args = (f"{error}\n{self._needed_for(epoch, round_)}",)
@@ -289,7 +295,7 @@ class RoundReader:
         """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective."""
         if self._group.size > 1:
             with watched(self._group, f"the end of {self._title}", self._timeout):
-                self._group.agree(error, [0, 0])  # as many counts as a session's
+                self._group.agree(error, [0, 0, 0])  # as many counts as a session's
 
     def close(self, error: BaseException | None = None) -> None:
         """End threads, close files, and free the communicator. Not collective."""
