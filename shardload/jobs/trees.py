@@ -142,7 +142,7 @@ def is_one_spec(value: Any) -> bool:
     if value is None or isinstance(value, PartitionSpec):
         return True
     if is_plain_tuple(value):
-        return all(map(_is_entry, value))
+        return all(map(is_entry, value))
     return is_one(value) or is_spec_by_names(value)
 
 
@@ -152,11 +152,21 @@ def is_spec_by_names(value: Any) -> bool:
     >>> is_spec_by_names({"lat": "a", "lon": None}), is_spec_by_names({"rho": ("a", None)})
     (True, False)
     """
-    is_spec = isinstance(value, Mapping) and all(map(_is_entry, value.values()))
+    is_spec = isinstance(value, Mapping) and all(map(is_entry, value.values()))
     return is_spec and any(isinstance(entry, str) for entry in value.values())
 
 
-def _is_entry(entry: Any) -> bool:
+def is_tree_of_specs(value: Mapping[Any, Any], keys: Sequence[Any]) -> bool:
+    """True if a dict is a tree of specs and no spec by names of axes, where the arrays have these keys.
+
+    >>> by_names = {"lat": ("a", "b")}
+    >>> is_tree_of_specs(by_names, [jax.tree_util.DictKey("rho")]), is_tree_of_specs(by_names, [jax.tree_util.DictKey("lat")])
+    (False, True)
+    """
+    return set(map(jax.tree_util.DictKey, value)) == set(keys) or not all(map(is_entry, value.values()))
+
+
+def is_entry(entry: Any) -> bool:
     """True for what a spec has for an axis."""
     return entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(n, str) for n in entry))
 

@@ -68,8 +68,8 @@ def test_a_list_of_positions(comm: Any, path: str) -> None:
 
 
 def test_a_spec_by_names_of_axes(comm: Any, path: str) -> None:
-    """Wrong if an axis were cut by its number in the file, or by nothing; or if axes of different arrays, as of a staggered
-    grid, could not be cut alike.
+    """Wrong if an axis were cut by its number in the file, or by nothing; if axes of different arrays, as of a staggered
+    grid, could not be cut alike; or if a tuple of mesh axes were taken for the spec of an array.
     """
     made, mesh = climate(), mesh_of()
     for select, spec, wanted in (
@@ -84,8 +84,11 @@ def test_a_spec_by_names_of_axes(comm: Any, path: str) -> None:
     assert [x.sharding.spec for x in both] == [P(None, "a"), P("a"), P()]
     alike = shardload.load(path, mesh, {"lat": "a", "lon": "a"}, dataset=["lat", "lon"], decode=True, pad=0, dtype="float32")
     assert [x.sharding.spec for x in alike] == [P("a"), P("a")]
-    n = shardload.plan(path, mesh, {"lon": "a"}, dataset="*", decode=True, pad=0, dtype="float32")
-    assert {where: leaf.sharding.spec for where, leaf in zip(n.where, n.leaves, strict=True)}["['t']"] == P(None, None, "a")
+    for spec, wanted in (({"lon": "a"}, P(None, None, "a")), ({"lon": ("a", "b")}, P(None, None, ("a", "b")))):
+        n = shardload.plan(path, mesh, spec, dataset="*", decode=True, pad=0, dtype="float32")
+        assert {where: leaf.sharding.spec for where, leaf in zip(n.where, n.leaves, strict=True)}["['t']"] == wanted
+        (leaf,) = shardload.plan(path, mesh, spec, dataset=["t"], decode=True, pad=0, dtype="float32").leaves
+        assert leaf.sharding.spec == wanted
     how = {"along": "time", "batch": mesh.shape["a"], "window": (0, 1), "decode": True, "pad": 0}
     with iter(shardload.stream(path, mesh, {"time": "a", "lat": "b"}, dataset="t", **how)) as batches:  # type: ignore[arg-type]
         batch = next(batches)
@@ -98,6 +101,7 @@ def test_a_spec_by_names_of_axes(comm: Any, path: str) -> None:
 
     refused({"lats": "a"}, "names the axis 'lats'", "Did you mean 'lat'?")
     refused({"lats": "a"}, "names the axis 'lats'", "'lat'", dataset=["t", "lon"])
+    refused({"t": P("a")}, "a tree, but there is one array", "Pass one spec: P('a',)")
     refused({"depth": "a"}, "names the axis 'depth'", "pass one of these, or P(...), with an entry for each axis")
     refused({"lat": "c"}, "'c'", "mesh has")
     refused({"lat": "a", "lon": "a"}, "twice")

@@ -42,7 +42,7 @@ from shardload.jobs.loading.execution import Loader, execute
 from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
-from shardload.jobs.trees import ArrayTree, Place, is_one, keys_text, naming_errors
+from shardload.jobs.trees import ArrayTree, Place, is_one, is_tree_of_specs, keys_text, naming_errors
 from shardload.options import AUTO, OPTIONS, CallOptions, Options
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
@@ -267,8 +267,11 @@ class LoadCall:
     @property
     def _is_by_name(self) -> bool:
         """True if a selection, or a spec, names axes."""
-        is_named = (isinstance(select, Mapping) for select in self._selections)
-        return any(is_named) or any(request.by_name is not None for request in self.requests)
+        is_named = [isinstance(select, Mapping) for select in self._selections]
+        is_named += [request.by_name is not None for request in self.requests]
+        if self.tree.has_patterns:
+            is_named.append(isinstance(self._spec, Mapping) and not is_tree_of_specs(self._spec, ()))
+        return any(is_named)
 
     def _labeller(self, finder: Finder) -> Labeller | None:
         """The reader of names of axes and coordinates; None if neither a selection nor a spec needs them."""

@@ -16,7 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.jobs.trees import ArrayTree, in_array, is_one, is_one_spec, is_tree_of_selections, refuse_traced, text_of
+from shardload.jobs.trees import (
+    ArrayTree,
+    in_array,
+    is_entry,
+    is_one,
+    is_one_spec,
+    is_tree_of_selections,
+    is_tree_of_specs,
+    refuse_traced,
+    text_of,
+)
 from shardload.options import OPTIONS, PER_LOADED_ARRAY, Options
 from shardload.planning.selection import axes_text
 
@@ -90,7 +100,7 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, 
         if (name := option.name) in options:
             is_tree = is_tree_of_selections if option.may_be_dict else None
             values[name] = tree.spread(name, options[name], option.is_one or is_one, is_tree, option.default)
-    values |= {"mesh": tree.spread("mesh", mesh), "spec": tree.spread("spec", spec, is_one_spec)}
+    values |= {"mesh": tree.spread("mesh", mesh), "spec": tree.spread("spec", spec, is_one_spec, is_tree_of_specs)}
     shared = {name: value for name, value in options.items() if name not in values}
     requests_by_key: dict[tuple[int, ...], Request] = {}  # `values` keeps alive whatever has its id in a key
     requests = []
@@ -121,7 +131,9 @@ def _read(keywords: dict[str, Any], processes: Any) -> Request:
     mesh, spec = options.pop("mesh"), options.pop("spec")
     n = devices_per_process(mesh_of(mesh), processes)
     by_name = dict(sorted(spec.items())) if isinstance(spec, Mapping) else None
-    for entry in [] if by_name is None else by_name.values():
+    for entry in () if by_name is None else by_name.values():
+        if not is_entry(entry):
+            raise ConfigError(f"spec is {spec!r}, a tree, but there is one array at that place. Pass one spec: {entry!r}")
         read_sharding(mesh, (entry,))  # each alone: a mesh axis may cut an axis of one variable, and another one of another
     sharding = read_sharding(mesh, spec if by_name is None else ())
     text = describe_sharding(sharding) + ("" if by_name is None else f" by the names {by_name}")
