@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from numbers import Integral, Number, Real
@@ -611,12 +611,17 @@ def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {option.name: arguments[option.name] for option in _DECLARED if call in option.calls}
 
 
-def with_defaults(call: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a function, with their defaults where the caller passed nothing."""
-    defaults = vars(defaults_of(call))
+def with_defaults(
+    call: str, keywords: Mapping[str, Any], caller: str | None = None, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """All options of a function, with their defaults where the caller passed nothing.
+
+    `caller`: a function that takes the same ones `without` some.
+    """
+    defaults = {name: value for name, value in vars(defaults_of(call)).items() if name not in without}
     for name in keywords:
         if name not in defaults:
-            raise TypeError(f"{call}() has no option {name!r}; it takes {', '.join(defaults)}")
+            raise TypeError(f"{caller or call}() has no option {name!r}; it takes {', '.join(defaults)}")
     return defaults | dict(keywords)
 
 

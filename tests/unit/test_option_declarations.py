@@ -44,6 +44,13 @@ def test_a_signature_has_the_options_that_are_declared_and_their_defaults(call: 
     assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in declared(call).items()}
 
 
+def test_a_dataset_takes_the_options_of_a_load_but_some() -> None:
+    """Wrong if an option that means nothing there were ignored, or `load` were named, which nobody called."""
+    for option in ("pads", "like"):
+        with pytest.raises(TypeError, match=rf"load_dataset\(\) has no option '{option}'; it takes select, .*storage$"):
+            shardload.load_dataset("a.nc", None, **{option: 1})
+
+
 def test_a_copy_takes_what_its_signature_says() -> None:
     """Wrong if an option that is mistyped were an error of a class that the caller does not know."""
     with pytest.raises(TypeError, match=r"copy\(\) got an unexpected keyword argument 'overwrite'"):

@@ -81,8 +81,8 @@ def load_dataset(
     decode : bool, "valid" or None
         As in `load`.
     **options
-        All other options of `load`, but `halo` and `edge`. With `pad`, NaN is what xarray leaves out of means. A grid mapping
-        or a mesh, of which only the attributes mean something, keeps its type where `dtype` is one for all.
+        All other options of `load`, but `halo`, `edge` and `like`. With `pad`, NaN is what xarray leaves out of means. A grid
+        mapping or a mesh, of which only the attributes mean something, keeps its type where `dtype` is one for all.
 
     Returns
     -------
@@ -113,7 +113,8 @@ def load_dataset(
     (('time', 'lat'), '2000-01-01T06', 2.0)
     """
     xarray = import_xarray("load_dataset")
-    keywords = with_defaults("load", {**options, "select": select, "decode": decode})
+    options |= {"select": select, "decode": decode}
+    keywords = with_defaults("load", options, "load_dataset", without=("dataset", "like"))
     files, keywords["storage"] = with_store(files, keywords["storage"])
     if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
         files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "storage", "timeout", "comm")})
