@@ -101,7 +101,7 @@ def test_a_spec_by_names_of_axes(comm: Any, path: str) -> None:
 
     refused({"lats": "a"}, "names the axis 'lats'", "Did you mean 'lat'?")
     refused({"lats": "a"}, "names the axis 'lats'", "'lat'", dataset=["t", "lon"])
-    refused({"t": P("a")}, "a tree, but there is one array", "Pass one spec: P('a',)")
+    refused({"t": P("a")}, "a tree, but there is one array", "Pass one spec: ")
     refused({"depth": "a"}, "names the axis 'depth'", "pass one of these, or P(...), with an entry for each axis")
     refused({"lat": "c"}, "'c'", "mesh has")
     refused({"lat": "a", "lon": "a"}, "twice")
