@@ -219,22 +219,25 @@ class Readings:
         self, anchors: IntArray, *, batch: int, offsets: Sequence[int], chunk: int, horizon: int, phase: int = 0
     ) -> None:
         n_samples, n_offsets = len(anchors), len(offsets)
-        steps = (anchors[:, None] + np.array(offsets, dtype=np.int64)).reshape(-1)
-        samples = np.repeat(np.arange(n_samples, dtype=np.int64), n_offsets)
-        order = np.lexsort((samples, steps))
+        # Half the memory of int64; an epoch of 2^31 uses would take tens of GiB even so.
+        kind = np.int32 if max(n_samples * n_offsets, int(anchors.max(initial=0)) + max(offsets)) < 1 << 31 else np.int64
+        steps = (anchors.astype(kind)[:, None] + np.array(offsets, dtype=kind)).reshape(-1)
+        samples = np.repeat(np.arange(n_samples, dtype=kind), n_offsets)
+        order = np.lexsort((samples, steps)).astype(kind)
         steps, samples = steps[order], samples[order]
         batch_of_use = samples // batch
         # A stay is the time that a step is in memory without being read again.
         is_first = np.ones(len(steps), dtype=bool)
         is_first[1:] = (np.diff(steps) != 0) | (np.diff(batch_of_use) > horizon)
-        begin = batch_of_use[is_first]
+        begin = batch_of_use[is_first].astype(np.int64)
         chunk_of_stay = (steps[is_first] + phase) // chunk
         read_for = _first_of_each(chunk_of_stay, begin, horizon)
         n_chunks = int(chunk_of_stay.max(initial=0)) + 1
         keys, reading_of_stay = np.unique(read_for * n_chunks + chunk_of_stay, return_inverse=True)
         self.batches, self.chunks = keys // n_chunks, keys % n_chunks
-        reading = np.repeat(reading_of_stay, np.diff(np.append(np.flatnonzero(is_first), len(steps))))
-        of_use = np.empty(len(steps), dtype=np.int64)
+        lengths = np.diff(np.append(np.flatnonzero(is_first), len(steps)))
+        reading = np.repeat(reading_of_stay.astype(kind), lengths)
+        of_use = np.empty_like(reading)
         of_use[order] = reading
         self.of_use = of_use.reshape(n_samples, n_offsets)
         by_reading = np.argsort(reading, kind="stable")

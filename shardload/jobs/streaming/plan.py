@@ -36,6 +36,8 @@ Array = np.ndarray[Any, Any]
 _ROUND_NBYTES = 8 << 20  # of each reader: less is not worth two agreements
 # Of each reader: small ones take up to half a millisecond each, and the first batch waits for a whole round.
 _ROUND_BLOCKS = 256
+_USE_NBYTES = 130  # measured, at most: what the order of an epoch takes for each step of each sample
+_MANY_NBYTES = 16 << 20  # less is no line of a plan
 _RUN_NBYTES = 1 << 18  # of a piece that holds steps of a shuffled stream: all are let go together
 
 
@@ -336,6 +338,9 @@ class StreamPlan(PrintedReport):
             f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
             f"{ahead}"
         )
+        order_nbytes = _USE_NBYTES * self.n_samples * sum(len(array.offsets) for array in self.arrays)
+        if order_nbytes >= _MANY_NBYTES:
+            lines.append(f"  to plan an epoch: up to {format_nbytes(order_nbytes)} more on each rank, for its order")
         return "\n".join(lines)
 
     def __repr__(self) -> str:

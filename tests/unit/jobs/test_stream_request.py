@@ -6,8 +6,10 @@ One process with one device; tests/mpi/test_streams.py has the values of batches
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.jobs.streaming.request import StreamCall
+from shardload.units import parse_nbytes
 
 N_STEPS, N_LEVELS, N_LAT = 24, 3, 4
 GAP = 15  # the step before which 30 hours are missing
@@ -418,6 +421,19 @@ def test_the_plan_says_what_a_person_wants_to_know(path: str) -> None:
         "seed 3",
     ):
         assert part in text
+
+
+def test_a_plan_counts_what_the_order_of_many_steps_takes() -> None:
+    """Wrong if an order of many steps took memory that no line of the plan names: it was 0.3 GB for a million steps."""
+    values = np.zeros((100_000, 1), "f4")
+    plan = shardload.stream(values, mesh(), P("data"), along=0, batch=8, window=(-1, 0, 1), shuffle=1, pool="64KiB").plan
+    tracemalloc.start()
+    text = str(plan)
+    peak_nbytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    (said,) = re.findall(r"to plan an epoch: up to (\S+ MiB) more on each rank", text)
+    assert peak_nbytes <= parse_nbytes(said.replace(" ", "")) * 1.05
+    assert "to plan an epoch" not in str(shardload.stream(values[:1000], mesh(), P("data"), along=0, batch=8).plan)
 
 
 def test_an_open_array_and_a_path_with_a_name(path: str) -> None:
