@@ -433,7 +433,9 @@ class Finder:
             source = file.open(name)
         except KeyError:
             infos = file.sketch(_MOST_LISTED, name)
-            raise no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
+            has_more = len(infos) > _MOST_LISTED
+            attrs = None if has_more else file.groups()[0].get(name)
+            raise no_such_array(path, name, infos[:_MOST_LISTED], has_more, attrs) from None
         with closing(source):
             check_loadable(source.info)
             return self._found_open(path, source, look)
