@@ -11,13 +11,13 @@ import difflib
 import errno
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
 from shardload.formats.concatenation import Concatenation
-from shardload.formats.contract.array import GROUP, NOTHING, ArrayInfo, nbytes_of, refusal, some
+from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of, refusal, some
 from shardload.formats.contract.format import ChangedError, HelperError
 from shardload.storage.leftovers import ROOTS, find_leftover, whole_beside
 from shardload.storage.local import NotAFileError, OutsideError, open_file
@@ -213,8 +213,11 @@ def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayIn
     raise SourceError(f"'{path}' holds no array that can be loaded without being named. {content}", path=path)
 
 
-def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
-    """The error about a name that no array has. A group may have it: `infos` then has arrays in it, or `group_info`.
+def no_such_array(
+    path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool, group_attrs: Iterable[str] | None
+) -> ConfigError:
+    """The error about a name that no array has. A group may have it: `infos` then has arrays in it, or `group_attrs` are the
+    names of its attributes.
 
     With `has_more`, `infos` has only some of the arrays.
     """
@@ -223,9 +226,12 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
     if below:
         texts = some([_text_of(info) for info in below], more)
         return ConfigError(f"'{name}' in '{path}' is a group, not an array ('{name.rstrip('/')}/*' are all in it): {texts}.")
-    empty = next((info for info in infos if info.dtype == GROUP and info.dataset == name), None)
-    text = f"'{path}' holds no array '{name}'" if empty is None else f"'{name}' in '{path}' is {empty.refused}"
-    by_name = {info.dataset: info for info in infos if info is not empty}
+    text = f"'{path}' holds no array '{name}'"
+    if group_attrs is not None:
+        text = f"'{name}' in '{path}' is a group without arrays"
+        if names := some([f"'{printable(key)}'" for key in group_attrs]):
+            text += f". It has attributes ({names}): see shardload.open('{path}:{name}').attrs"
+    by_name = {info.dataset: info for info in infos}
     near = some([_text_of(by_name[other]) for other in _nearest(name, list(by_name))], more)
     return ConfigError(f"{text}. Arrays in the file (nearest first): {near or 'none'}.")
 

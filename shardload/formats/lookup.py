@@ -433,7 +433,9 @@ class Finder:
             source = file.open(name)
         except KeyError:
             infos = file.sketch(_MOST_LISTED, name)
-            raise no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
+            has_more = len(infos) > _MOST_LISTED
+            attrs = None if has_more else file.groups()[0].get(name)
+            raise no_such_array(path, name, infos[:_MOST_LISTED], has_more, attrs) from None
         with closing(source):
             check_loadable(source.info)
             return self._found_open(path, source, look)
@@ -613,9 +615,6 @@ def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[
     return registry.claiming(lambda candidate: candidate.claims_head(head), plugins_first=True)
 
 
-_WORTH_BATCHES = 8  # a small array with so many chunks is read by batches of chunks, not by the format's library
-
-
 def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:
     """True if a region is small, and one process reads and decodes it in less time than a load takes to start."""
     nbytes, unit = nbytes_of(info, region.shape), info.shards or info.chunks
@@ -634,12 +633,9 @@ def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:
 
 
 def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
-    """Read a region in the way that is fastest for few bytes. False if chunks of it are missing."""
-    info = source.info
-    has_many = info.chunks is not None and math.prod(map(len, chunks_met(region, info.chunks))) >= _WORTH_BATCHES
-    is_part = region.shape != info.shape
-    reader = source.chunk_reader() if has_many or is_part else None
-    if reader is not None and info.chunks is not None:  # before HDF5 decodes any chunk, it is asked about all of the array
-        return not read_by_chunks(reader, info.chunks, region, out)
+    """Read a region, without the format's library if that is possible: it takes longer. False if chunks of it are missing."""
+    reader, chunks = source.chunk_reader(), source.info.chunks
+    if reader is not None and chunks is not None:
+        return not read_by_chunks(reader, chunks, region, out)
     source.read_into(region, out)
     return not source.missing(region)

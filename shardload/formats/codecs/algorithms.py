@@ -16,10 +16,7 @@ once. For the choice of libraries see docs/design/decode.md, and docs/design/sav
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import importlib
-import io
 import struct
 import threading
 import zlib
@@ -330,10 +327,18 @@ _LZ4_BLOCK_NBYTES = 1 << 30
 
 def decode_zlib() -> Stage:
     """HDF5's gzip filter and Zarr's zlib: a zlib stream, with its Adler-32 checked. Uses libdeflate."""
+    return _inflating(deflate.zlib_decompress)
 
+
+def decode_gzip() -> Stage:
+    """Zarr's gzip: one gzip member, with its CRC-32 checked. Uses libdeflate."""
+    return _inflating(deflate.gzip_decompress)
+
+
+def _inflating(decompress: Callable[[Any, int], Any]) -> Stage:
     def undo(data: Many, out: Bytes) -> Many:
         try:
-            return [deflate.zlib_decompress(chunk, out.shape[1]) for chunk in data]
+            return [decompress(chunk, out.shape[1]) for chunk in data]
         except deflate.DeflateError as error:
             raise ValueError(f"the gzip stream is damaged, or longer than the chunk ({error})") from None
 
@@ -343,32 +348,6 @@ def decode_zlib() -> Stage:
 def encode_zlib(level: int) -> Step:
     """HDF5's gzip filter: a zlib stream. Uses libdeflate."""
     return (lambda data: deflate.zlib_compress(data, level)) if level else _not_compressed(15)
-
-
-def decode_gzip() -> Stage:
-    """Zarr's gzip: gzip members, with their CRC-32 checked. Uses libdeflate for a single member, gzip for several."""
-
-    def undo(data: Many, out: Bytes) -> Many:
-        return [_gunzip(chunk, out.shape[1]) for chunk in data]
-
-    return Stage("gzip", undo, None)
-
-
-def _gunzip(data: Any, nbytes: int) -> Any:
-    # libdeflate stops after the first member. The last member ends with its size, so a single member is easy to recognize.
-    if len(data) >= 4 and int.from_bytes(bytes(data[-4:]), "little") == nbytes & 0xFFFFFFFF:
-        with contextlib.suppress(deflate.DeflateError):
-            single = deflate.gzip_decompress(data, nbytes)
-            if len(single) == nbytes:
-                return single
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as members:
-            content = members.read(nbytes)
-            if len(content) == nbytes and not members.read(1):
-                return content
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"the gzip stream is damaged ({error})") from None
-    raise ValueError(f"the gzip stream is damaged: it does not give the {nbytes} bytes of the chunk")
 
 
 def encode_gzip(level: int) -> Step:

@@ -154,18 +154,21 @@ class Codec:
     decoder: Callable[[Parameters], Stage] | None = None
     encoder: Callable[[Parameters], Step] | None = None
 
-    def checked_level(self, level: Any, least: int | None = None, where: str = "") -> int:
+    def compresses(self, version: int) -> bool:
+        """Whether it is a compressor of new arrays of a format of Zarr, under the name by which people call it."""
+        return self.word == self.zarr and str(version) in self.forms and self.encoder is not None and not self.is_sized
+
+    def checked_level(self, level: Any, where: str = "") -> int:
         """A level that the codec has, or its usual one; ConfigError, which begins with `where`, otherwise."""
-        usual, lowest, most = self.levels
-        lowest = lowest if least is None else least
+        usual, least, most = self.levels
         if level is None:
             return usual
         is_number = isinstance(level, Integral) and not isinstance(level, bool)
-        if not is_number or not lowest <= level <= most:
-            raise ConfigError(f"{where}the level of {self.word} is {level!r}; expected a number from {lowest} to {most}")
+        if not is_number or not least <= level <= most:
+            raise ConfigError(f"{where}the level of {self.word} is {level!r}; expected a number from {least} to {most}")
         return int(level)
 
-    def parameters(self, array: str, compression: Any, itemsize: int, file_format: str, least: int | None = None) -> Parameters:
+    def parameters(self, array: str, compression: Any, itemsize: int, file_format: str) -> Parameters:
         """Those of a `sink.Compression`. ConfigError, which names the array, if the codec has no such option."""
         options, inner, shuffle = dict(compression.options), Parameters.inner, Parameters.shuffle
         if has_own_shuffle(self.word):
@@ -179,7 +182,7 @@ class Codec:
             raise ConfigError(
                 f"compression of '{array}': {self.word} has no option {', '.join(map(repr, sorted(options)))} in {file_format}"
             )
-        level = self.checked_level(compression.level, least, f"compression of '{array}': ") if self.levels else 0
+        level = self.checked_level(compression.level, f"compression of '{array}': ") if self.levels else 0
         return Parameters(level, itemsize, inner, shuffle)
 
     def keywords(self, parameters: Parameters) -> dict[str, Any]:
@@ -201,7 +204,7 @@ CODECS = (
           decoder=lambda p: algorithms.decode_zlib(), encoder=lambda p: algorithms.encode_zlib(p.level)),
     Codec("gzip", None, "gzip", "23n", _LEVEL, True, levels=(4, 0, 9),
           decoder=lambda p: algorithms.decode_gzip(), encoder=lambda p: algorithms.encode_gzip(p.level)),
-    Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, 0, 22),
+    Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, -(1 << 17), 22),
           decoder=lambda p: algorithms.decode_zstd(), encoder=lambda p: algorithms.encode_zstd(p.level)),
     Codec("blosc", 32001, "blosc", "23n", _BLOSC_OPTIONS, True, levels=(5, 0, 9),
           decoder=lambda p: algorithms.decode_blosc(),

@@ -25,7 +25,7 @@ from shardload.errors import printable
 from shardload.planning.region import Region
 from shardload.storage.remote import is_remote
 from shardload.system.caller import warnings_caught
-from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
+from shardload.values.decoding import ATTRIBUTES, Packing
 
 Dims = tuple[str | None, ...]
 LONGEST_NAME, MOST_ATTRS = 4096, 256  # that a rank takes from a helper process
@@ -277,7 +277,7 @@ def settle_bools(values: np.ndarray[Any, Any]) -> None:
 
 
 # The names in `ArrayInfo.attributes`.
-TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")
+TOLD = (*ATTRIBUTES, "units", "calendar")
 
 
 _MOST_SHOWN = 1024  # values, or characters, of an attribute that people are shown
@@ -480,19 +480,7 @@ def some(texts: Sequence[str], more: str = "") -> str:
     return ", ".join(texts[:MOST_NAMED]) + (f" and {more or n_left} more" if n_left > 0 else "")
 
 
-GROUP = "group"
 NOTHING = "nothing"  # as a type: there are no values
-
-
-def group_info(path: str, name: str, format_name: str, attributes: Sequence[str], code: str) -> ArrayInfo:
-    """A group without arrays, in a list of the arrays that the caller could mean. `code` reads its attributes.
-
-    >>> group_info("a.h5", "/Header", "HDF5", ["Time"], "f['/Header'].attrs").refused
-    "a group without arrays. It has attributes ('Time'), which f['/Header'].attrs reads"
-    """
-    names = some([f"'{printable(key)}'" for key in attributes])
-    hint = f". It has attributes ({names}), which {code} reads" if attributes else ""
-    return ArrayInfo(path, name, format_name, (), GROUP, refused=f"a group without arrays{hint}")
 
 
 def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:

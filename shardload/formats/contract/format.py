@@ -251,8 +251,7 @@ class OpenFile(abc.ABC):
         By default the first of `list_arrays`.
 
         If the file has more than `most` arrays, the result includes arrays below `like`, or with a similar name, if the format
-        lists names quickly. If `like` is a group without arrays, the result may begin with `group_info`. Text attributes may be
-        left out: in some formats it is not safe to read those of a damaged file.
+        lists names quickly. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
         """
         return self.list_arrays()[: None if most is None else most + 1]
 

@@ -25,11 +25,11 @@ import h5py
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import SCHEME, Concatenation
-from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, some
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.diagnosis import known_by_head
 from shardload.formats.hdf5.links import LostError, OtherFiles, SearchPath, follow, look_through, open_other, versions_of
-from shardload.formats.hdf5.metadata import NON_COORDINATE, author_names, describe, groups_of, stands_for_axis
+from shardload.formats.hdf5.metadata import NON_COORDINATE, describe, groups_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
     HDF5_ERRORS,
     OpenDataset,
@@ -265,7 +265,7 @@ class Hdf5File(OpenFile):
             yield self._refused(f"{prefix}/{name}", f"a group that HDF5 cannot read ({why})")
 
     def _below(self, name: str) -> list[ArrayInfo]:
-        """Some of the arrays below a group, to which links may lead; or the group, if it has none. Empty without a group."""
+        """Some of the arrays below a group, to which links may lead. Empty without a group."""
         try:
             group, opened = follow(self._facts, name, self._fence)
         except HDF5_ERRORS:  # the search for the array has said what is wrong
@@ -273,9 +273,7 @@ class Hdf5File(OpenFile):
         try:
             if not name or not isinstance(group, h5py.Group):
                 return []
-            infos = list(itertools.islice(self._at_end_of(opened).list_below(group, name, most=MOST_NAMED), MOST_NAMED + 1))
-            command = f"h5py.File({self._path!r})[{name!r}].attrs"
-            return infos or [group_info(self._path, name, "HDF5", author_names(group), command)]
+            return list(itertools.islice(self._at_end_of(opened).list_below(group, name, most=MOST_NAMED), MOST_NAMED + 1))
         except HDF5_ERRORS:
             return []
         finally:

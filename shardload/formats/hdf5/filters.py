@@ -336,6 +336,8 @@ class Hdf5Encoder(Encoder):
                 "name alone, or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
         parameters = codec.parameters(self.name, compression, self.spec.dtype.itemsize, "HDF5")
+        if parameters.level < 0:
+            raise ConfigError(f"compression of '{self.name}': {name} has no level below 0 in HDF5, found {parameters.level}")
         if codec.encoder is not None:
             step = codec.encoder(parameters)
             values = values_of(codec, parameters, math.prod(self.spec.chunks or ()) * self.spec.dtype.itemsize)

@@ -40,7 +40,6 @@ INDEX_CODECS: list[Json] = [{"name": "bytes", "configuration": {"endian": "littl
 _INDEX_CHAIN = [("bytes", {"endian": "little"}), ("crc32c", {})]
 _SHARDING = "sharding_indexed"
 _SERIALIZERS = ("bytes", "vlen-utf8", "vlen-bytes", "zfpy", "pcodec")
-_LEAST_OF_ZSTD = -(1 << 17)
 _KEYS_3 = {
     *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"),
     *("attributes", "storage_transformers", "dimension_names"),
@@ -279,7 +278,7 @@ class ZarrLayout:
         with contextlib.suppress(KeyError, ValueError, TypeError, IndexError, ConfigError):
             codec, parameters = self._codec(name, options, self.dtype.itemsize)
             if codec.levels:
-                codec.checked_level(parameters.level, _LEAST_OF_ZSTD if codec.zarr == "zstd" else None)
+                codec.checked_level(parameters.level)
             if codec.encoder is not None and parameters.inner in BLOSC_CODES:
                 return codec.encoder(parameters)
         raise NotCovered(f"the codec {name!r}" + (f" with {options}" if options else ""))

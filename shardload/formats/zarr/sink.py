@@ -53,7 +53,8 @@ _MISSING = np.uint64(2**64 - 1)
 
 _MOST_NAME_NBYTES = 255  # of a file or folder
 _TAKEN = {*METADATA, FOLDER_MARK}
-_NAMES = {3: ("gzip", "zstd", "blosc"), 2: ("gzip", "zstd", "blosc", "lz4")}  # of compressors, by the version of the format
+# The compressors of new arrays, by the version of the format.
+_NAMES = {version: [name for name, codec in ZARR_CODECS.items() if codec.compresses(version)] for version in (2, 3)}
 
 
 class ZarrEncoder(Encoder):
@@ -446,14 +447,11 @@ def _compressor(name: str, compression: Compression, itemsize: int, version: int
     names = _NAMES[version]
     codec = ZARR_CODECS[compression.name] if compression.name in names else None
     if codec is None or (compression.level is not None and not codec.levels):
-        fix = "compression='zstd', or another of these"
-        if compression.name == "lz4":
-            fix = "compression='lz4'" if "lz4" in names else "compression='blosc(lz4)', which has it inside"
+        is_lz4 = compression.name == "lz4"
+        fix = "compression='blosc(lz4)', which has it inside" if is_lz4 else "compression='zstd', or another of these"
         level = f" with level {compression.level}" if compression.name in names else ""
         raise ConfigError(f"compression of '{name}' is {compression.name!r}{level}; Zarr has {', '.join(names)}. Pass {fix}")
-    return options_of(
-        codec, codec.parameters(name, compression, itemsize, "Zarr", -7 if compression.name == "zstd" else None), version
-    )
+    return options_of(codec, codec.parameters(name, compression, itemsize, "Zarr"), version)
 
 
 def _fill(value: Any) -> Any:

@@ -21,7 +21,6 @@ import os
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +39,6 @@ from shardload.formats.contract.array import (
     Labels,
     Properties,
     check_request,
-    group_info,
     is_added,
     json_value,
     names_in,
@@ -313,23 +311,13 @@ class _ZarrStore(OpenFile):
         self._store.expect(datasets)
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same, but at most `most` + 1 arrays; the first entry is `like` if that is a group without arrays."""
-        limit = None if most is None else most + 1
+        """The same, but at most `most` + 1 arrays."""
         try:
-            infos = list(itertools.islice(self._describe_all(), limit))
+            return list(itertools.islice(self._describe_all(), None if most is None else most + 1))
         except NoListingError as error:
             if not like:
                 raise
             raise SourceError(f"'{self._path}' holds no array '{like}'. {error}", path=self._path, dataset=like) from error
-        node: object = None
-        with suppress(LookupError, OSError, RuntimeError, TypeError, ValueError):  # the search for the array has raised it
-            node = self._store.node(like) if like else None
-        if isinstance(node, GroupNode):
-            below = f"/{like.strip('/')}".rstrip("/") + "/"
-            if not any(info.dataset.startswith(below) for info in self._describe_all()):
-                code = f"zarr.open_group({self._path!r}, path={like.strip('/')!r}, mode='r').attrs"
-                infos = [group_info(self._path, like, "Zarr", list(node.attributes), code), *infos][:limit]
-        return infos
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         store = self._store.another_watch()

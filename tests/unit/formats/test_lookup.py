@@ -179,17 +179,15 @@ def test_a_group_says_what_is_in_it(tmp_path: Path) -> None:
         file["PartType0/Density"], file["PartType0/deep/x"] = flat((3, 4)), flat((5,))
         file.create_group("Header").attrs.update({"BoxSize": 1.0, "\x1bTime": 0.5})
         file.create_group("Empty")
-        file["gas"], file["about"] = h5py.SoftLink("/PartType0"), h5py.SoftLink("/Header")
-        file["PartType0/up"], file["out"] = file["/"], h5py.ExternalLink("other.h5", "/g")
+        file["gas"], file["PartType0/up"] = h5py.SoftLink("/PartType0"), file["/"]
+        file["out"] = h5py.ExternalLink("other.h5", "/g")
     path = str(tmp_path / "a.h5")
+    said = (
+        r"'/Header' in .* is a group without arrays\. It has attributes \('\\x1bTime', 'BoxSize'\): see .*:/Header'\)\.attrs\. "
+    )
+    with pytest.raises(ConfigError, match=said):
+        find_array(path, "Header")
     with h5py.File(path) as file:
-        for name in ("/Header", "/about"):
-            with pytest.raises(ConfigError) as caught:
-                find_array(path, name)
-            said = rf"'{name}' in '{path}' is a group without arrays\. It has attributes \((.*)\), which (.*) reads\. Arrays "
-            found = re.match(said, str(caught.value))
-            assert found is not None and found[1] == r"'\x1bTime', 'BoxSize'", caught.value
-            assert dict(eval(found[2])) == dict(file[name].attrs)
         for name in ("/PartType0", "/gas", "/PartType0/up/PartType0", "/out"):
             with pytest.raises(ConfigError, match=rf"'{name}' in .* is a group, not an array ") as caught:
                 find_array(path, name)
@@ -242,12 +240,8 @@ def test_a_group_of_zarr_says_what_is_in_it(tmp_path: Path, form: Any) -> None:
     root.create_array("g/x", data=flat((3,)))
     root.create_group("Header").attrs.update({"BoxSize": 1.0, "Time": 0.5})
     root.create_group("Empty")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r" is a group without arrays\. It has attributes \('BoxSize', 'Time'\): see "):
         find_array(path, "Header")
-    found = re.match(
-        r".* is a group without arrays\. It has attributes \('BoxSize', 'Time'\), which (.*) reads\.", str(caught.value)
-    )
-    assert found is not None and dict(eval(found[1])) == {"BoxSize": 1.0, "Time": 0.5}, caught.value
     with pytest.raises(ConfigError, match=r"'/Empty' in .* is a group without arrays\. Arrays in the file .*: '/g/x'"):
         find_array(path, "Empty")
     with pytest.raises(ConfigError, match=r"'/g' in .* is a group, not an array .*: '/g/x'"):
