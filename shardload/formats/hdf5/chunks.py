@@ -46,7 +46,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 from shardload.formats.codecs.algorithms import Chain, decode_byte_order
 from shardload.formats.contract.array import is_added
 from shardload.formats.contract.chunk_reader import chunks_met
-from shardload.formats.hdf5.filters import stage_of
+from shardload.formats.hdf5.filters import CHECKSUM, SHUFFLE, stage_of
 from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, cached, file_in_memory, number_of, swap_size
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
 from shardload.planning.region import Region, cut_box
@@ -69,7 +69,6 @@ _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of ent
 _MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 20 bytes each
 _LISTED_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
 FEW = 8  # chunks that HDF5 is asked for one by one: it goes through its index for each, in a tenth of the time of a list
-_SHUFFLE, _CHECKSUM = 2, 3  # filters that give as many bytes as they take, and 4 more
 _NOWHERE = -1  # the offset of a missing chunk
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 
@@ -490,9 +489,9 @@ class ChunkPlaces:
         sizes, masks = sizes[is_stored], masks[is_stored]
         for mask in np.unique(masks).tolist():
             applied = [number for k, number in enumerate(self.filters) if not mask >> k & 1]
-            least = most = self._nbytes + 4 * applied.count(_CHECKSUM)
-            if not set(applied) <= {_SHUFFLE, _CHECKSUM}:
-                least, most = 4 * applied.count(_CHECKSUM) + 1, self._nbytes + self._nbytes // 2 + 4096
+            least = most = self._nbytes + 4 * applied.count(CHECKSUM)  # a shuffle gives as many bytes as it takes
+            if not set(applied) <= {SHUFFLE, CHECKSUM}:
+                least, most = 4 * applied.count(CHECKSUM) + 1, self._nbytes + self._nbytes // 2 + 4096
             with_mask = sizes[masks == mask]
             wrong = with_mask[(with_mask < least) | (with_mask > most)]
             if len(wrong):

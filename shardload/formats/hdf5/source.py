@@ -28,7 +28,7 @@ from shardload.formats.contract.array import ArrayInfo, Labels, Properties, chec
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, index_in_parts, read_by_chunks
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, open_chunks
-from shardload.formats.hdf5.filters import NAMES
+from shardload.formats.hdf5.filters import codec_of
 from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.metadata import group_attrs_of, labels_of, properties_of
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, cached, swap_size, type_in_file
@@ -38,7 +38,6 @@ from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.system.scratch import shared_scratch
 
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
-_TRUSTING = {32001, 32004, 32015}  # HDF5's decoders of these believe what a chunk declares of its length
 _MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
 
@@ -363,7 +362,8 @@ class Hdf5Source(Source):
         if self.places is None:
             return
         self.places.check(region)
-        names = [NAMES[number] for number, *_ in self.dataset.stored_filters if number in _TRUSTING]
+        codecs = [codec_of(number) for number, *_ in self.dataset.stored_filters]
+        names = [codec.word for codec in codecs if codec.is_believed]
         if not names:
             return
         if self._reader is not None:  # only `plain` has HDF5 decode what this can decode
