@@ -25,7 +25,7 @@ from shardload.errors import printable
 from shardload.planning.region import Region
 from shardload.storage.remote import is_remote
 from shardload.system.caller import warnings_caught
-from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
+from shardload.values.decoding import ATTRIBUTES, Packing
 
 Dims = tuple[str | None, ...]
 LONGEST_NAME, MOST_ATTRS = 4096, 256  # that a rank takes from a helper process
@@ -276,8 +276,8 @@ def settle_bools(values: np.ndarray[Any, Any]) -> None:
         np.minimum(number, 1, out=number)
 
 
-# The names in `ArrayInfo.attributes`.
-TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", *TEXTS, *VALID_RANGE, "units", "calendar")
+# The names in `ArrayInfo.attributes`: all attributes that a load reads.
+TOLD = (*ATTRIBUTES, "units", "calendar")
 
 
 _MOST_SHOWN = 1024  # values, or characters, of an attribute that people are shown
@@ -317,7 +317,7 @@ class ArrayInfo:
     is_dimension : bool
         True for one without values, which stands for an axis only (a netCDF dimension without a variable).
     attributes : mapping
-        Attributes that change what values mean (`TOLD`), for people.
+        The attributes that are needed to decode values, with units and calendar (`TOLD`), for people.
     packing : mapping
         The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
         ``decode=True``.

@@ -49,7 +49,7 @@ _NUMBERS = {codec.word: number for number, codec in HDF5_CODECS.items()}
 _MOST_NBYTES = 2**32 - 1  # of a chunk
 
 
-def codec_of(number: int) -> Codec:
+def filter_of(number: int) -> Codec:
     """What is known of a filter: of one that is not in the table its number, as its name."""
     return HDF5_CODECS.get(number) or Codec(str(number), number)
 
@@ -64,7 +64,7 @@ def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
 
     Filters that the caller allows are not always counted: see `Access.counts`.
     """
-    codecs = [(number, codec_of(number)) for number in numbers]
+    codecs = [(number, filter_of(number)) for number in numbers]
     return sum(
         not codec.is_sized and access.counts(str(number), codec.word, survived=codec.is_safe) for number, codec in codecs
     )
@@ -79,7 +79,7 @@ def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
         refused = refuse_filter(number, label, values, dataset.kind, chunk, access) or missing_filter(number, label)
         if refused is not None and not _is_unused(dataset, k):
             return refused
-    compressors = [(number, label) for number, _, _, label in dataset.stored_filters if not codec_of(number).is_sized]
+    compressors = [(number, label) for number, _, _, label in dataset.stored_filters if not filter_of(number).is_sized]
     if n_compressors((number for number, _ in compressors), access) < 2:
         return None
     names = ", then ".join(name_of(number, label) for number, label in compressors)
@@ -91,12 +91,12 @@ def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
 
 def changes_values(number: int, kind: str) -> bool:
     """True for a filter that may change values of this kind: scale-offset rounds floats only."""
-    return codec_of(number).is_lossy or (number == h5py.h5z.FILTER_SCALEOFFSET and kind == "f")
+    return filter_of(number).is_lossy or (number == h5py.h5z.FILTER_SCALEOFFSET and kind == "f")
 
 
 def name_of(number: int, label: bytes) -> str:
     """What people call a filter, which has this label in the file."""
-    return codec_of(number).word if number in HDF5_CODECS else f"{label.decode(errors='replace')}#{number}"
+    return filter_of(number).word if number in HDF5_CODECS else f"{label.decode(errors='replace')}#{number}"
 
 
 def _is_unused(dataset: h5py.Dataset, k: int) -> bool:
@@ -136,7 +136,7 @@ def refuse_filter(
     access : Access
         What the caller allows.
     """
-    codec = codec_of(number)
+    codec = filter_of(number)
     if not codec.is_safe and not access.may_use(str(number), codec.word):
         return (
             f"chunks encoded with {_shown(number, label)}, which is not decoded by default: damaged data may crash its "
@@ -153,7 +153,7 @@ def refuse_filter(
 
 def _shown(number: int, label: bytes) -> str:
     printable = "".join(letter for letter in label[:40].decode(errors="replace") if letter.isprintable())
-    return f"HDF5 filter {number} ({codec_of(number).word if number in HDF5_CODECS else printable or 'unnamed'})"
+    return f"HDF5 filter {number} ({filter_of(number).word if number in HDF5_CODECS else printable or 'unnamed'})"
 
 
 def missing_filter(number: int, label: bytes) -> str | None:
@@ -201,7 +201,7 @@ def values_of(codec: Codec, parameters: Parameters, chunk_nbytes: int) -> tuple[
 
 def stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
     """The stage that undoes a filter; None for a filter that only HDF5 undoes."""
-    codec, parameters = codec_of(number), parameters_of(number, values)
+    codec, parameters = filter_of(number), parameters_of(number, values)
     if codec.decoder is None:
         return None
     if parameters is None and (number == SHUFFLE or (number == 32001 and len(values) >= 7)):
@@ -293,7 +293,7 @@ class Hdf5Encoder(Encoder):
         is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
         numbers = [number for number, *_ in filters_of(self.creation)]
-        codec = "+".join(codec_of(number).word for number in sorted(numbers, key=lambda number: number == SHUFFLE))
+        codec = "+".join(filter_of(number).word for number in sorted(numbers, key=lambda number: number == SHUFFLE))
         steps_here = () if self._by_library else known_steps
         super().__init__(path, name, spec, flavour, codec or "none", steps_here, is_placed_by_root=is_placed_by_root)
 
@@ -351,7 +351,7 @@ class Hdf5Encoder(Encoder):
         elif name == "szip" and values is None:
             self.creation.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 16)
         else:
-            if not values and is_named and (plugin := codec_of(number).plugin):
+            if not values and is_named and (plugin := filter_of(number).plugin):
                 values = tuple(getattr(importlib.import_module("hdf5plugin"), plugin)()["compression_opts"])
             self.creation.set_filter(number, h5py.h5z.FLAG_OPTIONAL, tuple(values or ()))
         return step
@@ -374,7 +374,7 @@ def _check_available(name: str, compressor: str, number: int) -> None:
     """ConfigError if the HDF5 library here cannot apply a filter."""
     if not _is_built_in(number):
         with contextlib.suppress(ImportError):
-            plugins, codec = importlib.import_module("hdf5plugin"), codec_of(number)
+            plugins, codec = importlib.import_module("hdf5plugin"), filter_of(number)
             plugin = "bshuf" if codec.word == "bitshuffle" else codec.word
             if codec.plugin and plugins.get_config().registered_filters.get(plugin, "unknown") == "unknown":
                 # If netCDF4 was imported before, HDF5 found that package's filters, which are linked to another copy of HDF5

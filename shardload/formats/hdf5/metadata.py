@@ -46,7 +46,7 @@ from shardload.formats.hdf5.filters import (
     SHUFFLE,
     Filters,
     changes_values,
-    codec_of,
+    filter_of,
     name_of,
     parameters_of,
     refuse_filters,
@@ -67,7 +67,6 @@ _HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABEL
 _MOST_ATTRIBUTE_NBYTES = 1 << 16
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text, in a copy
 _IN_HEADER = 8  # attributes: more may lie in a heap, and for a list of their names HDF5 reads them whole
-_READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))  # the attributes that change what values mean
 
 _HELPERS = (SHUFFLE, CHECKSUM)  # filters that rearrange or check bytes; listed after the filter that compresses
 _OF_TEXT = {GZIP, SHUFFLE, CHECKSUM}  # filters of text: HDF5 has them itself
@@ -423,12 +422,12 @@ def _codec(filters: Filters) -> str:
 
 
 def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
-    """The attributes that change what values mean, for people and for decoding. No other is read."""
+    """The attributes of `TOLD`, for people and for decoding. No other is read."""
     shown: dict[str, Any] = {}
     packing: dict[str, Any] = {}
     are_few = h5py.h5a.get_num_attrs(dataset.id) <= _IN_HEADER
-    names = names_of(dataset) if are_few else [key for key in _READ if has_attribute(dataset, key)]
-    for key in _READ:
+    names = names_of(dataset) if are_few else [key for key in TOLD if has_attribute(dataset, key)]
+    for key in TOLD:
         if key not in names:
             continue
         if not (texts or is_plain(dataset, key) or (key in TEXTS and _is_one(dataset, key))):
@@ -439,8 +438,7 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
         if isinstance(value, h5py.Empty):  # so the netCDF library stores a list of no numbers
             value = np.zeros(0, value.dtype) if value.dtype.kind in "iuf" else None
         why = str(value) if isinstance(value, Note) else ""
-        if key in TOLD:
-            shown[key] = why or json_value(value)
+        shown[key] = why or json_value(value)
         if key in ATTRIBUTES and value is not None:
             packing[key] = ["unreadable", [why]] if why else typed(value)
     return shown, packing
@@ -552,7 +550,7 @@ def _compression(filters: Filters, kind: str) -> tuple[dict[str, Any] | str | No
     """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
     compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in _HELPERS]
-    names = [codec_of(number).word for number, _ in compressors]
+    names = [filter_of(number).word for number, _ in compressors]
     why = _changing(compressors[0][0], kind) if len(compressors) == 1 else ""
     return why or compression_keywords(names, SHUFFLE in numbers, lambda: _options(*compressors[0])), CHECKSUM in numbers
 
@@ -563,7 +561,7 @@ def _changing(number: int, kind: str) -> str:
     A lossy filter changes values, even those that it has changed before: what it rounds by the least value of a chunk is
     rounded to another value in chunks of another shape.
     """
-    codec = codec_of(number)
+    codec = filter_of(number)
     if changes_values(number, kind):
         return f"is encoded by {codec.word}, which could change the values once more"
     if codec.word == str(number):
@@ -573,7 +571,7 @@ def _changing(number: int, kind: str) -> str:
 
 def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
     """Level, shuffle inside of the filter, and its other parameters, as keywords of `sink.Compression`."""
-    codec, parameters = codec_of(number), parameters_of(number, values)
+    codec, parameters = filter_of(number), parameters_of(number, values)
     if parameters is not None:
         return codec.keywords(parameters)
     if number == 32004 and values in ((), (0,)):

@@ -28,7 +28,7 @@ from shardload.formats.contract.array import ArrayInfo, Labels, Properties, chec
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, index_in_parts, read_by_chunks
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, open_chunks
-from shardload.formats.hdf5.filters import codec_of
+from shardload.formats.hdf5.filters import filter_of
 from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.metadata import group_attrs_of, labels_of, properties_of
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, cached, swap_size, type_in_file
@@ -362,7 +362,7 @@ class Hdf5Source(Source):
         if self.places is None:
             return
         self.places.check(region)
-        codecs = [codec_of(number) for number, *_ in self.dataset.stored_filters]
+        codecs = [filter_of(number) for number, *_ in self.dataset.stored_filters]
         names = [codec.word for codec in codecs if codec.is_believed]
         if not names:
             return
