@@ -77,8 +77,7 @@ _START_SECONDS = 300.0  # to import NumPy from a file system that a thousand ran
 _SLOWEST = 1 << 20  # bytes per second that even the slowest decoder gives
 _TICK_SECONDS = 0.5
 _END_SECONDS = 1.0  # do not wait longer for a process that is held in the kernel
-_MOST_ANSWER_NBYTES = 1 << 20  # as Python objects they take twenty times as much
-VALUES_AT = _MOST_ANSWER_NBYTES  # in the shared memory
+VALUES_AT = 32 << 20  # in the shared memory: no answer is longer. As Python objects it takes twenty times as much
 _MOST_TEXT = 4096
 
 _KINDS: dict[str, type[Exception]] = {
@@ -128,7 +127,7 @@ class Helper:
         try:
             self._log = self._open(os.memfd_create("shardload-helper-log"))
             self._shared = self._open(os.memfd_create("shardload-helper-values", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            os.ftruncate(self._shared, _MOST_ANSWER_NBYTES)
+            os.ftruncate(self._shared, VALUES_AT)
             # Otherwise the helper could make it shorter, and this process would die of reading memory that no longer exists.
             fcntl.fcntl(self._shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._memory = mmap.mmap(self._shared, 0, prot=mmap.PROT_READ)
@@ -194,7 +193,7 @@ class Helper:
         """True until the helper is ended."""
         return self._finalize.alive
 
-    def ask(self, do: str, nbytes: int = 0, most: int = _MOST_ANSWER_NBYTES, **arguments: Any) -> dict[str, Any]:
+    def ask(self, do: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
         """Send one request and return the answer. Not from two threads at once.
 
         Parameters
@@ -203,8 +202,6 @@ class Helper:
             Name of the request: a method ``do_...`` of the helper.
         nbytes : int
             Bytes of the values that the answer puts into the shared memory.
-        most : int
-            The most bytes of the answer itself.
         **arguments
             Arguments of the request.
 
@@ -219,10 +216,10 @@ class Helper:
             raise HelperError("the helper process has ended")
         cpu_seconds = self._limits.cpu_seconds + nbytes / _SLOWEST
         with Undo(self.end):
-            if most + nbytes > len(self._memory):
-                os.ftruncate(self._shared, most + nbytes)
-                self._memory = mmap.mmap(self._shared, most + nbytes, prot=mmap.PROT_READ)
-            answer = self._exchange({"do": do, **arguments}, self._limits.seconds, cpu_seconds, most)
+            if VALUES_AT + nbytes > len(self._memory):
+                os.ftruncate(self._shared, VALUES_AT + nbytes)
+                self._memory = mmap.mmap(self._shared, VALUES_AT + nbytes, prot=mmap.PROT_READ)
+            answer = self._exchange({"do": do, **arguments}, self._limits.seconds, cpu_seconds)
         if "error" in answer:
             self._raise(answer, arguments)
         return answer
@@ -235,13 +232,7 @@ class Helper:
         """End the helper, whatever it is doing. May be called from any thread, and again."""
         self._finalize()
 
-    def _exchange(
-        self,
-        request: dict[str, Any],
-        seconds: float | None,
-        cpu_seconds: float,
-        most: int = _MOST_ANSWER_NBYTES,
-    ) -> dict[str, Any]:
+    def _exchange(self, request: dict[str, Any], seconds: float | None, cpu_seconds: float) -> dict[str, Any]:
         since, cpu_before = time.monotonic(), self._cpu_seconds()
         try:
             self._channel.send(json.dumps(request).encode())
@@ -266,8 +257,8 @@ class Helper:
         if not packet:
             raise self._lost()
         length = int.from_bytes(packet, "little")
-        if length > most:
-            raise lie(f"{length} bytes of text, {most} are the most")
+        if length > VALUES_AT:
+            raise lie(f"{length} bytes of text, {VALUES_AT} are the most")
         try:
             answer = json.loads(self._memory[:length])
         except (ValueError, RecursionError):
@@ -440,7 +431,6 @@ def labels_of(answer: Any, n_axes: int) -> Labels:
     return Labels(dims, attrs, coords)
 
 
-_MOST_LIST_NBYTES, _MOST_LABELS_NBYTES = 32 << 20, 2 << 20  # of an answer
 _PART_NBYTES, _MOST_CHUNKS = 1 << 24, 1 << 13  # values that are read at once, unless a chunk has more
 _MOST_LOST = 3
 
@@ -533,7 +523,7 @@ class UntrustedFile(OpenFile):
         return self._list("list_linked", group=group, in_full=in_full)
 
     def _list(self, method: str, **arguments: Any) -> list[ArrayInfo]:
-        infos = self.ask("list", most=_MOST_LIST_NBYTES, method=method, arguments=arguments).get("infos")
+        infos = self.ask("list", method=method, arguments=arguments).get("infos")
         if not isinstance(infos, list):
             raise lie("no list of arrays")
         return [info_of(info, self.path) for info in infos]
@@ -606,7 +596,7 @@ class UntrustedSource(Source):
         return self._labels(True, 0).attrs
 
     def _labels(self, of_group: bool, n_axes: int) -> Labels:
-        answer = self._file.ask("labels", most=_MOST_LABELS_NBYTES, dataset=self._dataset, of_group=of_group)
+        answer = self._file.ask("labels", dataset=self._dataset, of_group=of_group)
         return labels_of(answer.get("labels"), n_axes)
 
     def expect(self, region: Region) -> None:

@@ -134,6 +134,12 @@ class Codec:
         Whether the size of its output follows from its parameters and the size of its input.
     is_lossy : bool
         Whether it changes values unless it is told how not to.
+    is_believed : bool
+        Whether HDF5's decoder would believe what a damaged chunk declares of its length, and crash.
+    plugin : str
+        The class of hdf5plugin that knows the usual parameters of the HDF5 filter, if that is where it comes from.
+    of_caller : tuple
+        The first parameter of the HDF5 filter that a caller chose, and the one behind the last: it adds others itself.
     levels : tuple of int
         The usual level, the least and the highest; empty for a codec without levels.
     decoder : callable or None
@@ -150,6 +156,9 @@ class Codec:
     is_safe: bool = False
     is_sized: bool = False
     is_lossy: bool = False
+    is_believed: bool = False
+    plugin: str = ""
+    of_caller: tuple[int, int | None] = (0, None)
     levels: tuple[int, ...] = ()
     decoder: Callable[[Parameters], Stage] | None = None
     encoder: Callable[[Parameters], Step] | None = None
@@ -204,12 +213,12 @@ CODECS = (
           decoder=lambda p: algorithms.decode_zlib(), encoder=lambda p: algorithms.encode_zlib(p.level)),
     Codec("gzip", None, "gzip", "23n", _LEVEL, True, levels=(4, 0, 9),
           decoder=lambda p: algorithms.decode_gzip(), encoder=lambda p: algorithms.encode_gzip(p.level)),
-    Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, -(1 << 17), 22),
+    Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, -(1 << 17), 22), is_believed=True, plugin="Zstd",
           decoder=lambda p: algorithms.decode_zstd(), encoder=lambda p: algorithms.encode_zstd(p.level)),
-    Codec("blosc", 32001, "blosc", "23n", _BLOSC_OPTIONS, True, levels=(5, 0, 9),
+    Codec("blosc", 32001, "blosc", "23n", _BLOSC_OPTIONS, True, levels=(5, 0, 9), is_believed=True, plugin="Blosc",
           decoder=lambda p: algorithms.decode_blosc(),
           encoder=lambda p: algorithms.encode_blosc(p.inner, p.level, p.shuffle, p.itemsize)),
-    Codec("lz4", 32004, is_safe=True,
+    Codec("lz4", 32004, is_safe=True, is_believed=True, plugin="LZ4",
           decoder=lambda p: algorithms.decode_lz4(), encoder=lambda p: algorithms.encode_lz4()),
     Codec("lz4", None, "lz4", "2", frozenset({"acceleration"}), True,
           encoder=lambda p: algorithms.numcodecs().lz4.compress),
@@ -221,13 +230,13 @@ CODECS = (
     Codec("crc32c", None, "crc32c", "3", is_safe=True, is_sized=True,
           decoder=lambda p: algorithms.decode_crc32c(), encoder=lambda p: algorithms.encode_crc32c()),
     # What only a format's library decodes: HDF5's own filters, those of hdf5plugin, and codecs of zarr-python.
-    Codec("szip", 4),
-    Codec("nbit", 5, is_sized=True),
-    Codec("scaleoffset", 6, is_sized=True),
-    Codec("lzf", 32000, is_safe=True),
-    Codec("blosc2", 32026, is_safe=True),
-    Codec("bzip2", 307),
-    Codec("bitshuffle", 32008),
+    Codec("szip", 4, of_caller=(0, 2)),
+    Codec("nbit", 5, is_sized=True, of_caller=(0, 0)),
+    Codec("scaleoffset", 6, is_sized=True, of_caller=(0, 2)),
+    Codec("lzf", 32000, is_safe=True, of_caller=(0, 0)),
+    Codec("blosc2", 32026, is_safe=True, plugin="Blosc2"),
+    Codec("bzip2", 307, plugin="BZip2"),
+    Codec("bitshuffle", 32008, plugin="Bitshuffle", of_caller=(3, None)),
     *(Codec(word, number, is_lossy=True) for word, number in (("zfp", 32013), ("sz", 32017), ("fcidecomp", 32018))),
     *(Codec(word, number, is_lossy=True) for word, number in (("sz3", 32024), ("sperr", 32028), ("htj2k", 32033))),
     *(Codec(name, None, name, is_safe=True) for name in ("lzma", "bz2")),

@@ -276,7 +276,7 @@ def settle_bools(values: np.ndarray[Any, Any]) -> None:
         np.minimum(number, 1, out=number)
 
 
-# The names in `ArrayInfo.attributes`.
+# The names in `ArrayInfo.attributes`: all attributes that a load reads.
 TOLD = (*ATTRIBUTES, "units", "calendar")
 
 
@@ -317,7 +317,7 @@ class ArrayInfo:
     is_dimension : bool
         True for one without values, which stands for an axis only (a netCDF dimension without a variable).
     attributes : mapping
-        Attributes that change what values mean (`TOLD`), for people.
+        The attributes that are needed to decode values, with units and calendar (`TOLD`), for people.
     packing : mapping
         The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
         ``decode=True``.

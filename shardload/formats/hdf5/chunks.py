@@ -46,7 +46,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 from shardload.formats.codecs.algorithms import Chain, decode_byte_order
 from shardload.formats.contract.array import is_added
 from shardload.formats.contract.chunk_reader import chunks_met
-from shardload.formats.hdf5.filters import stage_of
+from shardload.formats.hdf5.filters import CHECKSUM, SHUFFLE, stage_of
 from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, cached, file_in_memory, number_of, swap_size
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
 from shardload.planning.region import Region, cut_box
@@ -69,16 +69,13 @@ _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of ent
 _MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 20 bytes each
 _LISTED_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
 FEW = 8  # chunks that HDF5 is asked for one by one: it goes through its index for each, in a tenth of the time of a list
-_SHUFFLE, _CHECKSUM = 2, 3  # filters that give as many bytes as they take, and 4 more
 _NOWHERE = -1  # the offset of a missing chunk
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 
 
-class DamagedIndexError(ValueError):
-    """An index of chunks contradicts itself. Its text says where."""
-
-    def __init__(self, damage: str) -> None:
-        super().__init__(f"its index of chunks is damaged: {damage}")
+def _damaged(where: str) -> ValueError:
+    """The error about an index of chunks that contradicts itself."""
+    return ValueError(f"its index of chunks is damaged: {where}")
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class ChunkTree:
     largest: tuple[int, ...]
 
     def chunks_in(self, box: Sequence[range]) -> tuple[Ints, Entries]:
-        """The position in the grid, and the entry, of each stored chunk of a box, in C order. DamagedIndexError if the index
+        """The position in the grid, and the entry, of each stored chunk of a box, in C order. ValueError if the index
         contradicts itself on the way to them.
         """
         # An entry of a node, as it is in the file: bytes of the stored chunk, filters left out, the first element's position
@@ -126,7 +123,7 @@ class ChunkTree:
             if not len(entries) and not level and nodes == [self.root]:  # an array that was cut to nothing has an empty root
                 return np.zeros((0, len(box)), dtype=np.int64), entries
             if not counts.all():
-                raise DamagedIndexError("a node has no entries")
+                raise _damaged("a node has no entries")
             keys, rights = self._scaled(entries["start"]), self._scaled(np.concatenate([right for _, right in contents]))
             ends = np.cumsum(counts)
             nexts = np.concatenate([keys[1:], rights[-1:]])
@@ -152,7 +149,7 @@ class ChunkTree:
         file_nbytes = self.stored.nbytes
         for node in nodes:
             if node + _HEAD.size > file_nbytes:
-                raise DamagedIndexError(f"a node at byte {node} lies outside of the file")
+                raise _damaged(f"a node at byte {node} lies outside of the file")
         offsets = np.array(nodes, dtype=np.int64)
         ranges = Ranges(offsets, np.minimum(nbytes, file_nbytes - offsets))
         return self.stored.read_ranges(ranges, np.empty(ranges.nbytes, dtype=np.uint8))
@@ -164,17 +161,17 @@ class ChunkTree:
         for node, data in zip(nodes, contents, strict=True):
             mark, kind, node_level, n, _, _ = _HEAD.unpack_from(data)
             if (mark, kind, node_level) != (b"TREE", 1, level):
-                raise DamagedIndexError(f"the node at byte {node} is {mark!r} of level {node_level}, expected level {level}")
+                raise _damaged(f"the node at byte {node} is {mark!r} of level {node_level}, expected level {level}")
             stops.append(_HEAD.size + (n + 1) * entry.itemsize - 8)
         if sum(stops) > self.stored.nbytes:  # they share bytes, and would take any amount of memory
-            raise DamagedIndexError(f"the {len(nodes)} nodes of level {level} have more bytes than the file")
+            raise _damaged(f"the {len(nodes)} nodes of level {level} have more bytes than the file")
         if max(stops) > usual_nbytes:
             contents = self._nodes(nodes, max(stops))
         parsed = []
         for node, data, stop in zip(nodes, contents, stops, strict=True):
             if len(data) < stop:
                 n = (stop + 8 - _HEAD.size) // entry.itemsize - 1
-                raise DamagedIndexError(f"the {n} entries of the node at byte {node} reach past the end of the file")
+                raise _damaged(f"the {n} entries of the node at byte {node} reach past the end of the file")
             entries = np.frombuffer(bytes(data[_HEAD.size : stop]) + bytes(8), dtype=entry)
             parsed.append((entries[:-1], entries["start"][-1:]))
         return parsed
@@ -190,21 +187,17 @@ class ChunkTree:
             is_lost[firsts] |= _is_before(keys[firsts], lows)
             is_lost[ends - 1] |= ~_is_before(keys[ends - 1], highs)
         if is_lost.any():
-            raise DamagedIndexError(
-                f"the entry for the chunk at {tuple(keys[is_lost.argmax(), :-1].tolist())} is out of order. {_LOST}"
-            )
+            raise _damaged(f"the entry for the chunk at {tuple(keys[is_lost.argmax(), :-1].tolist())} is out of order. {_LOST}")
 
     def _check_leaves(self, entries: Entries, keys: Ints) -> None:
         starts = entries["start"]
         is_wrong = (keys * np.array(self.chunk, dtype=np.int64) != starts.astype(np.int64)).any(axis=1) | (starts[:, -1] != 0)
         is_wrong |= (starts[:, :-1] >= np.array(self.largest, dtype=np.uint64)).any(axis=1)
         if is_wrong.any():
-            raise DamagedIndexError(
-                f"a chunk at element {tuple(starts[is_wrong.argmax(), :-1].tolist())}, where none begins. {_LOST}"
-            )
+            raise _damaged(f"a chunk at element {tuple(starts[is_wrong.argmax(), :-1].tolist())}, where none begins. {_LOST}")
 
     def _check_places(self, entries: Entries, nodes: list[tuple[int, int]]) -> None:
-        """DamagedIndexError if bytes of the file belong to two chunks, or to a chunk and to the index, header or superblock."""
+        """ValueError if bytes of the file belong to two chunks, or to a chunk and to the index, header or superblock."""
         metadata = np.array([(0, _SUPERBLOCK_NBYTES), (self.header, _HEADER_NBYTES), *nodes], dtype=np.uint64)
         starts = np.concatenate([entries["child"], metadata[:, 0]])
         stops = starts + np.concatenate([entries["nbytes"].astype(np.uint64), metadata[:, 1]])
@@ -213,7 +206,7 @@ class ChunkTree:
         overlaps = (stops[:-1] > starts[1:]) & (starts[1:] != _UNDEFINED)
         if overlaps.any():
             k = int(overlaps.argmax())
-            raise DamagedIndexError(f"a chunk and another one, or metadata, share the bytes {starts[k + 1]} to {stops[k]}")
+            raise _damaged(f"a chunk and another one, or metadata, share the bytes {starts[k + 1]} to {stops[k]}")
 
 
 def _is_before(keys: Ints, others: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -319,7 +312,7 @@ def leaves_gaps(dataset: OpenDataset) -> bool:
 class ChunkTable:
     """Where the chunks of a box are. The arrays have an axis for each axis of the grid.
 
-    If bit k of a mask is set, filter k was not applied. The offset of a missing chunk is -1.
+    If bit k of a mask is set, filter k was not applied; there are no other bits. The offset of a missing chunk is -1.
     """
 
     box: tuple[range, ...]
@@ -404,7 +397,6 @@ class ChunkPlaces:
         self.counts = tuple(-(-n // c) for n, c in zip(dataset.shape, self.chunk, strict=True))
         self._nbytes = math.prod(self.chunk) * int(dataset.kind.get_size())
         self.filters = [number for number, *_ in dataset.stored_filters]
-        self.no_filter = (1 << len(self.filters)) - 1
         reach_over = [axis for axis, (n, c) in enumerate(zip(dataset.shape, self.chunk, strict=True)) if n % c]
         self._plain_axes = reach_over if reach_over and self.filters and are_edges_plain(creation) else []
         self._lock = threading.Lock()
@@ -417,7 +409,7 @@ class ChunkPlaces:
 
     def of(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
         """Offset (-1: missing), size and mask of each chunk of a box, in C order. If bit k of a mask is set, filter k was not
-        applied. DamagedIndexError if the index contradicts itself.
+        applied. ValueError if the index contradicts itself.
         """
         table = self._table
         if table is None or not _is_inside(box, table.box):
@@ -454,7 +446,8 @@ class ChunkPlaces:
             is_plain = np.zeros(len(positions), dtype=bool)
             for axis in self._plain_axes:
                 is_plain |= positions[:, axis] == self.counts[axis] - 1
-            masks = np.where(is_plain, self.no_filter, masks).astype(np.uint32)
+            all_filters = (1 << len(self.filters)) - 1
+            masks = np.where(is_plain, all_filters, np.asarray(masks) & all_filters).astype(np.uint32)
             take(positions, np.asarray(offsets).astype(np.int64), np.asarray(sizes).astype(np.int64), masks)
 
         n = math.prod(map(len, box))
@@ -493,17 +486,17 @@ class ChunkPlaces:
 
     def _check(self, _: Ints | None, offsets: Ints, sizes: Ints, masks: Masks) -> None:
         is_stored = offsets != _NOWHERE
-        sizes, masks = sizes[is_stored], masks[is_stored] & self.no_filter
+        sizes, masks = sizes[is_stored], masks[is_stored]
         for mask in np.unique(masks).tolist():
             applied = [number for k, number in enumerate(self.filters) if not mask >> k & 1]
-            least = most = self._nbytes + 4 * applied.count(_CHECKSUM)
-            if not set(applied) <= {_SHUFFLE, _CHECKSUM}:
-                least, most = 4 * applied.count(_CHECKSUM) + 1, self._nbytes + self._nbytes // 2 + 4096
+            least = most = self._nbytes + 4 * applied.count(CHECKSUM)  # a shuffle gives as many bytes as it takes
+            if not set(applied) <= {SHUFFLE, CHECKSUM}:
+                least, most = 4 * applied.count(CHECKSUM) + 1, self._nbytes + self._nbytes // 2 + 4096
             with_mask = sizes[masks == mask]
             wrong = with_mask[(with_mask < least) | (with_mask > most)]
             if len(wrong):
                 expected = f"{least} to {most}" if least < most else str(least)
-                raise DamagedIndexError(f"a stored chunk of {wrong[0]} bytes; expected {expected}")
+                raise _damaged(f"a stored chunk of {wrong[0]} bytes; expected {expected}")
 
 
 def open_chunks(dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces) -> Hdf5Chunks | None:
@@ -541,17 +534,14 @@ class Hdf5Chunks(StoredChunks):
         if int(offsets[0]) == _NOWHERE if len(offsets) == 1 else bool((offsets == _NOWHERE).any()):
             numbers = np.flatnonzero(offsets != _NOWHERE)
             offsets, sizes = offsets[numbers], sizes[numbers]
-        return [ChunkRanges(self._stored, offsets, sizes, numbers, self._skipped(masks))]
-
-    def _skipped(self, masks: Masks) -> dict[int, frozenset[int]]:
-        if not (masks[0] if len(masks) == 1 else masks.any()):
-            return {}
-        n = len(self._places.filters)
-        return {
-            number: frozenset(n - 1 - k for k in range(n) if mask >> k & 1)
-            for number, mask in enumerate(masks.tolist())
-            if mask & self._places.no_filter
-        }
+        skipped, n = {}, len(self._places.filters)
+        if masks[0] if len(masks) == 1 else masks.any():  # the stages of the chain undo the last filter first
+            skipped = {
+                number: frozenset(n - 1 - k for k in range(n) if mask >> k & 1)
+                for number, mask in enumerate(masks.tolist())
+                if mask
+            }
+        return [ChunkRanges(self._stored, offsets, sizes, numbers, skipped)]
 
 
 def _true_place(dataset: h5py.Dataset) -> Callable[[Any], tuple[Any, ...]] | None:

@@ -118,32 +118,21 @@ class Hdf5File(OpenFile):
                 source = file.open(dataset, in_store.info)
                 return source, {name: file.state() or in_store.version}  # None: it reads that version
             path, _ = search_path().find(name)
-            reference, closing = f"values of another file, '{printable(name)}'", contextlib.ExitStack()
-            version = state_of(path) or (0, 0)
-            opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
-            try:
+            reference, version = f"values of another file, '{printable(name)}'", state_of(path) or (0, 0)
+            with contextlib.ExitStack() as closing:
+                opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
                 facts = closing.enter_context(opening)
-            except OutsideError as error:  # outside of the folder in which the virtual dataset's file was opened
-                before, now = os.path.join(os.getcwd(), str(virtual.file.filename)), search_path().path
-                if before == now:
-                    raise
-                raise ChangedError(
-                    f"'{printable(before)}' was moved or replaced since it was opened: it is '{printable(now)}' now, and its "
-                    "parts are looked for there. Load it again"
-                ) from error
-            try:
                 part = Hdf5File(facts, path, self._access, self._fence)
-                target, opened = part._look_up(dataset)
+                try:
+                    target, opened = part._look_up(dataset)
+                except KeyError:
+                    raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
                 versions = versions_of([facts, *opened])
-                source = part.source(target, dataset, _closing(target, opened, closing), is_linked=bool(opened))
+                source = part.source(target, dataset, _closing(target, opened, closing.pop_all()), is_linked=bool(opened))
+            with Undo(source.close):
                 if source.info.refused is not None:
                     raise OSError(f"{source.info} holds {source.info.refused}")
-                return source, versions | source.others.versions
-            except BaseException as error:
-                closing.close()
-                if isinstance(error, KeyError):
-                    raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
-                raise
+            return source, versions | source.others.versions
 
         return open_part
 

@@ -41,22 +41,22 @@ from shardload.formats.contract.array import is_added, native_dtype
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, file_in_memory, filters_of, type_in_file
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Stored
 
-NAMES = {number: codec.word for number, codec in HDF5_CODECS.items()}
-"""What people call the filters that are known. Numbers below 32000 are HDF5's own, except bzip2."""
-
-SIZED = {number for number, codec in HDF5_CODECS.items() if codec.is_sized}
-LOSSY = frozenset(number for number, codec in HDF5_CODECS.items() if codec.is_lossy)
-SURVIVED = frozenset(number for number, codec in HDF5_CODECS.items() if codec.is_safe)
-
 Filters = list[tuple[int, int, Any, bytes]]
 """Number, flags, parameters and name of each filter of a dataset, in the order in which they are applied."""
 
-_NUMBERS = {name: number for number, name in NAMES.items()}
-_BUILT_IN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # filters of HDF5 and h5py themselves
-# Filters of hdf5plugin, with the classes that know their usual parameters.
-_PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
-_SHUFFLE = 2
+GZIP, SHUFFLE, CHECKSUM = h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32
+_NUMBERS = {codec.word: number for number, codec in HDF5_CODECS.items()}
 _MOST_NBYTES = 2**32 - 1  # of a chunk
+
+
+def filter_of(number: int) -> Codec:
+    """What is known of a filter: of one that is not in the table its number, as its name."""
+    return HDF5_CODECS.get(number) or Codec(str(number), number)
+
+
+def _is_built_in(number: int) -> bool:
+    """True for filters of HDF5 and h5py themselves."""
+    return number < 256 or number == h5py.h5z.FILTER_LZF
 
 
 def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
@@ -64,9 +64,9 @@ def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
 
     Filters that the caller allows are not always counted: see `Access.counts`.
     """
+    codecs = [(number, filter_of(number)) for number in numbers]
     return sum(
-        number not in SIZED and access.counts(str(number), NAMES.get(number, str(number)), survived=number in SURVIVED)
-        for number in numbers
+        not codec.is_sized and access.counts(str(number), codec.word, survived=codec.is_safe) for number, codec in codecs
     )
 
 
@@ -79,7 +79,7 @@ def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
         refused = refuse_filter(number, label, values, dataset.kind, chunk, access) or missing_filter(number, label)
         if refused is not None and not _is_unused(dataset, k):
             return refused
-    compressors = [(number, label) for number, _, _, label in dataset.stored_filters if number not in SIZED]
+    compressors = [(number, label) for number, _, _, label in dataset.stored_filters if not filter_of(number).is_sized]
     if n_compressors((number for number, _ in compressors), access) < 2:
         return None
     names = ", then ".join(name_of(number, label) for number, label in compressors)
@@ -89,9 +89,14 @@ def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
     )
 
 
+def changes_values(number: int, kind: str) -> bool:
+    """True for a filter that may change values of this kind: scale-offset rounds floats only."""
+    return filter_of(number).is_lossy or (number == h5py.h5z.FILTER_SCALEOFFSET and kind == "f")
+
+
 def name_of(number: int, label: bytes) -> str:
     """What people call a filter, which has this label in the file."""
-    return NAMES.get(number) or f"{label.decode(errors='replace')}#{number}"
+    return filter_of(number).word if number in HDF5_CODECS else f"{label.decode(errors='replace')}#{number}"
 
 
 def _is_unused(dataset: h5py.Dataset, k: int) -> bool:
@@ -131,11 +136,11 @@ def refuse_filter(
     access : Access
         What the caller allows.
     """
-    name = NAMES.get(number)
-    if number not in SURVIVED and not access.may_use(str(number), *([name] if name else [])):
+    codec = filter_of(number)
+    if not codec.is_safe and not access.may_use(str(number), codec.word):
         return (
             f"chunks encoded with {_shown(number, label)}, which is not decoded by default: damaged data may crash its "
-            f"decoder. If you trust who wrote the file, pass allow_filters='{name or number}'"
+            f"decoder. If you trust who wrote the file, pass allow_filters='{codec.word}'"
         )
     wrong = _unfit(number, values, kind, chunk)
     if wrong is not None:
@@ -148,7 +153,7 @@ def refuse_filter(
 
 def _shown(number: int, label: bytes) -> str:
     printable = "".join(letter for letter in label[:40].decode(errors="replace") if letter.isprintable())
-    return f"HDF5 filter {number} ({NAMES.get(number) or printable or 'unnamed'})"
+    return f"HDF5 filter {number} ({filter_of(number).word if number in HDF5_CODECS else printable or 'unnamed'})"
 
 
 def missing_filter(number: int, label: bytes) -> str | None:
@@ -156,7 +161,7 @@ def missing_filter(number: int, label: bytes) -> str | None:
 
     This check comes last: importing netCDF4 sets that path to filters that are linked to another copy of HDF5.
     """
-    if number not in _BUILT_IN:
+    if not _is_built_in(number):
         with contextlib.suppress(ImportError):  # the import registers its filters with HDF5; nothing else is used
             importlib.import_module("hdf5plugin")
     if h5py.h5z.filter_avail(number) and (h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED):
@@ -177,7 +182,7 @@ def parameters_of(number: int, values: tuple[int, ...]) -> Parameters | None:
     """The parameters of a filter by its ``cd_values``; None if these are not understood here."""
     if number in (1, 32015) and len(values) == 1 and values[0] <= HDF5_CODECS[number].levels[-1]:  # a negative one is larger
         return Parameters(values[0])
-    if number == 2 and values and values[0] > 0:
+    if number == SHUFFLE and values and values[0] > 0:
         return Parameters(itemsize=values[0])
     if number == 32001 and len(values) >= 4:
         values = (*values, *_BLOSC_USUAL[len(values) - 4 :])
@@ -196,10 +201,10 @@ def values_of(codec: Codec, parameters: Parameters, chunk_nbytes: int) -> tuple[
 
 def stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
     """The stage that undoes a filter; None for a filter that only HDF5 undoes."""
-    codec, parameters = HDF5_CODECS.get(number), parameters_of(number, values)
-    if codec is None or codec.decoder is None:
+    codec, parameters = filter_of(number), parameters_of(number, values)
+    if codec.decoder is None:
         return None
-    if parameters is None and (number == 2 or (number == 32001 and len(values) >= 7)):
+    if parameters is None and (number == SHUFFLE or (number == 32001 and len(values) >= 7)):
         return None
     return codec.decoder(parameters or Parameters())
 
@@ -288,7 +293,7 @@ class Hdf5Encoder(Encoder):
         is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
         numbers = [number for number, *_ in filters_of(self.creation)]
-        codec = "+".join(NAMES.get(number, str(number)) for number in sorted(numbers, key=lambda number: number == _SHUFFLE))
+        codec = "+".join(filter_of(number).word for number in sorted(numbers, key=lambda number: number == SHUFFLE))
         steps_here = () if self._by_library else known_steps
         super().__init__(path, name, spec, flavour, codec or "none", steps_here, is_placed_by_root=is_placed_by_root)
 
@@ -314,20 +319,22 @@ class Hdf5Encoder(Encoder):
     def _add_compressor(self, compression: Compression) -> Step | None:
         name, step, is_named = compression.name, None, compression.name in _NUMBERS
         number = _NUMBERS.get(name, int(name) if name.isascii() and name.isdecimal() else None)
-        values = None if number == 1 else compression.options.get("cd_values")
-        if number is None or number in (0, 2, 3) or (number == 1 and not is_named) or number > h5py.h5z.FILTER_MAX:
-            names = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in LOSSY))
+        values = None if number == GZIP else compression.options.get("cd_values")
+        is_no_compressor = number in (0, SHUFFLE, CHECKSUM) or (number == GZIP and not is_named)
+        if number is None or is_no_compressor or number > h5py.h5z.FILTER_MAX:
+            known = [codec.word for k, codec in HDF5_CODECS.items() if k not in (SHUFFLE, CHECKSUM) and not codec.is_lossy]
+            names = ", ".join(sorted(known))
             raise ConfigError(
                 f"compression of '{self.name}' is {name!r}; expected one of {names}, or a filter's number as text. "
                 "Pass compression='gzip', which every HDF5 has, or another of these"
             )
-        if values is None and (number in LOSSY or (number == 6 and self.spec.dtype.kind == "f")):
+        if values is None and changes_values(number, self.spec.dtype.kind):
             raise ConfigError(
                 f"compression of '{self.name}' is {name!r}, which changes values unless it is told how not to. Pass "
                 "compression='zstd', or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
             )
         codec = HDF5_CODECS[number] if is_named and values is None else Codec(name, number)
-        if number != 1:
+        if number != GZIP:
             _check_available(self.name, name, number)
             compression = replace(compression, options={k: v for k, v in compression.options.items() if k != "cd_values"})
         if compression.level is not None and not codec.levels:
@@ -341,13 +348,13 @@ class Hdf5Encoder(Encoder):
         if codec.encoder is not None:
             step = codec.encoder(parameters)
             values = values_of(codec, parameters, math.prod(self.spec.chunks or ()) * self.spec.dtype.itemsize)
-        if number == 1:
+        if number == GZIP:
             self.creation.set_deflate(parameters.level)
         elif name == "szip" and values is None:
             self.creation.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 16)
         else:
-            if not values and name in _PLUGINS:
-                values = tuple(getattr(importlib.import_module("hdf5plugin"), _PLUGINS[name])()["compression_opts"])
+            if not values and is_named and (plugin := filter_of(number).plugin):
+                values = tuple(getattr(importlib.import_module("hdf5plugin"), plugin)()["compression_opts"])
             self.creation.set_filter(number, h5py.h5z.FLAG_OPTIONAL, tuple(values or ()))
         return step
 
@@ -367,11 +374,11 @@ class Hdf5Encoder(Encoder):
 
 def _check_available(name: str, compressor: str, number: int) -> None:
     """ConfigError if the HDF5 library here cannot apply a filter."""
-    if number >= 256 and number != h5py.h5z.FILTER_LZF:
+    if not _is_built_in(number):
         with contextlib.suppress(ImportError):
-            plugins = importlib.import_module("hdf5plugin")
-            plugin = "bshuf" if compressor == "bitshuffle" else compressor
-            if compressor in _PLUGINS and plugins.get_config().registered_filters.get(plugin, "unknown") == "unknown":
+            plugins, codec = importlib.import_module("hdf5plugin"), filter_of(number)
+            plugin = "bshuf" if codec.word == "bitshuffle" else codec.word
+            if codec.plugin and plugins.get_config().registered_filters.get(plugin, "unknown") == "unknown":
                 # If netCDF4 was imported before, HDF5 found that package's filters, which are linked to another copy of HDF5
                 # and cannot be used to make a dataset.
                 try:

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import h5py
 import numpy as np
 
-from shardload.formats.codecs.table import HDF5_CODECS, compression_keywords
+from shardload.formats.codecs.table import compression_keywords
 from shardload.formats.contract.array import (
     MOST_KEPT,
     NOTHING,
@@ -40,7 +40,17 @@ from shardload.formats.contract.array import (
     refusal,
     unaddressable,
 )
-from shardload.formats.hdf5.filters import LOSSY, NAMES, Filters, name_of, parameters_of, refuse_filters
+from shardload.formats.hdf5.filters import (
+    CHECKSUM,
+    GZIP,
+    SHUFFLE,
+    Filters,
+    changes_values,
+    filter_of,
+    name_of,
+    parameters_of,
+    refuse_filters,
+)
 from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, address_of, decoded, encoded, names_below, type_of_values
 from shardload.system.steps import step_done
@@ -58,9 +68,8 @@ _MOST_ATTRIBUTE_NBYTES = 1 << 16
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text, in a copy
 _IN_HEADER = 8  # attributes: more may lie in a heap, and for a list of their names HDF5 reads them whole
 
-_HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
-_OF_TEXT = {1, 2, 3}  # filters of text: HDF5 has them itself
-_ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
+_HELPERS = (SHUFFLE, CHECKSUM)  # filters that rearrange or check bytes; listed after the filter that compresses
+_OF_TEXT = {GZIP, SHUFFLE, CHECKSUM}  # filters of text: HDF5 has them itself
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
     h5py.h5t.STRING: ("string", "strings"),
@@ -413,7 +422,7 @@ def _codec(filters: Filters) -> str:
 
 
 def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
-    """The attributes that change what values mean, for people and for decoding. No other is read."""
+    """The attributes of `TOLD`, for people and for decoding. No other is read."""
     shown: dict[str, Any] = {}
     packing: dict[str, Any] = {}
     are_few = h5py.h5a.get_num_attrs(dataset.id) <= _IN_HEADER
@@ -541,9 +550,9 @@ def _compression(filters: Filters, kind: str) -> tuple[dict[str, Any] | str | No
     """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
     compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in _HELPERS]
-    names = [NAMES.get(number, str(number)) for number, _ in compressors]
+    names = [filter_of(number).word for number, _ in compressors]
     why = _changing(compressors[0][0], kind) if len(compressors) == 1 else ""
-    return why or compression_keywords(names, 2 in numbers, lambda: _options(*compressors[0])), 3 in numbers
+    return why or compression_keywords(names, SHUFFLE in numbers, lambda: _options(*compressors[0])), CHECKSUM in numbers
 
 
 def _changing(number: int, kind: str) -> str:
@@ -552,21 +561,22 @@ def _changing(number: int, kind: str) -> str:
     A lossy filter changes values, even those that it has changed before: what it rounds by the least value of a chunk is
     rounded to another value in chunks of another shape.
     """
-    if number in LOSSY or (number == 6 and kind == "f"):
-        return f"is encoded by {NAMES[number]}, which could change the values once more"
-    if number not in NAMES:
+    codec = filter_of(number)
+    if changes_values(number, kind):
+        return f"is encoded by {codec.word}, which could change the values once more"
+    if codec.word == str(number):
         return f"is encoded by HDF5 filter {number}, of which is not known whether it changes values"
     return ""
 
 
 def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
     """Level, shuffle inside of the filter, and its other parameters, as keywords of `sink.Compression`."""
-    codec, parameters = HDF5_CODECS.get(number), parameters_of(number, values)
-    if codec is not None and parameters is not None:
+    codec, parameters = filter_of(number), parameters_of(number, values)
+    if parameters is not None:
         return codec.keywords(parameters)
     if number == 32004 and values in ((), (0,)):
         return {}
-    if number == 6:  # of integers: as many bits as a chunk needs, for none is to be lost
+    if number == h5py.h5z.FILTER_SCALEOFFSET:  # of integers: as many bits as a chunk needs, for none is to be lost
         return {"options": {"cd_values": (values[0], 0)}}
-    arguments = values[_ARGUMENTS.get(number, slice(None))]
+    arguments = values[slice(*codec.of_caller)]
     return {"options": {"cd_values": arguments} if arguments else {}}

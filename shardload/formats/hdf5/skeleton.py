@@ -177,7 +177,7 @@ class SkeletonSource(Hdf5Source):
             for index, offset, mask in zip(itertools.product(*box), offsets.tolist(), masks.tolist(), strict=True):
                 if offset >= 0:
                     start = tuple(k * c for k, c in zip(index, places.chunk, strict=True))
-                    copy.write_direct_chunk(start, bytes(next(chunks)), mask & places.no_filter)
+                    copy.write_direct_chunk(start, bytes(next(chunks)), mask)
             del copy  # HDF5 would undo all filters of the chunk that was written last: it forgets the mask (seen in 2.0.0)
             yield h5py.h5d.open(file.id, _NAME)
 

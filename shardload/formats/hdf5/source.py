@@ -1,9 +1,10 @@
-"""How are values read from HDF5, and so from netCDF4? With the HDF5 library, straight into the caller's buffer.
+"""How are values read from HDF5, and so from netCDF4? Without the HDF5 library and its lock, where that is possible.
 
-1. `Hdf5Source.read_into` is one ``H5Dread`` per region: HDF5 decodes each chunk that meets the region once, converts the byte
+1. `Hdf5Source.chunk_reader` reads and decodes chunks without HDF5, in several threads if the caller has them, if that is surely
+   correct (`chunks`).
+2. Else `Hdf5Source.read_into` has the HDF5 library read: it decodes each chunk that meets the region once, converts the byte
    order, and writes into the caller's buffer. The values of missing chunks (never written) are the fill value, as HDF5 defines
    it.
-2. `Hdf5Source.chunk_reader` gives single chunks to callers with several threads, by `chunks`, if that is surely correct.
 3. `Hdf5Contiguous` reads contiguous values without HDF5, by positional reads into the caller's buffer. No lock of HDF5 or
    Python is held while reading or copying. Each axis that the region covers completely is merged with the axis before it. The
    last axis then has the runs of the region: they are contiguous in the file, and in the buffer too. If runs start far from
@@ -27,7 +28,7 @@ from shardload.formats.contract.array import ArrayInfo, Labels, Properties, chec
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, index_in_parts, read_by_chunks
 from shardload.formats.contract.format import ChangedError, Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, fill_value, leaves_gaps, open_chunks
-from shardload.formats.hdf5.filters import NAMES
+from shardload.formats.hdf5.filters import filter_of
 from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.metadata import group_attrs_of, labels_of, properties_of
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, cached, swap_size, type_in_file
@@ -37,7 +38,6 @@ from shardload.storage.objects import Ints, Ranges, StoredObject
 from shardload.system.scratch import shared_scratch
 
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
-_TRUSTING = {32001, 32004, 32015}  # HDF5's decoders of these believe what a chunk declares of its length
 _MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
 
@@ -284,11 +284,11 @@ class Hdf5Source(Source):
         if is_open and self._contiguous is not None:
             self._contiguous.read_into(region, out)
             return
-        if is_open and self._safe_reader is not None:
-            read_by_chunks(self._safe_reader, self._chunks or (), region, out)
+        if is_open and self._reader is not None:
+            read_by_chunks(self._reader, self._chunks or (), region, out)
             return
-        if is_open and self.places is not None:
-            self.places.check(region)
+        if is_open:
+            self._check_stored(region)
         if self._gap_value is not None:
             # It may hold another block's values.
             out[...] = self._gap_value.byteswap() if self._swaps else self._gap_value
@@ -351,19 +351,30 @@ class Hdf5Source(Source):
         return ChunkPlaces(self.dataset, expected)
 
     @cached
-    def _safe_reader(self) -> ChunkReader | None:
-        """A reader of chunks, if HDF5's decoders of their filters would believe what a damaged chunk declares; else None."""
-        names = [NAMES[number] for number, *_ in self.dataset.stored_filters if number in _TRUSTING]
-        if self._info.refused or self.places is None or not names:
+    def _reader(self) -> ChunkReader | None:
+        """A reader of chunks without HDF5, which takes twice as long; None if only HDF5 can read or decode them."""
+        if self._info.refused is not None or self.places is None:
             return None
-        reader = open_chunks(self.dataset, self._element_dtype, self.places)
-        if reader is None and not all(map(self.others.access.may_use, names)):
+        return open_chunks(self.dataset, self._element_dtype, self.places)
+
+    def _check_stored(self, region: Region) -> None:
+        """Raise ValueError if HDF5 must not decode the chunks that meet a non-empty region: it might crash."""
+        if self.places is None:
+            return
+        self.places.check(region)
+        codecs = [filter_of(number) for number, *_ in self.dataset.stored_filters]
+        names = [codec.word for codec in codecs if codec.is_believed]
+        if not names:
+            return
+        if self._reader is not None:  # only `plain` has HDF5 decode what this can decode
+            for part in self._parts(region):
+                read_by_chunks(self._reader, self._chunks or (), part, np.empty(part.shape, self._element_dtype))
+        elif not all(map(self.others.access.may_use, names)):
             raise UndecodedError(
                 f"its chunks are encoded by {' and '.join(names)}, and only HDF5 can read them (of a file that is open for "
                 "writing or by another driver, or has a user block) or decode them, which would crash if one is damaged. "
                 f"If you trust who wrote the file, pass allow_filters='{names[0]}'"
             )
-        return reader
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as h5py's indexing gives them."""
@@ -378,11 +389,8 @@ class Hdf5Source(Source):
                 self._check_whole()
 
     def _plain(self, region: Region) -> np.ndarray[Any, Any]:
-        if self.places is not None and region.size:
-            self.places.check(region)
-        if self._safe_reader is not None and region.size:  # an error here, in place of a crash in HDF5
-            for part in self._parts(region):
-                read_by_chunks(self._safe_reader, self._chunks or (), part, np.empty(part.shape, self._element_dtype))
+        if region.size:
+            self._check_stored(region)
         if self._element_dtype == BFLOAT16:  # h5py makes float32 of it
             out = np.full(region.shape, self._gap_value or 0, self._dtype)
             if region.size:
@@ -413,7 +421,7 @@ class Hdf5Source(Source):
             return None
         if self.others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
-        return None if self.places is None else open_chunks(self.dataset, self._element_dtype, self.places)
+        return self._reader
 
     @cached
     def _tiles(self) -> Tiles | None:

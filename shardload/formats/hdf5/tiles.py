@@ -36,7 +36,6 @@ from shardload.formats.contract.chunk_reader import (
     check_box,
     chunks_met,
     fresh,
-    read_by_chunks,
     region_in_box,
 )
 from shardload.formats.contract.format import ChangedError, Source
@@ -283,7 +282,6 @@ class _Part:
     """A part that is open."""
 
     source: Source
-    reader: ChunkReader | None
     n_users: int = 0
 
 
@@ -376,7 +374,7 @@ class Tiles(ChunkReader):
             if wanted is not None:
                 source.expect(box.inside(wanted))
             self._n_at_urls += is_remote(source.info.path)
-            return _Part(source, source.chunk_reader())
+            return _Part(source)
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of a non-empty region into `out`, as `Source.read_into` does."""
@@ -395,13 +393,8 @@ class Tiles(ChunkReader):
             into = out[common.slices(region.start)] if region.ndim else out
             values = into if into.flags.c_contiguous else np.empty(common.shape, out.dtype)
             with self.use(k) as part:
-                target, chunks = values.reshape(in_part.shape), part.source.info.chunks
-                if part.reader is None or chunks is None or not in_part.ndim:
-                    part.source.read_into(in_part, target)
-                    missing_in_part = part.source.missing(in_part)
-                else:  # without HDF5, which takes twice as long
-                    missing_in_part = read_by_chunks(part.reader, chunks, in_part, target)
-                missing |= self._on_grid(missing_in_part, chunks, box, common)
+                part.source.read_into(in_part, values.reshape(in_part.shape))
+                missing |= self._on_grid(part.source.missing(in_part), part.source.info.chunks, box, common)
             if values is not into:
                 np.copyto(into, values)
         return list(missing)
@@ -462,11 +455,12 @@ class Tiles(ChunkReader):
         expected = Region.whole(self.shape) if self._expected is None else self._expected
         k = next((k for k, _ in self.meeting(expected)), 0) if expected.size else 0
         with self.use(k) as part:
-            if part.reader is None:
+            reader = part.source.chunk_reader()
+            if reader is None:
                 return None
             if self._decoder is None:
                 part.n_users += 1  # it decodes for all, until they are closed
-                self._decoder = part.reader
+                self._decoder = reader
         return self
 
     def expect_in_order(self, regions: Iterator[Region]) -> None:
@@ -529,12 +523,13 @@ class Tiles(ChunkReader):
         """The reader of part k, and a box of the virtual dataset's chunks that lie in it, as one of the part's chunks."""
         tile, chunks = self._boxes[k], self._chunks or ()
         with self.use(k) as part:
-            if part.reader is None:
+            reader = part.source.chunk_reader()
+            if reader is None:
                 raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
             n = len(chunks) - len(tile.start)
             starts = zip(tile.region.start, (0,) * n + tile.start, chunks, strict=True)
             shifts = [(outside - inside) // c for outside, inside, c in starts]
-            yield part.reader, [range(axis.start - s, axis.stop - s) for axis, s in zip(box, shifts, strict=True)][n:]
+            yield reader, [range(axis.start - s, axis.stop - s) for axis, s in zip(box, shifts, strict=True)][n:]
 
     def close(self) -> None:
         """Close the parts."""

@@ -41,8 +41,9 @@ import shardload
 from shardload.cli.main import app
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
+from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.contract.chunk_reader import a_few_chunks
-from shardload.formats.hdf5.filters import NAMES, n_compressors
+from shardload.formats.hdf5.filters import n_compressors
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
@@ -229,13 +230,13 @@ def test_a_file_that_was_cut_gives_no_plain_values(tmp_path: Path) -> None:
 )
 def test_compressors_that_were_allowed(names: tuple[str, ...], allowed: tuple[str, ...], is_bounded: bool) -> None:
     """One rule for both formats."""
-    numbers = {name: number for number, name in NAMES.items()}
+    numbers = {codec.word: number for number, codec in HDF5_CODECS.items()}
 
     def access(words: tuple[str, ...]) -> Access:
         return Access(allow_filters=set(words) - {LIMITED}, is_limited=LIMITED in words)
 
     assert (n_compressors([2, 3, *(numbers[name] for name in names)], access(allowed)) < 2) == is_bounded
-    for words in (allowed, tuple(f"numcodecs.{word}" if word in NAMES.values() else word for word in allowed)):
+    for words in (allowed, tuple(f"numcodecs.{word}" if word in numbers else word for word in allowed)):
         for prefix in ("", "numcodecs."):
             chain = [{"name": "bytes"}, *({"name": prefix + name} for name in names)]
             assert zarr_layout.is_stacked({"zarr_format": 3, "codecs": chain}, access(words)) != is_bounded

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 import shardload
 from shardload.errors import SourceError
 from shardload.formats.contract.chunk_reader import read_by_chunks
-from shardload.formats.hdf5.chunks import DamagedIndexError, tree_of
+from shardload.formats.hdf5.chunks import tree_of
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from shardload.planning.tuning import tuned
@@ -207,7 +207,7 @@ def test_nodes_that_share_bytes_take_no_memory(tmp_path: Path) -> None:
     tree.put(tree.content.index(tree.root.to_bytes(8, "little")), root)
     with contextlib.closing(open_source(tree.path, "/g/x")) as source:
         tracemalloc.start()
-        with pytest.raises(DamagedIndexError, match="the 2000 nodes of level 0 have more bytes than the file"):
+        with pytest.raises(ValueError, match="the 2000 nodes of level 0 have more bytes than the file"):
             read_all(source)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -230,7 +230,7 @@ def test_a_chunk_that_is_outside_of_the_array(tmp_path: Path, maxshape: tuple[in
         assert file["g/x"].id.get_num_chunks() == 10
     source = open_source(path, "/g/x")
     if maxshape[1] is not None:
-        with pytest.raises(DamagedIndexError, match="where none begins"):
+        with pytest.raises(ValueError, match="where none begins"):
             read_all(source)
     else:  # as after an append that was killed
         np.testing.assert_array_equal(read_all(source), expected)

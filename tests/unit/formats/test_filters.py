@@ -59,7 +59,7 @@ def values_of(path: str, allow: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("number", ASKED)
 def test_a_filter_that_does_not_survive_damage_needs_a_word(tmp_path: Path, number: int) -> None:
-    data, name = flat((64, 64)), hdf5_filters.NAMES[number]
+    data, name = flat((64, 64)), hdf5_filters.filter_of(number).word
     path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(32, 32), **ASKED[number])
     for allow in ((), {"gzip"}, {"shuffle", "32999"}):
         with pytest.raises(

@@ -524,7 +524,7 @@ def test_damage_surfaces_as_an_error(tmp_path: Path) -> None:
     out = np.empty((2, 40), "int64")
     source.read_into(Region((2, 0), (4, 40)), out)  # the chunk before it is whole
     np.testing.assert_array_equal(out, data[2:4])
-    with pytest.raises(OSError, match=r"filter returned failure|inflate|checksum"):
+    with pytest.raises(ValueError, match="the gzip stream is damaged"):
         source.read_into(Region((4, 0), (6, 40)), out)
     source.close()
     for size in (9, 100, len(whole) // 2, len(whole) - 1):

@@ -20,7 +20,6 @@ import zstandard
 from shardload.errors import SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import ChunkReader, box_of, read_by_chunks
-from shardload.formats.contract.format import ChangedError
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module
 from shardload.formats.hdf5.opened import cached
@@ -302,20 +301,6 @@ def test_parts_that_are_gone_or_others(tmp_path: Path) -> None:
     os.remove(tmp_path / "p1.h5")
     with pytest.raises(SourceError, match=r"p1\.h5"):
         open_source(path, "/x")
-
-
-def test_a_folder_that_is_moved_meanwhile(tmp_path: Path) -> None:
-    """Wrong if the advice were to allow files outside: another version of the whole folder has the name now."""
-    for name in ("now", "next"):
-        (tmp_path / name).mkdir()
-        path = rows(tmp_path / name, (2, 2))
-    path = str(tmp_path / "now" / Path(path).name)
-    source = open_source(path, "/x")
-    os.rename(tmp_path / "now", tmp_path / "gone")
-    os.rename(tmp_path / "next", tmp_path / "now")
-    with pytest.raises(ChangedError, match=r"now/.*' was moved or replaced since it was opened: it is '.*gone/"):
-        read_all(source)
-    source.close()
 
 
 def test_one_rank_looks_at_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ def raw(data, nbytes=None):
 def say(**what):
     raw(json.dumps(what).encode())
 def put(*numbers, kind="q"):
-    struct.pack_into(f"<{len(numbers)}{kind}", mmap.mmap(values, 0), 1 << 20, *numbers)
+    struct.pack_into(f"<{len(numbers)}{kind}", mmap.mmap(values, 0), 32 << 20, *numbers)
 receive(), say()
 """
 
