@@ -129,7 +129,7 @@ class ArrayLoad:
 
     def as_planned(self, source: Source) -> Source:
         """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
-        return as_planned(source, self.info, is_decoded=self.layout.decoding is not None)
+        return as_planned(source, self.info)
 
 
 def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
@@ -137,7 +137,7 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
     moves = []
     for k, load in enumerate(loads):
         layout, name = load.layout, load.name if len(loads) > 1 else ""
-        moves.append(FileMove(k, layout.schedule, load.info, layout.source, layout.decoding, name, load.named))
+        moves.append(FileMove(k, layout.schedule, load.info, layout.source, name, load.named))
     return moves
 
 
@@ -333,7 +333,7 @@ class ShardedArray:
         regions = ((p.region, p.data) for p in self.pieces.shards.values())
         plan, layout = self.load.plan, self.load.layout
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, regions, self._early)
-        is_decoded = layout.decoding is not None or (False if plan.info.packing else None)
+        is_decoded = layout.source.decoding is not None or (False if plan.info.packing else None)
         remember(self.array, layout.extent, is_decoded)
         self.device_seconds = time.perf_counter() - started
 
