@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -61,8 +61,8 @@ class ArrayLoad:
     ----------
     plan : Plan
         Its plan. Arrays of the same kind share its layouts.
-    options : Options
-        Its options.
+    asked : Options
+        What was asked of it.
     handle : object
         A path, or an open array; None of a `scatter`.
     values : MemorySource or None
@@ -73,7 +73,7 @@ class ArrayLoad:
     """
 
     plan: Plan
-    options: Options
+    asked: Options
     handle: Any
     values: Any = None
     where: str = ""
@@ -87,6 +87,12 @@ class ArrayLoad:
     def name(self) -> str:
         """The array as messages name it."""
         return f"{self.where}, {self.info}" if self.where else str(self.info)
+
+    @cached_property
+    def options(self) -> Options:
+        """What was asked of it, with the staging cap that was planned."""
+        staging_nbytes = self.plan.staging_nbytes
+        return self.asked if self.asked.staging_nbytes == staging_nbytes else replace(self.asked, staging=staging_nbytes)
 
     @cached_property
     def layout(self) -> LoadLayout:
