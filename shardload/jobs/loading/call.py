@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -310,13 +311,15 @@ class LoadCall:
         self._tuning = self._tuning.for_many(len(arrays))
         if any(request.by_name for request in self.requests):
             self._check_names([info.dims for info, *_ in arrays])
-        loads: list[ArrayLoad] = []
-        for k, (request, place, where) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
+        loads, n_of_request = list[ArrayLoad](), Counter(map(id, self.requests))
+        for request, place, where, array in zip(self.requests, self.tree.places, self.tree.where, arrays, strict=True):
             try:
-                with naming_errors(where):
-                    loads.append(self.plan_file(request, place, where, arrays[k]))
+                with naming_errors(where, str(array.info)):
+                    loads.append(self.plan_file(request, place, where, array))
             except ConfigError as error:
-                self._explain(error, k, arrays[k].info)
+                if n_of_request[id(request)] > 1:
+                    fix = "and what is asked for counts for several arrays: pass trees, with a value for each"
+                    error.args = (f"{error}. Its shape is {array.info.shape}, {fix}",)
                 raise
         if len(loads) == 1:
             return loads
@@ -371,19 +374,6 @@ class LoadCall:
                 requests[k] = replace(requests[k], sharding=uncut)
         self.tree, self.requests = tree, requests
         return [by_place[id(place)] if place.array is None else place.array for place in tree.places]
-
-    def _explain(self, error: ConfigError, k: int, info: ArrayInfo) -> None:
-        """Add to the error about the k-th array, which cannot be planned, what it is called, and what it shares with others."""
-        text, where = str(error), self.tree.where[k]
-        if str(info) not in text:
-            text = text.replace(f"{where}:", f"{where}, {info}:", 1)
-        is_shared = sum(request is self.requests[k] for request in self.requests) > 1
-        if is_shared and ("select names the axis" in text or "P(" in text):
-            argument = "spec" if "P(" in text else "selection"
-            text += (
-                f". Its shape is {info.shape}, and the {argument} counts for several arrays: pass a tree of them, one for each"
-            )
-        error.args = (text,)
 
 
 def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
