@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -50,7 +50,6 @@ from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import ShardPieces
 
 Array = np.ndarray[Any, Any]
-_UNNAMED = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +109,7 @@ class ArrayLoad:
 
     def naming_errors(self) -> AbstractContextManager[None]:
         """Let errors that are raised inside name this array."""
-        return naming_errors(self.where, f"'{printable(self.info.dataset)}'") if self.where else _UNNAMED
+        return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
 
     @property
     def is_in_memory(self) -> bool:
