@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from numbers import Integral, Number, Real
@@ -394,10 +394,11 @@ class Option:
         return (self.other_defaults or {}).get(call, self.default)
 
 
-_READ, _FILE = ("load", "plan", "verify", "stream"), ("load", "plan", "verify")
-_LOADS, _ARRAYS = ("load", "plan", "stream"), ("load", "plan", "scatter")
-_PLANNED = ("load", "plan", "scatter", "verify", "stream")
-_SAVES = ("save", "plan_save")
+_FILE = ("load", "plan", "verify")
+_READ = (*_FILE, "stream", "load_dataset")
+_LOADS, _ARRAYS = ("load", "plan", "stream", "load_dataset"), ("load", "plan", "scatter", "load_dataset")
+_PLANNED = ("load", "plan", "scatter", "verify", "stream", "load_dataset")
+_SAVES, _STREAM = ("save", "plan_save"), ("stream",)
 _WRITES = (*_SAVES, "append")
 
 
@@ -409,7 +410,6 @@ def _number_or_date(at: Any) -> Any:
     return at
 
 
-_STREAM = ("stream",)
 # An option of each array that is saved: the request of the array has it, and no `Options`.
 _OF_EACH: Mapping[str, Any] = {"is_per_array": True, "is_kept": False, "is_one": _is_no_dict}
 
@@ -420,7 +420,7 @@ def _in_writes(default: Any) -> Mapping[str, Any]:
 
 _DECLARED = (
     Option(
-        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_READ, *_WRITES),
+        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_FILE, *_STREAM, *_WRITES),
         partial(_name, "dataset", "a name inside the file such as '/density', or a dict or list of names"),
         is_per_array=True, flag="--dataset", other_defaults=_in_writes("data"),
     ),
@@ -432,6 +432,7 @@ _DECLARED = (
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values.", _READ,
         partial(_choice, "decode", DECODE, meaning=_OF_DECODE), str, is_per_array=True, flag="--decode",
+        other_defaults={"load_dataset": True},
     ),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_per_array=True, flag="--pad"),
     Option(
@@ -611,17 +612,12 @@ def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {option.name: arguments[option.name] for option in _DECLARED if call in option.calls}
 
 
-def with_defaults(
-    call: str, keywords: Mapping[str, Any], caller: str | None = None, without: Sequence[str] = ()
-) -> dict[str, Any]:
-    """All options of a function, with their defaults where the caller passed nothing.
-
-    `caller`: a function that takes the same ones `without` some.
-    """
-    defaults = {name: value for name, value in vars(defaults_of(call)).items() if name not in without}
+def with_defaults(call: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a function, with their defaults where the caller passed nothing."""
+    defaults = vars(defaults_of(call))
     for name in keywords:
         if name not in defaults:
-            raise TypeError(f"{caller or call}() has no option {name!r}; it takes {', '.join(defaults)}")
+            raise TypeError(f"{call}() has no option {name!r}; it takes {', '.join(defaults)}")
     return defaults | dict(keywords)
 
 

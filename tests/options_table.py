@@ -8,8 +8,8 @@ __all__ = ["document"]
 
 _HEAD = """# Options
 
-Every keyword of `load`, `plan`, `scatter`, `stream`, `verify`, `save`, `plan_save` and `append`, with its default. For
-more, see the docstrings: `help(shardload.load)`.
+Every keyword of `load`, `plan`, `scatter`, `stream`, `verify`, `save`, `plan_save` and `append`, with its default,
+and those that `load_dataset` takes of them. For more, see the docstrings: `help(shardload.load)`.
 The flags are those of `shardload info`, `plan` and `verify`; of the others: [commands](reference/cli.md).
 All ranks must pass the same value, unless the table says otherwise.
 
@@ -25,8 +25,8 @@ def _text(value: object) -> str:
 def _row(option: Option) -> str:
     default = _text(option.default)
     for call, other in (option.other_defaults or {}).items():
-        if call == "save":
-            default += f"; in `save` {_text(other)}"
+        if call in ("save", "load_dataset"):
+            default += f"; in `{call}` {_text(other)}"
     text = option.help.replace("|", "\\|")
     if option.is_kept and option.text is None:
         text += " May differ from rank to rank."

@@ -17,9 +17,8 @@ from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import settle_bools
 from shardload.formats.contract.format import Source
 from shardload.planning.region import Array, Grid, Region
-from shardload.planning.selection import Selection
+from shardload.planning.schedule import SourceLayout
 from shardload.transfer.cast import conversion
-from shardload.values.decoding import Decoding
 
 _REGION_NBYTES = 1 << 16
 _DECODED_AT_MOST = 32  # samples decode at most 1/32 of the region that they are in, or one chunk
@@ -28,13 +27,13 @@ _DECODED_AT_MOST = 32  # samples decode at most 1/32 of the region that they are
 class Truth:
     """The file's values, read by the format's own library alone."""
 
-    def __init__(self, source: Source, selection: Selection, dtype: np.dtype[Any], decoding: Decoding | None = None) -> None:
-        self._source, self._selection, self._dtype, self._decoding = source, selection, dtype, decoding
+    def __init__(self, source: Source, layout: SourceLayout) -> None:
+        self._source, self._layout = source, layout
         self.name = str(source.info)
 
     def values(self, region: Region) -> Array:
         """The values of a region of the array, decoded, and cast to the array's dtype."""
-        place = self._selection.to_file(region)
+        place = self._layout.selection.to_file(region)
         info = self._source.info
         try:
             raw = np.ascontiguousarray(self._source.plain(place), dtype=self._source.dtype).reshape(region.shape)
@@ -47,10 +46,10 @@ class Truth:
         if raw.dtype.kind == "b":
             raw = raw.copy()
             settle_bools(raw)
-        if raw.dtype == self._dtype and self._decoding is None:
+        if not self._layout.casts:
             return raw
-        out = np.empty(region.shape, dtype=self._dtype)
-        conversion(self._decoding)(raw, out, f"{info}, elements {place},")
+        out = np.empty(region.shape, dtype=self._layout.dtype)
+        conversion(self._layout.decoding)(raw, out, f"{info}, elements {place},")
         return out
 
     def explain(self, region: Region, from_file: Array, piece: Array | None, found: Array) -> str:

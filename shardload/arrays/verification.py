@@ -39,7 +39,6 @@ from shardload.planning.shards import Shards
 from shardload.transfer.buffers import view_of
 from shardload.transfer.checksum import checksum, join_sums, sum_shard
 from shardload.units import PrintedReport, counted, format_nbytes
-from shardload.values.decoding import Decoding
 
 _MOST_REGIONS = 8  # per process, for "file"
 _MOST_CHUNKS = 1 << 14  # chunks to read at once, however small they are
@@ -133,9 +132,7 @@ class Verifier:
     schedule : Schedule
         Which rank holds which shard.
     layout : SourceLayout
-        How the array lies in its file, and its dtype.
-    decoding : Decoding or None
-        How stored numbers become values; None if they are only cast.
+        How the array lies in its file, and how stored numbers become values.
     options : Options
         The level, the fill value of padding, and the cap on memory.
     seed : int
@@ -147,7 +144,6 @@ class Verifier:
     name: str
     schedule: Schedule
     layout: SourceLayout
-    decoding: Decoding | None
     options: Options
     seed: int
     open_again: Callable[[], Source]
@@ -211,7 +207,7 @@ class Verifier:
         shards, layout = self.schedule.shards, self.layout
         with closing(self.open_again()) as source:
             source.expect(layout.selection.region)
-            truth = Truth(source, layout.selection, layout.dtype, self.decoding)
+            truth = Truth(source, layout)
             for number in local.numbers:
                 piece = pieces.get(local.regions[number])
                 contents = list(shards.contents(number, layout.chunks.shape))

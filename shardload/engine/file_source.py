@@ -19,12 +19,10 @@ from shardload.formats.memory import MemorySource
 from shardload.planning.schedule import Block, SourceLayout
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.transfer.buffers import Resources
-from shardload.transfer.cast import conversion
 from shardload.transfer.counters import counter_of
 from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader, open_reader
-from shardload.values.decoding import Decoding
 
 
 class FileMove(ArrayMove):
@@ -36,8 +34,6 @@ class FileMove(ArrayMove):
         The array's metadata.
     layout : SourceLayout
         How the selected elements lie in the file.
-    decoding : Decoding or None
-        How stored numbers become values.
     is_cut : sequence of bool
         See `counter_of`.
     """
@@ -51,12 +47,11 @@ class FileMove(ArrayMove):
         flow: Any,
         info: ArrayInfo,
         layout: SourceLayout,
-        decoding: Decoding | None = None,
         name: str | None = None,
         with_name: Callable[[BaseException], BaseException] | None = None,
     ) -> None:
         super().__init__(array, flow, layout.dtype, str(info) if name is None else name, with_name)
-        self.info, self.layout, self.decoding = info, layout, decoding
+        self.info, self.layout = info, layout
 
 
 class FileSource(ABC):
@@ -114,7 +109,6 @@ class FileSource(ABC):
             resources,
             tuning=tuning,
             counts=counter_of(flow, self._rank, move.is_cut),
-            convert=conversion(move.decoding),
             library=self._libraries[move.array],
         )
         if in_store:

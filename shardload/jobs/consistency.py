@@ -198,8 +198,8 @@ def check_same_version(name: str, before: State, now: State, info: ArrayInfo, wh
         raise SourceError(f"{name} {what_changed}", path=info.path, dataset=info.dataset)
 
 
-def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was made for", *, is_decoded: bool = False) -> Source:
-    """Return `source` if its shape, dtype and chunks are those of `info`; otherwise close it and raise SourceError.
+def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was made for") -> Source:
+    """Return `source` if its shape, dtype, chunks and packing are those of `info`; otherwise close it and raise SourceError.
 
     Parameters
     ----------
@@ -209,15 +209,13 @@ def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was mad
         What all ranks know of the array.
     planned : str
         Where that is from, for the message.
-    is_decoded : bool
-        Whether the attributes by which stored numbers become values must be the same, too.
     """
     opened_info = source.info
     if (opened_info.shape, opened_info.dtype, opened_info.chunks) != (info.shape, info.dtype, info.chunks):
         difference = f"has shape {opened_info.shape}, {opened_info.dtype}, chunks {opened_info.chunks}"
         expected = f"{info.shape}, {info.dtype}, {info.chunks}"
     # As text, because NaN is not equal to itself.
-    elif is_decoded and repr(opened_info.packing) != repr(info.packing):
+    elif repr(opened_info.packing) != repr(info.packing):
         difference, expected = f"is packed by {dict(opened_info.packing)}", f"{dict(info.packing)}"
     else:
         return source

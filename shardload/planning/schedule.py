@@ -57,8 +57,8 @@ class SourceLayout:
         Type in the file (in native byte order), and type of the loaded array.
     codec : str
         Encoding of the chunks: ``"none"``, ``"gzip+shuffle"``.
-    is_decoded : bool
-        True if stored numbers become values by more than a cast.
+    decoding : Decoding or None
+        How stored numbers become values (`shardload.values.decoding`); None if they are only cast.
     """
 
     selection: Selection
@@ -67,7 +67,7 @@ class SourceLayout:
     file_dtype: np.dtype[Any]
     dtype: np.dtype[Any]
     codec: str = "none"
-    is_decoded: bool = False
+    decoding: Any = None
 
     @classmethod
     def cut(
@@ -77,7 +77,7 @@ class SourceLayout:
         file_dtype: np.dtype[Any],
         dtype: np.dtype[Any],
         codec: str = "none",
-        is_decoded: bool = False,
+        decoding: Any = None,
     ) -> SourceLayout:
         """Make the layout, with the grid of chunks that a selection of a file's array has.
 
@@ -92,7 +92,7 @@ class SourceLayout:
             cell = tuple(chunk_shape[k] for k in selection.kept)
             phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
         chunks = Grid(selection.shape, cell, phase)
-        return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, is_decoded)
+        return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, decoding)
 
     @staticmethod
     def pattern(selection: Selection, chunk_shape: tuple[int, ...] | None) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ class SourceLayout:
     @property
     def casts(self) -> bool:
         """True if values are decoded or cast while they are loaded."""
-        return self.is_decoded or self.dtype != self.file_dtype
+        return self.decoding is not None or self.dtype != self.file_dtype
 
     @property
     def wide_itemsize(self) -> int:

@@ -33,7 +33,7 @@ from shardload.storage.remote import RemoteError
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import done_here
 from shardload.transfer.buffers import Piece, Resources, StagedBlock, sendable, view_of
-from shardload.transfer.cast import Convert
+from shardload.transfer.cast import conversion
 from shardload.transfer.counters import Counter, Counters, chunk_numbers
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.read_errors import Naming
@@ -67,10 +67,9 @@ class SourceReader(ABC):
         *,
         tuning: Tuning,
         counts: Counter,
-        convert: Convert,
     ) -> None:
         self._source, self._layout, self._local, self._resources = source, layout, local, resources
-        self._inline_nbytes, self._counts, self._convert = tuning.inline_nbytes, counts, convert
+        self._inline_nbytes, self._counts, self._convert = tuning.inline_nbytes, counts, conversion(layout.decoding)
         self._names = Naming(source, layout.selection, layout.chunks if layout.has_chunks else None)
         self._scratch = resources.scratch
         self._tasks: list[Future[None]] = []  # tasks that were started and may not have ended
@@ -167,7 +166,6 @@ def open_reader(
     *,
     tuning: Tuning,
     counts: Counter,
-    convert: Convert,
     library: threading.Lock | None = None,
 ) -> SourceReader:
     """The reader of one array: chunk by chunk, if the source has a reader of chunks and these are not too small for that.
@@ -177,7 +175,7 @@ def open_reader(
     source : Source
         Open array.
     layout : SourceLayout
-        The selected elements, how they lie in the file, and the dtype to load them as.
+        The selected elements, how they lie in the file, and how they become values.
     local : LocalPieces
         This rank's pieces of the array.
     resources : Resources
@@ -186,8 +184,6 @@ def open_reader(
         Sizes at which the way of reading changes.
     counts : callable
         Chooses which missing chunks of a block this rank counts (`counters.counter_of`).
-    convert : callable
-        Turns stored numbers into values (`cast.conversion`).
     library : Lock, optional
         Held while the format's library reads: the same one for all readers of a source that read at the same time.
     """
@@ -199,7 +195,7 @@ def open_reader(
             if isinstance(error, ShardloadError):
                 raise
             raise Naming(source, layout.selection, layout.chunks).unreadable(error) from error
-    options: dict[str, Any] = {"tuning": tuning, "counts": counts, "convert": convert}
+    options: dict[str, Any] = {"tuning": tuning, "counts": counts}
     if chunk_reader is None:
         return BlockReader(source, layout, local, resources, library=library, **options)
     return BoxReader(chunk_reader, source, layout, local, resources, **options)

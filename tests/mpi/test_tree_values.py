@@ -150,7 +150,7 @@ def test_small_chunks_are_decoded_in_batches(
 
     def spy(self: Any, staged: Any, box: Any, *more: Any) -> None:
         right(self, staged, box, *more)
-        read.append((self._layout.is_decoded, math.prod(map(len, box)) > 1))
+        read.append((self._layout.decoding is not None, math.prod(map(len, box)) > 1))
 
     monkeypatch.setattr(BoxReader, "_read", spy)
     names, dtype = {"p": "plain", "s": "same", "w": "wider"}, {"p": None, "s": None, "w": "float32"}

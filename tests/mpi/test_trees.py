@@ -286,10 +286,10 @@ BAD = [
     ({"dataset": "star/*"}, ("no arrays below '/star'", "nearest first): '/stars/*'")),
     ({"dataset": "gas/rho/*"}, ("'/gas/rho'", "is an array, not a group")),
     ({"dataset": ["gas/rho", "gas/mask"], "spec": P(None, None, None)},
-     ("array 1", "P(None, None, None) has 3 entries", "the spec counts for several arrays", "pass a tree of them")),
+     ("array 1", "P(None, None, None) has 3 entries", "counts for several arrays: pass trees")),
     pytest.param(
         {"dataset": {"p": "stars/pos", "r": "gas/rho"}, "spec": P("a")},
-        ("array ['p']", "Pass pad=0", "the spec counts for several arrays"), marks=pytest.mark.mpi(min_size=2),
+        ("array ['p']", "Pass pad=0", "counts for several arrays: pass trees"), marks=pytest.mark.mpi(min_size=2),
     ),
     ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "spec": {"p": P(), "q": P()}},
      ("spec does not match the arrays", "spec has no ['r']", "only spec has ['q']")),
@@ -302,10 +302,10 @@ BAD = [
     ({"dataset": {}}, ("a tree without a name",)),
     ({"dataset": "stars/v*"}, ("no array '/stars/v*'", "first): '/stars/vel'")),
     ({"dataset": {"m": "gas/mask", "r": "gas/rho"}, "spec": P(None, None, "a")},
-     ("array ['m'], '/gas/mask' in", "has 3 entries, but the array has 2 axes", "the spec counts for several arrays")),
+     ("array ['m'], '/gas/mask' in", "has 3 entries, but the array has 2 axes", "counts for several arrays")),
     ({"dataset": {"i": "stars/more/id", "r": "gas/rho"}, "spec": P(None, "a")}, ("but the array has 1 axis. Give",)),
     ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "select": {"p": 0}},
-     ("select names the axis 'p'", "the selection counts for several arrays")),
+     ("select names the axis 'p'", "counts for several arrays")),
 ]  # fmt: skip
 
 

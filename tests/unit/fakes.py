@@ -20,7 +20,6 @@ from shardload.planning.selection import select_axes
 from shardload.planning.tuning import default_tuning
 from shardload.storage.objects import Ranges
 from shardload.transfer.buffers import Piece, Resources, Slots, StagedBlock
-from shardload.transfer.cast import cast_into
 from shardload.transfer.counters import _beginning_in
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader, open_reader
@@ -202,9 +201,8 @@ def reader_as_planned(
     source: FakeSource, layout: SourceLayout, local: LocalPieces, resources: Resources, **more: Any
 ) -> SourceReader:
     """A reader that casts, and counts each missing chunk with the block in which it begins."""
-    usual = {"tuning": default_tuning(), "convert": cast_into}
-    counts = {"counts": lambda read, numbers, chunks: _beginning_in(read.region, numbers, chunks)}
-    return open_reader(source, layout, local, resources, **{**usual, **counts, **more})  # type: ignore[arg-type]
+    usual = {"tuning": default_tuning(), "counts": lambda read, numbers, chunks: _beginning_in(read.region, numbers, chunks)}
+    return open_reader(source, layout, local, resources, **{**usual, **more})  # type: ignore[arg-type]
 
 
 def reader_of(source: FakeSource, pieces: dict[int, Piece] | None = None, **more: Any) -> SourceReader:

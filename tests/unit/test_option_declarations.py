@@ -46,7 +46,7 @@ def test_a_signature_has_the_options_that_are_declared_and_their_defaults(call: 
 
 def test_a_dataset_takes_the_options_of_a_load_but_some() -> None:
     """Wrong if an option that means nothing there were ignored, or `load` were named, which nobody called."""
-    for option in ("pads", "like"):
+    for option in ("pads", "like", "halo"):
         with pytest.raises(TypeError, match=rf"load_dataset\(\) has no option '{option}'; it takes select, .*storage$"):
             shardload.load_dataset("a.nc", None, **{option: 1})
 

@@ -11,7 +11,6 @@ import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ from shardload.jobs.loading.labelled import UNPADDED, as_unpadded, import_xarray
 from shardload.jobs.loading.request import read_requests
 from shardload.jobs.trees import ArrayTree, Place
 from shardload.options import check_names, with_defaults
-from shardload.planning.selection import Near
 from shardload.storage.remote import with_store
 from shardload.system.caller import warn_once
 
@@ -114,14 +112,12 @@ def load_dataset(
     """
     xarray = import_xarray("load_dataset")
     options |= {"select": select, "decode": decode}
-    keywords = with_defaults("load", options, "load_dataset", without=("dataset", "like"))
+    keywords = with_defaults("load_dataset", options)
     files, keywords["storage"] = with_store(files, keywords["storage"])
     if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
         files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "storage", "timeout", "comm")})
     with DatasetCall(files, dataset, mesh, spec, keywords).begin() as call:
         plan: Any = call.hand_out(call.plan())
-    if any(any(each_plan.extent.halo) for each_plan in plan.leaves):
-        raise ConfigError("load_dataset takes no halo, with which rows are in an array more than once: use load and to_xarray")
     return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)
 
 
@@ -181,7 +177,7 @@ class DatasetCall(LoadCall):
             infos = labeller.label_all(self._path, infos)
             axes, mappings = {info.dataset: list(info.dims) for info in infos}, []
         labels = {info.dataset: info.labels for info in infos}
-        parts, arrays = _of_each("select", self._keywords["select"], axes), {}
+        parts, arrays = _selections(self._keywords["select"], axes), {}
         for name in axes:
             arrays[name] = finder.find(self._path, name, partial(look_at, labels[name], parts[name] or None))
         return axes, mappings, arrays
@@ -233,32 +229,25 @@ class DatasetCall(LoadCall):
                 f"dataset is {self._names!r}; variables of several groups have the same last name, and a Dataset has each name "
                 "once. Load one group after the other"
             )
-        axes, spec = {name: axes_by_full_name[full_name] for name, full_name in full_names.items()}, self._spec
-        parts = _of_each("select", self._keywords["select"], axes)
-        if not isinstance(spec, PartitionSpec):
-            cuts = _of_each("spec", spec, axes)
-            spec = {  # integers and `near` drop an axis
-                name: PartitionSpec(*(cuts[name].get(d) for d in dims if not isinstance(parts[name].get(d), Integral | Near)))
-                for name, dims in axes.items()
-            }
+        parts = _selections(self._keywords["select"], {name: axes_by_full_name[full] for name, full in full_names.items()})
         keywords = {**self._keywords, "select": {name: part or None for name, part in parts.items()}}
         dtype = keywords["dtype"]
         if dtype is not None and not isinstance(dtype, Mapping) and mappings:
             keywords["dtype"] = {name: None if full_name in mappings else dtype for name, full_name in full_names.items()}
         self.tree = ArrayTree.join(self._path, full_names)
-        self.requests = read_requests(self.tree, self._mesh, spec, keywords)
+        self.requests = read_requests(self.tree, self._mesh, self._spec, keywords)
         return super().make([arrays[place.dataset] for place in self.tree.places])
 
 
-def _of_each(argument: str, by_axis: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
-    """What each variable has of a dict by names of axes. ConfigError if none has one of these."""
-    if not isinstance(by_axis, Mapping | None):
-        raise ConfigError(f"{argument} is {by_axis!r}; expected a dict by names of axes, since variables have different ones")
+def _selections(select: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
+    """What each variable has of a selection by names of axes. ConfigError if none has one of these."""
+    if not isinstance(select, Mapping | None):
+        raise ConfigError(f"select is {select!r}; expected a dict by names of axes, since variables have different ones")
     all_dims = list(dict.fromkeys(dim for dims in axes.values() for dim in dims if dim))
-    for name in by_axis or ():
+    for name in select or ():
         if name not in all_dims:
-            raise ConfigError(f"{argument} names the axis {name!r}; the variables have {some(all_dims) or 'none with a name'}")
-    return {name: {dim: by_axis[dim] for dim in dims if by_axis and dim in by_axis} for name, dims in axes.items()}
+            raise ConfigError(f"select names the axis {name!r}; the variables have {some(all_dims) or 'none with a name'}")
+    return {name: {dim: select[dim] for dim in dims if select and dim in select} for name, dims in axes.items()}
 
 
 def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +44,7 @@ from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_tree_of_specs, keys_text, naming_errors
-from shardload.options import AUTO, OPTIONS, CallOptions, Options
+from shardload.options import AUTO, OPTIONS, CallOptions
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
 from shardload.planning.selection import Selection, named_coordinates, needs_coordinates
@@ -90,7 +91,7 @@ class LoadCall:
         self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
         self._tuning = default_tuning()
         self._call: Call | None = None
-        self._planned: dict[tuple[Any, ...], tuple[Plan, Options]] = {}
+        self._planned: dict[tuple[Any, ...], Plan] = {}
 
     def _join(self) -> ArrayTree:
         """The arrays that the caller names."""
@@ -310,45 +311,39 @@ class LoadCall:
         self._tuning = self._tuning.for_many(len(arrays))
         if any(request.by_name for request in self.requests):
             self._check_names([info.dims for info, *_ in arrays])
-        loads: list[ArrayLoad] = []
-        for k, (request, place, where) in enumerate(zip(self.requests, self.tree.places, self.tree.where, strict=True)):
+        loads, n_of_request = list[ArrayLoad](), Counter(map(id, self.requests))
+        for request, place, where, array in zip(self.requests, self.tree.places, self.tree.where, arrays, strict=True):
             try:
-                with naming_errors(where):
-                    loads.append(self.plan_file(request, place, where, arrays[k]))
+                with naming_errors(where, str(array.info)):
+                    loads.append(self.plan_file(request, place, where, array))
             except ConfigError as error:
-                self._explain(error, k, arrays[k].info)
+                if n_of_request[id(request)] > 1:
+                    fix = "and what is asked for counts for several arrays: pass trees, with a value for each"
+                    error.args = (f"{error}. Its shape is {array.info.shape}, {fix}",)
                 raise
         if len(loads) == 1:
             return loads
         request = self.requests[0]
         ranks = self.ranks_for(request)
         if ranks.n > 1:  # each of many small arrays is read by one rank
-            plans = read_in_turn(ranks, [load.plan for load in loads])
-            pairs = zip(loads, plans, strict=True)
-            loads = [load if load.plan is plan else replace(load, plan=plan) for load, plan in pairs]
+            loads = _with_plans(loads, read_in_turn(ranks, [load.plan for load in loads]))
         return share_staging(request, ranks, loads)
 
     def plan_file(self, request: Request, place: Place, where: str, array: FoundArray) -> ArrayLoad:
         """Plan the load of an array that `find` has found. Arrays of a kind share a plan."""
         options, info, is_sent = request.options, array.info, array.values is not None
+        selection = selection_of(options.select, info)
         begin = None if array.region is None else array.region.start
         values = MemorySource(array.values, info, array.read_in, begin) if array.values is not None else None
-        kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
-        if options.decode:
-            kind = (*kind, json.dumps(dict(info.packing)))  # with the types
-        if isinstance(options.select, Mapping):
-            kind = (*kind, selection_of(options.select, info))
-        key = (id(request), is_sent, None if request.by_name is None else info.dims, *kind)
+        packing = json.dumps(dict(info.packing)) if options.decode else ""  # with the types
+        dims = () if request.by_name is None else info.dims
+        kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format, packing, dims)
+        key = (id(request), is_sent, selection, kind)
         if key not in self._planned:
-            selection = selection_of(options.select, info)
             request_for_axes = self._for_axes(request, info, selection)
             modes = (DIRECT,) if is_sent and self._ranks is not None else MODES  # else no rank needs to send any
-            plan = plan_array(request_for_axes, self.ranks_for(request), info, selection, modes)
-            if options.staging_nbytes != plan.staging_nbytes:
-                options = replace(options, staging=plan.staging_nbytes)
-            self._planned[key] = plan, options
-        plan, options = self._planned[key]
-        return ArrayLoad(replace(plan, info=info), options, place.path, values, where)
+            self._planned[key] = plan_array(request_for_axes, self.ranks_for(request), info, selection, modes)
+        return ArrayLoad(replace(self._planned[key], info=info), options, place.path, values, where)
 
     def _check_names(self, dims: Sequence[Sequence[str | None]]) -> None:
         """ConfigError if a spec by names of axes has one that no array has. `dims` are those of each array."""
@@ -380,19 +375,6 @@ class LoadCall:
         self.tree, self.requests = tree, requests
         return [by_place[id(place)] if place.array is None else place.array for place in tree.places]
 
-    def _explain(self, error: ConfigError, k: int, info: ArrayInfo) -> None:
-        """Add to the error about the k-th array, which cannot be planned, what it is called, and what it shares with others."""
-        text, where = str(error), self.tree.where[k]
-        if str(info) not in text:
-            text = text.replace(f"{where}:", f"{where}, {info}:", 1)
-        is_shared = sum(request is self.requests[k] for request in self.requests) > 1
-        if is_shared and ("select names the axis" in text or "P(" in text):
-            argument = "spec" if "P(" in text else "selection"
-            text += (
-                f". Its shape is {info.shape}, and the {argument} counts for several arrays: pass a tree of them, one for each"
-            )
-        error.args = (text,)
-
 
 def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad]) -> list[ArrayLoad]:
     """The same loads under one staging cap: that of the array that needs most or, if that is "auto", what all need together.
@@ -402,18 +384,21 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
     ConfigError
         If they do not fit under it together. (Each fits alone.)
     """
-    staging = max(load.options.staging_nbytes for load in loads)
     layouts = {id(load.layout): load.layout for load in loads}.values()
     needed = least_together([(layout.schedule, layout.source) for layout in layouts])
     reason = f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}"
     cap = request.options.staging_cap(needed, reason, memory_nbytes=ranks.memory_nbytes, fix=", or load them one by one")
-    staging, shared = max(staging, cap), list[ArrayLoad]()
-    for load in loads:
-        if staging != load.options.staging_nbytes:
-            plan = replace(load.plan, staging_nbytes=staging)
-            load = replace(load, plan=plan, options=replace(load.options, staging=staging))
-        shared.append(load)
-    return shared
+    staging_nbytes = max(cap, *(load.plan.staging_nbytes for load in loads))
+    plans = [
+        load.plan if load.plan.staging_nbytes == staging_nbytes else replace(load.plan, staging_nbytes=staging_nbytes)
+        for load in loads
+    ]
+    return _with_plans(loads, plans)
+
+
+def _with_plans(loads: Sequence[ArrayLoad], plans: Sequence[Plan]) -> list[ArrayLoad]:
+    pairs = zip(loads, plans, strict=True)
+    return [load if load.plan is plan else replace(load, plan=plan) for load, plan in pairs]
 
 
 def _describe_loads(loads: Sequence[ArrayLoad]) -> str:

@@ -11,8 +11,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -50,7 +50,6 @@ from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import ShardPieces
 
 Array = np.ndarray[Any, Any]
-_UNNAMED = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +60,8 @@ class ArrayLoad:
     ----------
     plan : Plan
         Its plan. Arrays of the same kind share its layouts.
-    options : Options
-        Its options.
+    asked : Options
+        What was asked of it.
     handle : object
         A path, or an open array; None of a `scatter`.
     values : MemorySource or None
@@ -73,7 +72,7 @@ class ArrayLoad:
     """
 
     plan: Plan
-    options: Options
+    asked: Options
     handle: Any
     values: Any = None
     where: str = ""
@@ -87,6 +86,12 @@ class ArrayLoad:
     def name(self) -> str:
         """The array as messages name it."""
         return f"{self.where}, {self.info}" if self.where else str(self.info)
+
+    @cached_property
+    def options(self) -> Options:
+        """What was asked of it, with the staging cap that was planned."""
+        staging_nbytes = self.plan.staging_nbytes
+        return self.asked if self.asked.staging_nbytes == staging_nbytes else replace(self.asked, staging=staging_nbytes)
 
     @cached_property
     def layout(self) -> LoadLayout:
@@ -104,7 +109,7 @@ class ArrayLoad:
 
     def naming_errors(self) -> AbstractContextManager[None]:
         """Let errors that are raised inside name this array."""
-        return naming_errors(self.where, f"'{printable(self.info.dataset)}'") if self.where else _UNNAMED
+        return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
 
     @property
     def is_in_memory(self) -> bool:
@@ -129,7 +134,7 @@ class ArrayLoad:
 
     def as_planned(self, source: Source) -> Source:
         """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
-        return as_planned(source, self.info, is_decoded=self.layout.decoding is not None)
+        return as_planned(source, self.info)
 
 
 def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
@@ -137,7 +142,7 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
     moves = []
     for k, load in enumerate(loads):
         layout, name = load.layout, load.name if len(loads) > 1 else ""
-        moves.append(FileMove(k, layout.schedule, load.info, layout.source, layout.decoding, name, load.named))
+        moves.append(FileMove(k, layout.schedule, load.info, layout.source, name, load.named))
     return moves
 
 
@@ -333,7 +338,7 @@ class ShardedArray:
         regions = ((p.region, p.data) for p in self.pieces.shards.values())
         plan, layout = self.load.plan, self.load.layout
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, regions, self._early)
-        is_decoded = layout.decoding is not None or (False if plan.info.packing else None)
+        is_decoded = layout.source.decoding is not None or (False if plan.info.packing else None)
         remember(self.array, layout.extent, is_decoded)
         self.device_seconds = time.perf_counter() - started
 

@@ -182,7 +182,7 @@ class Loader:
             sources = OpenSources(self._loads, opened)
             for load, array, pieces_of_load in zip(self._loads, arrays, pieces, strict=True):
                 layout, open_again = load.layout, partial(sources.open, load)
-                verifier = Verifier(load.name, layout.schedule, layout.source, layout.decoding, load.options, seed, open_again)
+                verifier = Verifier(load.name, layout.schedule, layout.source, load.options, seed, open_again)
                 with load.naming_errors():
                     checked.append(verifier.check(array, self._group.rank, pieces_of_load))
         return checked

@@ -30,7 +30,6 @@ from shardload.storage.remote import PIECE_NBYTES
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap, wrap_parts
 from shardload.transfer.counters import Counters
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
-from shardload.values.decoding import Decoding
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
 _AT_ONCE, _LATENCY_SECONDS, _CONNECTION_NBYTES = 16, 0.02, 60 * 10**6  # of a store as it is assumed to be: S3 in its region
@@ -171,11 +170,9 @@ class LoadLayout:
     Attributes
     ----------
     source : SourceLayout
-        How it lies in the file.
+        How it lies in the file, and how stored numbers become values.
     schedule : Schedule
         Which rank reads which block, and which rank needs which part of it.
-    decoding : Decoding or None
-        How stored numbers become values; None if they are only cast.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
     ahead_nbytes : int
@@ -185,7 +182,6 @@ class LoadLayout:
     source: SourceLayout
     schedule: Schedule
     n_threads: int = 1
-    decoding: Decoding | None = None
     ahead_nbytes: int = 0
 
     def staging(self, cap_nbytes: int) -> Staging:
@@ -326,7 +322,8 @@ class Plan(PrintedReport):
     @property
     def decoded_dtype(self) -> np.dtype[Any] | None:
         """Type of the decoded values, before a cast to `dtype`; None if decoding does not change the stored numbers."""
-        return None if self._layout.decoding is None else self._layout.decoding.dtype
+        decoding = self._layout.source.decoding
+        return None if decoding is None else decoding.dtype
 
     @property
     def extent(self) -> Extent:

@@ -37,7 +37,7 @@ from shardload.storage.remote import MOST_AHEAD_NBYTES
 from shardload.transfer.cast import is_wide
 from shardload.units import format_nbytes
 from shardload.values.dates import has_dates, in_numbers
-from shardload.values.decoding import VALID, Decoding, decoding_of
+from shardload.values.decoding import VALID, decoding_of
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
 # threads that decode.
@@ -116,8 +116,9 @@ def plan_array(
     request: Request, ranks: PlannedRanks, info: ArrayInfo, selection: Selection, modes: Sequence[str] = MODES
 ) -> Plan:
     """Plan the load of an array in a file from its metadata, in one of these ways of reading."""
-    source, decoding = source_layout_of(request.options, info, selection)
-    name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
+    source = source_layout_of(request.options, info, selection)
+    is_decoded = source.decoding is not None and source.dtype == source.decoding.dtype
+    name = f"{info}, decoded," if is_decoded else str(info)
     shards = lay_out_shards(request, ranks, source.selection.shape, source.dtype, name)
     staging_nbytes = staging_for(request, ranks, info, source)
     max_nbytes = max_block_nbytes(ranks, staging_nbytes, math.prod(source.selection.shape) * source.wide_itemsize)
@@ -133,7 +134,7 @@ def plan_array(
     owners = {mode: Owners(n_readers) if mode == PARALLEL else Owners() for mode in modes if mode != DIRECT}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
     ahead_nbytes = MOST_AHEAD_NBYTES if info.is_in_store else 0
-    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, decoding, ahead_nbytes) for mode in modes}
+    layouts = {mode: LoadLayout(source, schedules[mode], ranks.n_threads, ahead_nbytes) for mode in modes}
     mode, why = _choose(layouts, readers if len(modes) > 1 else modes[0], ranks, info)
     return Plan(
         info,
@@ -234,8 +235,8 @@ def _read_by(ranks: PlannedRanks, plan: Plan, rank: int, per_owner: int) -> Plan
     return replace(plan, why=why, _layouts={**plan._layouts, PARALLEL: replace(layout, schedule=schedule)})
 
 
-def source_layout_of(options: Options, info: ArrayInfo, selection: Selection) -> tuple[SourceLayout, Decoding | None]:
-    """How the selected array lies in its file, and the rule by which stored numbers become values: None if they stay so.
+def source_layout_of(options: Options, info: ArrayInfo, selection: Selection) -> SourceLayout:
+    """How the selected array lies in its file, and how stored numbers become values.
 
     Raises
     ------
@@ -246,7 +247,7 @@ def source_layout_of(options: Options, info: ArrayInfo, selection: Selection) ->
     if options.decode:
         decoding = decoding_of(stored_dtype, info.packing, str(info), with_valid=options.decode == VALID)
     dtype = _target_dtype(options.dtype, info, stored_dtype if decoding is None else decoding.dtype)
-    return SourceLayout.cut(selection, info.chunks, stored_dtype, dtype, info.codec, decoding is not None), decoding
+    return SourceLayout.cut(selection, info.chunks, stored_dtype, dtype, info.codec, decoding)
 
 
 def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, source_dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -43,7 +43,7 @@ class StreamMove(FileMove):
     def __init__(
         self, array: int, stream_array: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: Sequence[int]
     ) -> None:
-        super().__init__(array, BatchFlow(flows), stream_array.info, stream_array.source, stream_array.decoding)
+        super().__init__(array, BatchFlow(flows), stream_array.info, stream_array.source)
         self.stream_array, self.flows, self.epoch, self.places = stream_array, flows, epoch, places
         self.later, self.is_expected = list[StreamMove](), False
 
@@ -102,7 +102,7 @@ class StreamSource(FileSource):
     def _open_array(self, number: int) -> Source:
         array = self._plan.arrays[number]
         opened = open_source(array.handle, array.info.dataset, array.options.access, array.info)
-        return as_planned(opened, array.info, "the stream was planned for", is_decoded=array.decoding is not None)
+        return as_planned(opened, array.info, "the stream was planned for")
 
     def check(self, moves: Sequence[Any]) -> None:
         """Raise SourceError if a file has changed since it was opened, or if chunks that a round has read are missing, and

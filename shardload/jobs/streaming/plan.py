@@ -29,7 +29,6 @@ from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import PrintedReport, counted, format_nbytes
-from shardload.values.decoding import Decoding
 
 Array = np.ndarray[Any, Any]
 
@@ -59,9 +58,7 @@ class StreamArray:
     options : Options
         What was asked of it.
     source : SourceLayout
-        How the selected elements lie in the file.
-    decoding : Decoding or None
-        How stored numbers become values.
+        How the selected elements lie in the file, and how stored numbers become values.
     cuts : sequence of BatchSchedule
         The columns cut into blocks, and the batch into shards: in each way in which leaves ask for it.
     region_schedule : Schedule
@@ -78,7 +75,6 @@ class StreamArray:
     handle: Any
     options: Options
     source: SourceLayout
-    decoding: Decoding | None
     cuts: Sequence[BatchSchedule]
     region_schedule: Schedule
     offsets: tuple[int, ...]

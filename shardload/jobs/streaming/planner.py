@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
@@ -121,8 +121,8 @@ class LeafRequest:
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Leaves with the same key are read together."""
-        options = self.request.options
-        return file_of(self.handle, self.info), self.info.dataset, self.selection, options.dtype, options.decode
+        of_values = replace(self.request.options, select=None, pad=None)  # without those that are told apart later
+        return file_of(self.handle, self.info), self.info.dataset, self.selection, of_values
 
     @property
     def cut(self) -> tuple[Any, ...]:
@@ -292,7 +292,7 @@ class StreamPlanner:
         """The array that these leaves have in common."""
         leaf = leaves[0]
         request, info, ranks = leaf.request, leaf.info, self._ranks
-        source, decoding = source_layout_of(request.options, info, leaf.selection)
+        source = source_layout_of(request.options, info, leaf.selection)
         axis = leaf.axis
         blocks = self._blocks(source, axis, staging_for(request, ranks, info, source))
         readers = request.options.readers
@@ -304,7 +304,6 @@ class StreamPlanner:
             leaf.handle,
             request.options,
             source,
-            decoding,
             [
                 BatchSchedule(blocks, axis, self._shards(first_of_cut[cut], source, axis), ranks.n, owners)
                 for cut in _cuts_of(leaves)

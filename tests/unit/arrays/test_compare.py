@@ -14,6 +14,7 @@ from shardload.arrays.compare import Truth, first_difference, sample_regions
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.memory import MemorySource
 from shardload.planning.region import Grid, Region
+from shardload.planning.schedule import SourceLayout
 from shardload.planning.selection import select_axes
 
 TABLE = np.arange(30, dtype=np.float32).reshape(5, 6)
@@ -76,7 +77,8 @@ class Unsteady(MemorySource):
 
 
 def truth_of(source: MemorySource, dtype: str = "f4") -> Truth:
-    return Truth(source, select_axes((slice(1, 4),), (5, 6)), np.dtype(dtype))
+    selection = select_axes((slice(1, 4),), (5, 6))
+    return Truth(source, SourceLayout.cut(selection, None, source.dtype, np.dtype(dtype)))
 
 
 def test_truth_is_selected_swapped_and_cast() -> None:

@@ -738,7 +738,7 @@ def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
     """Wrong if it did not say which array the spec does not fit."""
     how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
     said = refused("plan", file, *how)
-    assert "array 0, '/x' in" in said and "the spec counts for several arrays" in said
+    assert "array 0, '/x' in" in said and "what is asked for counts for several arrays" in said
 
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:
