@@ -26,6 +26,7 @@ from shardload.options import Options
 from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
 from shardload.planning.schedule import Schedule, SourceLayout
+from shardload.planning.shards import Shards
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import PrintedReport, counted, format_nbytes
@@ -62,8 +63,6 @@ class StreamArray:
         How stored numbers become values.
     cuts : sequence of BatchSchedule
         The columns cut into blocks, and the batch into shards: in each way in which leaves ask for it.
-    region_schedule : Schedule
-        The same blocks as those of a load, for the sizes of buffers.
     offsets : tuple of int
         The steps that samples have of it, from the anchor.
     sum_of_values : int or None
@@ -78,7 +77,6 @@ class StreamArray:
     source: SourceLayout
     decoding: Decoding | None
     cuts: Sequence[BatchSchedule]
-    region_schedule: Schedule
     offsets: tuple[int, ...]
     sum_of_values: int | None
     state: State
@@ -87,6 +85,13 @@ class StreamArray:
     def schedule(self) -> BatchSchedule:
         """For the blocks, which are the same in all cuts."""
         return self.cuts[0]
+
+    @property
+    def region_schedule(self) -> Schedule:
+        """The same blocks as those of a load that nothing cuts, for the sizes of buffers."""
+        blocks, owners = self.schedule.blocks, self.schedule.owners
+        whole = Shards(blocks.shape, (1,) * len(blocks.shape), np.zeros((1, 1), dtype=np.int64))
+        return Schedule(blocks, whole, self.source.dtype.itemsize, self.schedule.n_ranks, owners)
 
     @property
     def chunk_steps(self) -> int:

@@ -29,7 +29,7 @@ from shardload.options import OPTIONS, pad_value
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
-from shardload.planning.schedule import Owners, Schedule, SourceLayout
+from shardload.planning.schedule import Owners, SourceLayout
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
 from shardload.units import format_nbytes
@@ -161,9 +161,9 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     return int(kept_axes.index(axis))
 
 
-def _cuts_of(leaves: Sequence[LeafRequest]) -> list[tuple[Any, ...]]:
-    """The cuts of leaves that are read together, each once."""
-    return list(dict.fromkeys(leaf.cut for leaf in leaves))
+def _cuts_of(leaves: Sequence[LeafRequest]) -> dict[tuple[Any, ...], LeafRequest]:
+    """The cuts of leaves that are read together, each with one of its leaves."""
+    return {leaf.cut: leaf for leaf in leaves}
 
 
 def _typed(nbytes: int) -> str:
@@ -201,21 +201,13 @@ class StreamPlanner:
         by_key: dict[tuple[Any, ...], list[LeafRequest]] = {}
         for leaf in self._leaves:
             by_key.setdefault(leaf.key, []).append(leaf)
-        arrays = [self._array(same) for same in by_key.values()]
-        numbers = {key: k for k, key in enumerate(by_key)}
+        arrays, staging_nbytes = zip(*map(self._array, by_key.values()), strict=True)
         self._check_lengths(arrays)
         if self._sampling.gaps != IGNORE:
             check_same_steps(arrays)
         order, pool_nbytes = self._order(arrays)
-        staging_nbytes = [
-            staging_for(same[0].request, self._ranks, array.info, array.source)
-            for same, array in zip(by_key.values(), arrays, strict=True)
-        ]
-        cuts = {key: _cuts_of(same) for key, same in by_key.items()}
-        leaves = [
-            self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key], cuts[leaf.key].index(leaf.cut))
-            for leaf in self._leaves
-        ]
+        numbers, cuts = list(by_key), {key: list(_cuts_of(same)) for key, same in by_key.items()}
+        leaves = [self._leaf(leaf, arrays, numbers.index(leaf.key), cuts[leaf.key].index(leaf.cut)) for leaf in self._leaves]
         plan = StreamPlan(
             arrays=arrays,
             leaves=leaves,
@@ -290,32 +282,30 @@ class StreamPlanner:
 
     # --- arrays
 
-    def _array(self, leaves: Sequence[LeafRequest]) -> StreamArray:
-        """The array that these leaves have in common."""
+    def _array(self, leaves: Sequence[LeafRequest]) -> tuple[StreamArray, int]:
+        """The array that these leaves have in common, and bytes of staging memory for it."""
         leaf = leaves[0]
         request, info, ranks = leaf.request, leaf.info, self._ranks
         source, decoding = source_layout_of(request.options, info, leaf.selection)
-        axis = leaf.axis
-        blocks = self._blocks(source, axis, staging_for(request, ranks, info, source))
+        axis, staging_nbytes = leaf.axis, staging_for(request, ranks, info, source)
+        blocks = self._blocks(source, axis, staging_nbytes)
         readers = request.options.readers
         owners = Owners(min(readers, ranks.n) if isinstance(readers, int) else 1 if readers == "root" else ranks.n)
-        first_of_cut = {same.cut: same for same in reversed(leaves)}
-        whole = Shards(blocks.shape, (1,) * len(blocks.shape), np.zeros((1, 1), dtype=np.int64))
-        return StreamArray(
+        array = StreamArray(
             info,
             leaf.handle,
             request.options,
             source,
             decoding,
             [
-                BatchSchedule(blocks, axis, self._shards(first_of_cut[cut], source, axis), ranks.n, owners)
-                for cut in _cuts_of(leaves)
+                BatchSchedule(blocks, axis, self._shards(of_cut, source, axis), ranks.n, owners)
+                for of_cut in _cuts_of(leaves).values()
             ],
-            Schedule(blocks, whole, source.dtype.itemsize, ranks.n, owners),
             tuple(sorted({step for same in leaves for step in same.offsets})),
             leaf.sum_of_values,
             leaf.state,
         )
+        return array, staging_nbytes
 
     def _shards(self, leaf: LeafRequest, source: SourceLayout, axis: int) -> Shards:
         """A batch without the axis of a window, cut into shards."""
@@ -404,8 +394,8 @@ class StreamPlanner:
 
     # --- leaves
 
-    def _leaf(self, leaf: LeafRequest, array: StreamArray, number: int, cut: int) -> Leaf:
-        has_axis, sharding = WINDOW in leaf.leading, leaf.request.sharding
+    def _leaf(self, leaf: LeafRequest, arrays: Sequence[StreamArray], number: int, cut: int) -> Leaf:
+        array, has_axis, sharding = arrays[number], WINDOW in leaf.leading, leaf.request.sharding
         batch, *rest = array.cuts[cut].shards.shape_global
         shape = (*[batch] * (SAMPLES in leaf.leading), *[len(leaf.offsets)] * has_axis, *rest)
         pad = leaf.request.options.pad

@@ -352,13 +352,17 @@ class Inline:
             return None
         try:
             while reader.n_made >= reader.n_ready and reader.first_batch_of_next_round() is not None:
-                reader.read_round()
+                self._read_round(reader)
             return reader.make_batch()
+        finally:
+            reader.report.waited_seconds += time.perf_counter() - began
+
+    def _read_round(self, reader: RoundReader) -> None:
+        try:
+            reader.read_round()
         except ShardloadError:
             self._is_error_shared = True
             raise
-        finally:
-            reader.report.waited_seconds += time.perf_counter() - began
 
     def close(self, error: BaseException | None = None, wait: bool = True) -> None:
         """End the stream on this rank: `error` is what the program left it with. Not collective."""
