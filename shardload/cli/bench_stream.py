@@ -16,7 +16,7 @@ from shardload.cli.copies import source_of
 from shardload.cli.info import to_json
 from shardload.cli.loads import mesh_of
 from shardload.comm.group import Group, group_of
-from shardload.jobs.streaming.plan import EpochRounds, StreamPlan
+from shardload.jobs.streaming.plan import StreamPlan
 from shardload.jobs.streaming.stream import Stream
 from shardload.system.terminal import tell, width_of, wrap
 from shardload.units import counted, format_nbytes
@@ -68,7 +68,6 @@ def _measure(opened: Stream, group: Group, began: float, n: int, step: float) ->
     with group.call():
         rows = group.gather_ints([int(1e6 * value) for value in of_rank]) / 1e6
     first, seconds, waited, cpu, _ = rows.mean(0).tolist()
-    n_decodes, n_columns = sum(map(len, EpochRounds(opened.plan, 0, 0).readings)), sum(a.n_columns for a in opened.plan.arrays)
     return {
         "n_batches": n_taken,
         "first_batch": first,
@@ -77,7 +76,7 @@ def _measure(opened: Stream, group: Group, began: float, n: int, step: float) ->
         "stalled": waited / max(seconds, 1e-9),
         "cpu_per_batch": cpu / n_taken,
         "chunks_decoded": report.chunks_decoded,
-        "decodes_per_chunk": n_decodes / max(1, n_columns),
+        "decodes_per_chunk": opened.plan.cost[0],
         "memory_nbytes": int(rows[:, 4].max()),
         "n_ranks": group.size,
         "n_cores": len(os.sched_getaffinity(0)),

@@ -81,7 +81,7 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, *, staging_nbytes: int =
         read_nbytes = 1.0 if layout.has_chunks else _with_gaps(schedule, file_itemsize, is_one_node)
         messages = moved = 0
     else:
-        reader_size = -(-schedule.blocks.n_cells // max(1, schedule.n_readers)) * math.prod(schedule.blocks.cell)
+        reader_size = schedule.most_blocks * math.prod(schedule.blocks.cell)
         n_units = units.n_cells
         of_reader, read_nbytes = min(n_units, reader_size // math.prod(units.cell)), 1.0
         messages, moved = (shards.most_holders * _count(schedule, g)[0] for g in (schedule.blocks, _elements(units.shape)))

@@ -90,7 +90,7 @@ class WriteLayout:
     def most_units(self) -> int:
         """Upper bound on the units of one rank."""
         if self.schedule is not None:
-            return -(-self.units.n_cells // max(1, self.schedule.n_readers))
+            return self.schedule.most_blocks
         of_shard = math.prod(-(-n // c) for n, c in zip(self.shards.shard_shape, self.units.cell, strict=True))
         n_holders = self.shards.n_holders or 1
         return -(-of_shard // n_holders) * self.shards.most_held

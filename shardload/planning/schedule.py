@@ -257,6 +257,11 @@ class Schedule:
         return self.shards.n_holding if self.owners is None else min(self.owners.n, self.blocks.n_cells)
 
     @property
+    def most_blocks(self) -> int:
+        """The blocks of the owner with most of them."""
+        return -(-self.blocks.n_cells // max(1, self.n_readers))
+
+    @property
     def extent(self) -> tuple[int, ...]:
         """Elements along each axis that are cut into blocks: of the array, of a section, or of a box around the sections."""
         if not self.is_direct:

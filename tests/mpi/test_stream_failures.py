@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.comm.group import Group
 from shardload.comm.mpi import load_mpi
-from shardload.errors import ConfigError, PeerError, SourceError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 from shardload.jobs.streaming.endpoints import BatchTarget
 from shardload.jobs.streaming.plan import EpochRounds
 from tests.mpi.support import check, mesh_of, on_root, ramp
@@ -334,16 +334,21 @@ def fails_at(call: Callable[..., Any], k: int, error: Exception) -> Callable[...
 
 @pytest.mark.mpi(min_size=2)
 @PREFETCH
-@pytest.mark.parametrize("what", ["keeps its steps", "plans the second epoch", "starts a thread", "starts the other thread"])
-def test_one_rank_has_no_memory(
+@pytest.mark.parametrize(
+    "what", ["keeps its steps", "makes a batch", "plans the second epoch", "starts a thread", "starts the other thread"]
+)
+def test_one_rank_fails_alone(
     comm: Any, path: Path, prefetch: int, what: str, tune_rounds: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong if the others did not hear of it, and waited out the timeout for a rank that has left the stream."""
+    """Wrong if the others did not hear of it, and waited out the timeout for a rank that has left the stream. Or if an error of
+    shardload that one rank alone has (where JAX puts a shard of a batch) were taken for one that all have."""
     if comm.rank == comm.size - 1:
         error, names = MemoryError("no room here"), {"starts a thread": "maker", "starts the other thread": "reader"}
         module = "shardload.jobs.streaming.reader"
         if what == "keeps its steps":
             monkeypatch.setattr(BatchTarget, "take", fails_at(BatchTarget.take, 2, error))
+        elif what == "makes a batch":
+            monkeypatch.setattr(BatchTarget, "batch", fails_at(BatchTarget.batch, 2, ShardloadError("no room here")))
         elif what == "plans the second epoch":
             monkeypatch.setattr(f"{module}.EpochRounds", fails_at(EpochRounds, 1, error))
         elif prefetch:
@@ -357,7 +362,7 @@ def test_one_rank_has_no_memory(
             monkeypatch.setattr(threading.Thread, "start", start_one)
     n_given = 0
     is_error = prefetch or "thread" not in what
-    expected = pytest.raises((MemoryError, RuntimeError), match="no room here") if is_error else nullcontext()
+    expected = pytest.raises((MemoryError, RuntimeError, ShardloadError), match="no room here") if is_error else nullcontext()
     with expected, iter(stream(path, prefetch=prefetch, epochs=2)) as batches:
         for batch in batches:
             check_batch(batch, batches.index)

@@ -41,7 +41,7 @@ class StreamMove(FileMove):
     """What moves of one array in a round; `later` is what moves of it in the next ones."""
 
     def __init__(
-        self, array: int, stream_array: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: Sequence[int]
+        self, array: int, stream_array: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: range
     ) -> None:
         super().__init__(array, BatchFlow(flows), stream_array.info, stream_array.source)
         self.stream_array, self.flows, self.epoch, self.places = stream_array, flows, epoch, places
@@ -50,12 +50,10 @@ class StreamMove(FileMove):
 
 def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
     """What moves in a round."""
-    moves: list[StreamMove] = []
-    for array, stream_array in enumerate(plan.arrays):
-        places = [k for number, k in round_.readings if number == array]
-        if places:
-            moves.append(StreamMove(array, stream_array, epoch.flows(array, places), epoch, places))
-    return moves
+    return [
+        StreamMove(array, plan.arrays[array], epoch.flows(array, places), epoch, places)
+        for array, places in round_.readings.items()
+    ]
 
 
 class StreamSource(FileSource):

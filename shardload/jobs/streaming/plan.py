@@ -26,6 +26,7 @@ from shardload.options import Options
 from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
 from shardload.planning.schedule import Schedule, SourceLayout
+from shardload.planning.shards import Shards
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import MOST_AHEAD_NBYTES, is_remote
 from shardload.units import PrintedReport, counted, format_nbytes
@@ -61,8 +62,6 @@ class StreamArray:
         How the selected elements lie in the file, and how stored numbers become values.
     cuts : sequence of BatchSchedule
         The columns cut into blocks, and the batch into shards: in each way in which leaves ask for it.
-    region_schedule : Schedule
-        The same blocks as those of a load, for the sizes of buffers.
     offsets : tuple of int
         The steps that samples have of it, from the anchor.
     sum_of_values : int or None
@@ -76,7 +75,6 @@ class StreamArray:
     options: Options
     source: SourceLayout
     cuts: Sequence[BatchSchedule]
-    region_schedule: Schedule
     offsets: tuple[int, ...]
     sum_of_values: int | None
     state: State
@@ -85,6 +83,13 @@ class StreamArray:
     def schedule(self) -> BatchSchedule:
         """For the blocks, which are the same in all cuts."""
         return self.cuts[0]
+
+    @property
+    def region_schedule(self) -> Schedule:
+        """The same blocks as those of a load that nothing cuts, for the sizes of buffers."""
+        blocks, owners = self.schedule.blocks, self.schedule.owners
+        whole = Shards(blocks.shape, (1,) * len(blocks.shape), np.zeros((1, 1), dtype=np.int64))
+        return Schedule(blocks, whole, self.source.dtype.itemsize, self.schedule.n_ranks, owners)
 
     @property
     def chunk_steps(self) -> int:
@@ -349,7 +354,7 @@ class StreamPlan(PrintedReport):
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RoundReadings:
     """What one round reads.
 
@@ -357,12 +362,17 @@ class RoundReadings:
     ----------
     batch : int
         The first batch that needs it, counted from the beginning of the run of batches.
-    readings : sequence of (int, int)
-        The number of each array, and of its reading.
+    readings : dict of int to range
+        For the number of each array that is read, those of its readings.
     """
 
     batch: int
-    readings: Sequence[tuple[int, int]]
+    readings: dict[int, range]
+
+    @property
+    def is_single(self) -> bool:
+        """True if it is one reading of one array."""
+        return sum(map(len, self.readings.values())) == 1
 
 
 class EpochRounds:
@@ -407,14 +417,13 @@ class EpochRounds:
         plan = self._plan
         batches = np.concatenate([readings.batches for readings in self.readings])
         arrays = np.repeat(np.arange(len(self.readings)), list(map(len, self.readings)))
-        places = np.concatenate([np.arange(len(readings)) for readings in self.readings])
-        order = np.lexsort((places, arrays, batches))
-        batches, arrays, places = batches[order], arrays[order], places[order]
+        order = np.lexsort((arrays, batches))
+        batches, arrays = batches[order], arrays[order]
         sizes = np.array([(array.chunk_steps * array.step_nbytes, array.schedule.rest.n_cells) for array in plan.arrays])
         nbytes, n_blocks = np.cumsum(sizes[arrays], axis=0).T
         n_readers = max(array.schedule.owners.n for array in plan.arrays)
         rounds: list[RoundReadings] = []
-        begin = 0
+        begin, done = 0, [0] * len(self.readings)
         while begin < len(arrays):
             done_nbytes, done_blocks = (nbytes[begin - 1], n_blocks[begin - 1]) if begin else (0, 0)
             worth_sharing = 1 + int(np.searchsorted(n_blocks, done_blocks + n_readers))
@@ -428,28 +437,31 @@ class EpochRounds:
             elif end < len(arrays):  # whole batches if that is worth it: then ranks read what they need, and equally many
                 whole = int(np.searchsorted(batches, batches[end]))
                 end = whole if whole >= worth_sharing else end
-            pairs = zip(arrays[begin:end].tolist(), places[begin:end].tolist(), strict=True)
-            rounds.append(RoundReadings(int(batches[begin]), tuple(pairs)))
-            begin = end
+            stop = [k + n for k, n in zip(done, np.bincount(arrays[begin:end], minlength=len(done)).tolist(), strict=True)]
+            readings = {array: range(*places) for array, places in enumerate(zip(done, stop, strict=True)) if range(*places)}
+            rounds.append(RoundReadings(int(batches[begin]), readings))
+            begin, done = end, stop
         return rounds
 
     def one_by_one(self, round_: RoundReadings) -> list[RoundReadings]:
-        """The readings of a round, each as a round of its own."""
-        return [RoundReadings(int(self.readings[array].batches[k]), ((array, k),)) for array, k in round_.readings]
+        """The readings of a round, each as a round of its own, in the order in which batches need them."""
+        pairs = [(array, k) for array, places in round_.readings.items() for k in places]
+        rounds = [RoundReadings(int(self.readings[array].batches[k]), {array: range(k, k + 1)}) for array, k in pairs]
+        return sorted(rounds, key=lambda round_: round_.batch)
 
-    def flows(self, array: int, places: Sequence[int]) -> list[CutFlow]:
+    def flows(self, array: int, places: range) -> list[CutFlow]:
         """For each cut of an array, what moves in a round whose readings of the array are `places`."""
-        columns = self.readings[array].chunks[places[0] : places[-1] + 1].tolist()
+        columns = self.readings[array].chunks[places.start : places.stop].tolist()
         flows: list[CutFlow] = []
-        for schedule, runs in zip(self._plan.arrays[array].cuts, self._runs(array, places[0], places[-1] + 1), strict=True):
+        for schedule, runs in zip(self._plan.arrays[array].cuts, self._runs(array, places), strict=True):
             owners = flows[0].owners if flows else share_blocks(schedule, runs, len(columns))
             flows.append(CutFlow(schedule, columns, runs, owners))
         return flows
 
-    def _runs(self, array: int, first: int, stop: int) -> Iterator[Runs]:
+    def _runs(self, array: int, places: range) -> Iterator[Runs]:
         """For each cut of an array, the runs of steps that some of its readings bring."""
         stream_array, plan = self._plan.arrays[array], self._plan
-        column, step, sample = self.readings[array].uses(first, stop)
+        column, step, sample = self.readings[array].uses(places.start, places.stop)
         for cut, schedule in enumerate(stream_array.cuts):
             step_nbytes = stream_array.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
             most = 1 << 30 if plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
@@ -465,10 +477,10 @@ class EpochRounds:
             begins = [0, *begins][: len(begins)]
         begin_of = [np.empty(len(readings), dtype=np.int64) for readings in self.readings]
         for batch, round_ in zip(begins, self.rounds, strict=True):
-            for number, k in round_.readings:
-                begin_of[number][k] = batch
+            for number, places in round_.readings.items():
+                begin_of[number][places.start : places.stop] = batch
         for number, (array, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):
-            for cut, runs in enumerate(self._runs(number, 0, len(readings))):
+            for cut, runs in enumerate(self._runs(number, range(len(readings)))):
                 begin, end = begin_of[number][runs.column], runs.last // self._plan.batch
                 if (number, cut) in self._plan.in_place:  # from the first step of a batch on
                     first_of_batch = np.full(self.n_batches, self.n_batches)

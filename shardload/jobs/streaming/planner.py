@@ -29,7 +29,7 @@ from shardload.options import OPTIONS, pad_value
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
-from shardload.planning.schedule import Owners, Schedule, SourceLayout
+from shardload.planning.schedule import Owners, SourceLayout
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
 from shardload.units import format_nbytes
@@ -43,14 +43,13 @@ _LONGEST = 1.5  # of the differences of a coordinate, times the median: what is 
 Window = int | tuple[int, ...]
 Steps = np.ndarray[tuple[int], np.dtype[np.float64]]  # values of a coordinate
 IGNORE = "ignore"  # of `gaps`
+OF_LEAVES = ("window", "scale")  # options that each array of a batch has for itself
+SAMPLES, WINDOW, STACK = "samples", "the axis of the window", "the new axis of stack"  # of a batch, before those of a step
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The options of a stream that no load has. `shardload.stream` says what they mean.
-
-    `window` and `scale`, which each array of a batch has for itself, are not among them.
-    """
+    """The options of a stream that no load has, without `OF_LEAVES`. `shardload.stream` says what they mean."""
 
     along: str | int
     batch: int | None
@@ -88,16 +87,14 @@ class LeafRequest:
         Its place in the tree, for messages.
     spec : PartitionSpec
         Of a batch.
-    window : int or tuple of int
-        Its steps.
-    has_new_axis : bool
-        Whether it is in a stack along an axis that the array has not.
-    scale : (ndarray, ndarray) or None
-        As the caller passed it.
+    leading : tuple of str
+        Its axes in a batch before those of a step: some of `SAMPLES`, `WINDOW`, `STACK`.
     sum_of_values : int or None
         A checksum of some values of the array.
     state : State
         That of its file, when the values were read.
+    window, scale : object
+        As the caller passed them.
     """
 
     request: Request
@@ -107,16 +104,16 @@ class LeafRequest:
     handle: Any
     where: str
     spec: PartitionSpec
-    window: Window
-    has_new_axis: bool
-    scale: tuple[Any, Any] | None
+    leading: tuple[str, ...]
     sum_of_values: int | None
     state: State
+    window: Window
+    scale: tuple[Any, Any] | None
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """The steps of its window."""
-        return self.window if isinstance(self.window, tuple) else (self.window,)
+        return offsets_of(self.window)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -133,6 +130,11 @@ class LeafRequest:
     def rest(self) -> list[int]:
         """The file's axes that a step has."""
         return [axis for k, axis in enumerate(self.selection.kept) if k != self.axis]
+
+
+def offsets_of(window: Window) -> tuple[int, ...]:
+    """The steps of a window."""
+    return window if isinstance(window, tuple) else (window,)
 
 
 def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
@@ -159,9 +161,9 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     return int(kept_axes.index(axis))
 
 
-def _cuts_of(leaves: Sequence[LeafRequest]) -> list[tuple[Any, ...]]:
-    """The cuts of leaves that are read together, each once."""
-    return list(dict.fromkeys(leaf.cut for leaf in leaves))
+def _cuts_of(leaves: Sequence[LeafRequest]) -> dict[tuple[Any, ...], LeafRequest]:
+    """The cuts of leaves that are read together, each with one of its leaves."""
+    return {leaf.cut: leaf for leaf in leaves}
 
 
 def _typed(nbytes: int) -> str:
@@ -199,21 +201,13 @@ class StreamPlanner:
         by_key: dict[tuple[Any, ...], list[LeafRequest]] = {}
         for leaf in self._leaves:
             by_key.setdefault(leaf.key, []).append(leaf)
-        arrays = [self._array(same) for same in by_key.values()]
-        numbers = {key: k for k, key in enumerate(by_key)}
+        arrays, staging_nbytes = zip(*map(self._array, by_key.values()), strict=True)
         self._check_lengths(arrays)
         if self._sampling.gaps != IGNORE:
             check_same_steps(arrays)
         order, pool_nbytes = self._order(arrays)
-        staging_nbytes = [
-            staging_for(same[0].request, self._ranks, array.info, array.source)
-            for same, array in zip(by_key.values(), arrays, strict=True)
-        ]
-        cuts = {key: _cuts_of(same) for key, same in by_key.items()}
-        leaves = [
-            self._leaf(leaf, arrays[numbers[leaf.key]], numbers[leaf.key], cuts[leaf.key].index(leaf.cut))
-            for leaf in self._leaves
-        ]
+        numbers, cuts = list(by_key), {key: list(_cuts_of(same)) for key, same in by_key.items()}
+        leaves = [self._leaf(leaf, arrays, numbers.index(leaf.key), cuts[leaf.key].index(leaf.cut)) for leaf in self._leaves]
         plan = StreamPlan(
             arrays=arrays,
             leaves=leaves,
@@ -288,31 +282,29 @@ class StreamPlanner:
 
     # --- arrays
 
-    def _array(self, leaves: Sequence[LeafRequest]) -> StreamArray:
-        """The array that these leaves have in common."""
+    def _array(self, leaves: Sequence[LeafRequest]) -> tuple[StreamArray, int]:
+        """The array that these leaves have in common, and bytes of staging memory for it."""
         leaf = leaves[0]
         request, info, ranks = leaf.request, leaf.info, self._ranks
         source = source_layout_of(request.options, info, leaf.selection)
-        axis = leaf.axis
-        blocks = self._blocks(source, axis, staging_for(request, ranks, info, source))
+        axis, staging_nbytes = leaf.axis, staging_for(request, ranks, info, source)
+        blocks = self._blocks(source, axis, staging_nbytes)
         readers = request.options.readers
         owners = Owners(min(readers, ranks.n) if isinstance(readers, int) else 1 if readers == "root" else ranks.n)
-        first_of_cut = {same.cut: same for same in reversed(leaves)}
-        whole = Shards(blocks.shape, (1,) * len(blocks.shape), np.zeros((1, 1), dtype=np.int64))
-        return StreamArray(
+        array = StreamArray(
             info,
             leaf.handle,
             request.options,
             source,
             [
-                BatchSchedule(blocks, axis, self._shards(first_of_cut[cut], source, axis), ranks.n, owners)
-                for cut in _cuts_of(leaves)
+                BatchSchedule(blocks, axis, self._shards(of_cut, source, axis), ranks.n, owners)
+                for of_cut in _cuts_of(leaves).values()
             ],
-            Schedule(blocks, whole, source.dtype.itemsize, ranks.n, owners),
             tuple(sorted({step for same in leaves for step in same.offsets})),
             leaf.sum_of_values,
             leaf.state,
         )
+        return array, staging_nbytes
 
     def _shards(self, leaf: LeafRequest, source: SourceLayout, axis: int) -> Shards:
         """A batch without the axis of a window, cut into shards."""
@@ -322,23 +314,20 @@ class StreamPlanner:
             self._refuse_spec(leaf, len(rest))
         n_parts = cuts_of(sharding, read_spec(sharding, 1 + len(rest)))[0]
         if self._batch % n_parts:
-            if self._sampling.batch is None:
+            if SAMPLES not in leaf.leading:
                 raise ConfigError("batch is None, so there is no axis of samples that the spec could cut: pass batch=")
             raise ConfigError(
                 f"batch is {self._batch}, but {spec_text(sharding.spec)} cuts the samples of a batch into {n_parts}: pass a "
                 f"multiple of {n_parts}, such as batch={-(-self._batch // n_parts) * n_parts}"
             )
-        if isinstance(leaf.window, tuple):
+        if WINDOW in leaf.leading:
             name += " (without its window)"
         return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, name)
 
     def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
         """Raise ConfigError for a spec of more axes than a batch has."""
-        has_batch, has_window = self._sampling.batch is not None, isinstance(leaf.window, tuple)
-        axes = ["samples"] * has_batch + ["the window"] * has_window + ["the axis of stack"] * leaf.has_new_axis
-        spec = leaf.spec
-        n, unit = len(axes) + n_rest, "a batch" if has_batch else "a step"
-        axes_text = f": {', '.join(axes)}, then {n_rest} axes of a step" if axes else ""
+        spec, n, unit = leaf.spec, len(leaf.leading) + n_rest, "a batch" if SAMPLES in leaf.leading else "a step"
+        axes_text = f": {', '.join(leaf.leading)}, then {n_rest} axes of a step" if leaf.leading else ""
         raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {unit} of {leaf.info} has {n} axes{axes_text}")
 
     def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
@@ -404,13 +393,10 @@ class StreamPlanner:
 
     # --- leaves
 
-    def _leaf(self, leaf: LeafRequest, array: StreamArray, number: int, cut: int) -> Leaf:
-        has_axis, sharding = isinstance(leaf.window, tuple), leaf.request.sharding
-        shape = list(array.cuts[cut].shards.shape_global)
-        if has_axis:
-            shape.insert(1, len(leaf.offsets))
-        if self._sampling.batch is None:
-            del shape[0]
+    def _leaf(self, leaf: LeafRequest, arrays: Sequence[StreamArray], number: int, cut: int) -> Leaf:
+        array, has_axis, sharding = arrays[number], WINDOW in leaf.leading, leaf.request.sharding
+        batch, *rest = array.cuts[cut].shards.shape_global
+        shape = (*[batch] * (SAMPLES in leaf.leading), *[len(leaf.offsets)] * has_axis, *rest)
         pad = leaf.request.options.pad
         if pad is not None and self._sampling.remainder == "pad":  # or the last batch of an epoch would be the first to say so
             pad_value(pad, array.source.dtype)
@@ -420,7 +406,7 @@ class StreamPlanner:
             tuple(array.offsets.index(step) for step in leaf.offsets),
             has_axis,
             NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),
-            tuple(shape),
+            shape,
             array.source.dtype,
             pad,
             None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),

@@ -142,10 +142,7 @@ class RoundReader:
         self._planned = _epochs(plan, epoch, first_sample, n_batches)
         self._epochs: deque[EpochRounds] = deque()  # those of which batches are still to be made; the last one is being read
         self._pending: deque[RoundReadings] = deque()  # its rounds
-        self._near: list[tuple[RoundReadings, list[StreamMove]]] = []  # the present round, and the next ones, of stores
-        self._next_round: tuple[RoundReadings, Round] | None = (
-            None  # the next round, if it was begun while the one before moved
-        )
+        self._ahead: dict[RoundReadings, Round] = {}  # next rounds: what they move is known before it is their turn
         self._opened = ExitStack()
         self._shares_memory = False  # from the first round on in which something is sent
         self._versions: dict[str, Any] = {}  # see `check_same_objects`: of all ranks
@@ -200,11 +197,11 @@ class RoundReader:
             with watched(self._group, f"batch {batch} of {self._title}", self._timeout):
                 staged = self._read(epoch, round_)
         except SourceError:
-            if len(round_.readings) == 1:
+            if round_.is_single:
                 raise
             self._session.release()  # buffers that the failed exchange may still have
             self._source.kept.close()  # which the error may have interrupted
-            self._next_round, self._near = None, []
+            self._ahead.clear()
             self._pending.extendleft(reversed(epoch.one_by_one(round_)))
             return
         self._target.take(staged)  # not in the call of all ranks: after an error they could not hear of it any more
@@ -212,7 +209,8 @@ class RoundReader:
         self.n_ready = epoch.first_batch + (self._pending[0].batch if self._pending else epoch.n_batches)
 
     def _read(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
-        staged = self._staged(epoch, round_)
+        staged = self._round(epoch, round_)
+        del self._ahead[round_]
         if staged.is_shared and not self._shares_memory:
             self._session.agree()
             self._session.share_memory(shared_nbytes(self.plan.staging))
@@ -229,7 +227,7 @@ class RoundReader:
             if n_versions:
                 check_same_objects(self._group, versions, self._versions)
         except SourceError as error:
-            if len(round_.readings) == 1:
+            if round_.is_single:
                 error.args = (f"{error}\n{self._needed_for(epoch, round_)}",)
             raise
         self._source.n_decoded = self._source.nbytes_read = 0
@@ -237,43 +235,36 @@ class RoundReader:
         self.report.nbytes_read += nbytes
         return staged
 
-    def _staged(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
-        """The `Round` of some readings: the same object if it is begun already."""
-        begun, self._next_round = self._next_round, None
-        if begun is not None and begun[0] is round_:
-            return begun[1]
-        moves: list[StreamMove] = []
-        with self._session.errors:
-            moves = self._moves(epoch, round_)
-        # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
-        is_shared = self._group.size > 1 and not all(flow.stays for move in moves for flow in move.flows)
-        return Round(moves, self.plan.staging, is_shared)
+    def _round(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
+        """The `Round` of some readings. Of arrays in stores it knows what moves in the next ones, too."""
+        in_store = any(array.info.is_in_store for array in self.plan.arrays)
+        following = islice((pending for pending in self._pending if pending is not round_), _ROUNDS_AHEAD if in_store else 0)
+        staged, *later = (self._planned_round(epoch, each) for each in (round_, *following))
+        moves: Sequence[Any] = staged.moves
+        for move in moves:
+            move.later = [each for later_round in later for each in later_round.moves if each.array == move.array]
+        return staged
+
+    def _planned_round(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
+        """The same, planned when it is first asked for."""
+        if round_ not in self._ahead:
+            moves: list[StreamMove] = []
+            with self._session.errors:
+                moves = moves_of(self.plan, epoch, round_)
+            # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
+            is_shared = self._group.size > 1 and not all(flow.stays for move in moves for flow in move.flows)
+            self._ahead[round_] = Round(moves, self.plan.staging, is_shared)
+        return self._ahead[round_]
 
     def _coming(self, epoch: EpochRounds, round_: RoundReadings) -> Round | None:
         """The round after `round_`, if it may begin: without prefetch never, because it takes memory."""
         may_begin = self.plan.prefetch and self._pending and self.n_made >= epoch.first_batch + round_.batch
-        if not may_begin or self._session.errors:
-            return None
-        if self._next_round is None:
-            self._next_round = self._pending[0], self._staged(epoch, self._pending[0])
-        return self._next_round[1]
-
-    def _moves(self, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
-        """What moves in a round. Of arrays in stores also what moves in the next ones."""
-        if not any(array.info.is_in_store for array in self.plan.arrays):
-            return moves_of(self.plan, epoch, round_)
-        near = [round_, *islice((pending for pending in self._pending if pending is not round_), _ROUNDS_AHEAD)]
-        planned = {id(near_round): (near_round, moves) for near_round, moves in self._near}
-        self._near = [planned.get(id(r)) or (r, moves_of(self.plan, epoch, r)) for r in near]
-        moves = self._near[0][1]
-        for move in moves:
-            move.later = [later for _, later_moves in self._near[1:] for later in later_moves if later.array == move.array]
-        return moves
+        return self._round(epoch, self._pending[0]) if may_begin and not self._session.errors else None
 
     def _needed_for(self, epoch: EpochRounds, round_: RoundReadings) -> str:
         """For which sample of which batch a round of one reading is done."""
-        ((array, reading),) = round_.readings
-        _, steps, samples = epoch.readings[array].uses(reading, reading + 1)
+        ((array, places),) = round_.readings.items()
+        _, steps, samples = epoch.readings[array].uses(places.start, places.stop)
         first, size = int(samples.min()), self.plan.batch
         step, anchor = int(steps[samples == first][0]), int(epoch.anchors[first])
         return (
@@ -361,13 +352,17 @@ class Inline:
             return None
         try:
             while reader.n_made >= reader.n_ready and reader.first_batch_of_next_round() is not None:
-                reader.read_round()
+                self._read_round(reader)
             return reader.make_batch()
+        finally:
+            reader.report.waited_seconds += time.perf_counter() - began
+
+    def _read_round(self, reader: RoundReader) -> None:
+        try:
+            reader.read_round()
         except ShardloadError:
             self._is_error_shared = True
             raise
-        finally:
-            reader.report.waited_seconds += time.perf_counter() - began
 
     def close(self, error: BaseException | None = None, wait: bool = True) -> None:
         """End the stream on this rank: `error` is what the program left it with. Not collective."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -31,7 +32,18 @@ from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import StreamPlan, file_of
-from shardload.jobs.streaming.planner import IGNORE, LeafRequest, Sampling, StreamPlanner, Window, stream_axis
+from shardload.jobs.streaming.planner import (
+    IGNORE,
+    OF_LEAVES,
+    SAMPLES,
+    STACK,
+    WINDOW,
+    LeafRequest,
+    Sampling,
+    StreamPlanner,
+    offsets_of,
+    stream_axis,
+)
 from shardload.jobs.streaming.reader import RoundReader
 from shardload.jobs.streaming.stream import Stream
 from shardload.jobs.trees import ArrayTree, is_one, is_one_spec, naming_errors
@@ -49,9 +61,8 @@ class StreamCall(LoadCall):
     sampling: Sampling
 
     def __init__(self, path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> None:
-        self.windows: list[Window] = []
-        self.stacks: list[tuple[str, list[int]]] = []
-        self.scales: list[Any] = []
+        self._of_leaves: list[dict[str, Any]] = []
+        self._stacks: list[tuple[str, list[int]]] = []
         super().__init__("stream", path, mesh, spec, keywords)
 
     def _join(self) -> ArrayTree:
@@ -61,19 +72,19 @@ class StreamCall(LoadCall):
         tree = super()._join()
         if tree.has_patterns:
             raise ConfigError("a stream needs the names of its arrays: pass dataset= with a name, or a dict of names")
-        self.windows, self.scales = self._spread("window", tree), self._spread("scale", tree)
-        self.stacks = self._read_stacks(tree)
+        self._of_leaves, self._stacks = self._spread(tree), self._read_stacks(tree)
         self._refuse_what_only_a_load_does()
         return tree
 
-    def _spread(self, name: str, tree: ArrayTree) -> list[Any]:
-        """The checked value of an option for each array."""
-        option, checked = OPTIONS[name], []
-        values = tree.spread(name, self._keywords[name], option.is_one or is_one, default=option.default)
-        for value, where in zip(values, tree.where, strict=True):
-            with naming_errors(where):
-                checked.append(option.check(value))
-        return checked
+    def _spread(self, tree: ArrayTree) -> list[dict[str, Any]]:
+        """The options that each array of a batch has for itself, checked."""
+        of_leaves: list[dict[str, Any]] = [{} for _ in tree.places]
+        for option in map(OPTIONS.__getitem__, OF_LEAVES):
+            values = tree.spread(option.name, self._keywords[option.name], option.is_one or is_one, default=option.default)
+            for checked, value, where in zip(of_leaves, values, tree.where, strict=True):
+                with naming_errors(where):
+                    checked[option.name] = option.check(value)
+        return of_leaves
 
     def _read_stacks(self, tree: ArrayTree) -> list[tuple[str, list[int]]]:
         """The axis of each stack, and the numbers of its leaves."""
@@ -110,7 +121,7 @@ class StreamCall(LoadCall):
 
     def _describe(self, k: int) -> dict[str, str]:
         """See `LoadCall`."""
-        options = {**vars(self.sampling), "window": self.windows[k], "scale": self.scales[k], "stack": self._keywords["stack"]}
+        options = {**vars(self.sampling), **self._of_leaves[k], "stack": self._keywords["stack"]}
         texts = {name: (OPTIONS[name].text or repr)(value) for name, value in options.items()}
         return super()._describe(k) | texts
 
@@ -118,10 +129,10 @@ class StreamCall(LoadCall):
         """As for a load; and the name of the stream's axis, with its coordinate if windows may reach over a gap in it, or the
         steps of several arrays may be different ones.
         """
-        along, names = self._keywords["along"], named_coordinates(self._selections)
-        steps = {step for window in self.windows for step in (window if isinstance(window, tuple) else (window,))}
-        looks_at_steps = (len(steps) > 1 or len(self.windows) > 1) and self._keywords["gaps"] != IGNORE
-        if not (looks_at_steps or isinstance(along, str) or self.stacks or self._is_by_name):
+        along, names = self.sampling.along, named_coordinates(self._selections)
+        steps = set(chain.from_iterable(offsets_of(options["window"]) for options in self._of_leaves))
+        looks_at_steps = (len(steps) > 1 or len(self._of_leaves) > 1) and self.sampling.gaps != IGNORE
+        if not (looks_at_steps or isinstance(along, str) or self._stacks or self._is_by_name):
             return None
         return Labeller(finder, COORDINATE_NBYTES, names, axis=along if looks_at_steps else None)
 
@@ -137,27 +148,33 @@ class StreamCall(LoadCall):
 
     def _leaf_request(self, k: int, info: ArrayInfo, contents: _Contents) -> LeafRequest:
         """What the k-th leaf asks of its array."""
-        request, place, window = self.requests[k], self.tree.places[k], self.windows[k]
+        request, place, options = self.requests[k], self.tree.places[k], self._of_leaves[k]
         selection, where = selection_of(request.options.select, info), self.tree.where[k]
-        axis = stream_axis(self._keywords["along"], info, selection)
-        stack = next((name for name, leaves in self.stacks if k in leaves), None)
-        has_new_axis = stack is not None and stack not in info.dims
-        spec = self._spec_of(request, k, info, selection, axis, has_new_axis)
-        sharding = self._of_samples(request.sharding, spec, isinstance(window, tuple), has_new_axis, where)
+        axis = stream_axis(self.sampling.along, info, selection)
+        stack = next((name for name, leaves in self._stacks if k in leaves), None)
+        has = {
+            SAMPLES: self.sampling.batch is not None,
+            WINDOW: isinstance(options["window"], tuple),
+            STACK: stack is not None and stack not in info.dims,
+        }
+        leading = tuple(name for name in has if has[name])
+        spec = self._spec_of(request, info, selection, axis, leading)
+        of_samples = _spec_of_samples(spec, leading, where)
+        sharding = NamedSharding(request.sharding.mesh, of_samples, memory_kind=request.sharding.memory_kind)
         request = replace(request, sharding=sharding, by_name=None)
         # The working folder may be another one when batches are read.
         handle = absolute(place.path) if isinstance(place.path, (str, os.PathLike)) else place.path
-        return LeafRequest(request, info, selection, axis, handle, where, spec, window, has_new_axis, self.scales[k], *contents)
+        return LeafRequest(request, info, selection, axis, handle, where, spec, leading, *contents, **options)
 
     def _spec_of(
-        self, request: Request, k: int, info: ArrayInfo, selection: Selection, axis: int, has_new_axis: bool
+        self, request: Request, info: ArrayInfo, selection: Selection, axis: int, leading: tuple[str, ...]
     ) -> PartitionSpec:
-        """The spec of the k-th leaf of a batch. By names of axes, that of the stream's axis cuts the samples."""
-        has_batch, has_window = self._keywords["batch"] is not None, isinstance(self.windows[k], tuple)
+        """The spec of a leaf of a batch. By names of axes, that of the stream's axis cuts the samples."""
+        has_batch = SAMPLES in leading
         if request.by_name is None:
             spec = [*request.sharding.spec]
             is_shared = is_one(self._mesh) and is_one_spec(self._spec)
-            if is_shared and not has_window and any(isinstance(window, tuple) for window in self.windows):
+            if is_shared and WINDOW not in leading and any(isinstance(each["window"], tuple) for each in self._of_leaves):
                 del spec[has_batch : has_batch + 1]  # it has an entry for the windows of other leaves
             return PartitionSpec(*spec)
         axes = [info.dims[axis] for axis in selection.kept]
@@ -166,37 +183,10 @@ class StreamCall(LoadCall):
         of_samples = entries.pop(axis)
         if of_samples is not None and not has_batch:
             raise ConfigError(
-                f"batch is None, so there is no axis of samples that the spec could cut along {self._keywords['along']!r}: "
+                f"batch is None, so there is no axis of samples that the spec could cut along {self.sampling.along!r}: "
                 "pass batch="
             )
-        return PartitionSpec(*[of_samples] * has_batch, *[None] * has_window, *[None] * has_new_axis, *entries)
-
-    def _of_samples(
-        self, sharding: NamedSharding, spec: PartitionSpec, has_window: bool, has_new_axis: bool, where: str
-    ) -> NamedSharding:
-        """The sharding of what is read for a batch: an axis of samples, and those of a step of the array."""
-        has_batch = self._keywords["batch"] is not None
-        entries = [*spec]
-        if has_window:
-            if any(entries[has_batch : has_batch + 1]):
-                entries_to_pass = [*entries[:has_batch], None, *entries[has_batch + 1 :]]
-                raise ConfigError(
-                    f"the spec{where.removeprefix('array ')} {spec_text(spec)} cuts the axis of the window, axis "
-                    f"{int(has_batch)} of a batch, which stays whole: pass {spec_text(entries_to_pass)}"
-                )
-            del entries[has_batch : has_batch + 1]
-        if not has_batch:
-            entries.insert(0, None)
-        if has_new_axis:
-            if any(entries[1:2]):
-                raise ConfigError(
-                    f"{spec_text(spec)} cuts the new axis of stack, which lies behind those of samples and window: leave it "
-                    "whole, by None"
-                )
-            del entries[1:2]
-        while entries and entries[-1] is None:  # so that leaves which are cut in the same way are read together
-            entries.pop()
-        return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+        return PartitionSpec(*(of_samples if name == SAMPLES else None for name in leading), *entries)
 
     def _make_plan(self, arrays: Any) -> StreamPlan:
         """The plan, from what rank 0 has found."""
@@ -204,7 +194,7 @@ class StreamCall(LoadCall):
         for k, (info, contents) in enumerate(arrays):
             with naming_errors(self.tree.where[k]):
                 leaves.append(self._leaf_request(k, info, contents))
-        return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self.stacks).plan()
+        return StreamPlanner(self.sampling, leaves, self.ranks_for(self.requests[0]), self._stacks).plan()
 
     def open(self) -> Stream:
         """Plan the stream on all ranks. Collective."""
@@ -221,6 +211,26 @@ class StreamCall(LoadCall):
             return RoundReader(plan, group, digest, timeout, epoch, sample, n_batches)
 
         return Stream(plan, make_reader, self._build)
+
+
+def _spec_of_samples(spec: PartitionSpec, leading: tuple[str, ...], where: str) -> PartitionSpec:
+    """The spec of what is read for a batch: that of its samples, then those of the axes of a step of the array.
+
+    ConfigError if it cuts another one of the leading axes.
+    """
+    entries = [*spec]
+    for axis, name in enumerate(leading):
+        if name != SAMPLES and any(entries[axis : axis + 1]):
+            to_pass = PartitionSpec(*entries[:axis], None, *entries[axis + 1 :])
+            raise ConfigError(
+                f"the spec{where.removeprefix('array ')} {spec_text(spec)} cuts {name}, axis {axis} of a batch, which stays "
+                f"whole: pass {spec_text(to_pass)}"
+            )
+    of_samples = entries[0] if entries and SAMPLES in leading else None
+    entries = [of_samples, *entries[len(leading) :]]
+    while entries and entries[-1] is None:  # so that leaves which are cut in the same way are read together
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:

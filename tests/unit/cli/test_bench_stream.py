@@ -17,7 +17,7 @@ bench_stream = importlib.import_module("shardload.cli.bench_stream")
 class Opened:
     """A stream, of which the first batch comes after some seconds, each other one 0.25 s after it is asked for."""
 
-    plan = SimpleNamespace(arrays=[])
+    plan = SimpleNamespace(cost=(1.0, 1, 0))
     report = SimpleNamespace(chunks_decoded=1)
 
     def __init__(self, clock: list[float], first: float) -> None:
@@ -47,7 +47,6 @@ def test_a_rate_is_of_the_times_between_batches(
     clock: list[float] = []
     times = SimpleNamespace(perf_counter=lambda: sum(clock), process_time=lambda: 0.0, sleep=clock.append)
     monkeypatch.setattr(bench_stream, "time", times)
-    monkeypatch.setattr(bench_stream, "EpochRounds", lambda *_: SimpleNamespace(readings=[]))
     opened: Any = Opened(clock, first)
     figures = bench_stream._measure(opened, Group(None), 0.0, n, step)
     assert (figures["n_batches"], figures["first_batch"]) == (n_taken, first)

@@ -154,7 +154,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ),
         (
             {"spec": P("data", None, None, None, "lat"), "window": (0, 1), "gaps": "skip"},
-            "has 5 entries, but a batch of '/t' in .* has 4 axes: samples, the window, then 2 axes of a step",
+            "has 5 entries, but a batch of '/t' in .* has 4 axes: samples, the axis of the window, then 2 axes of a step",
         ),
         ({"spec": P(None, None, "lat"), "batch": None}, "has 3 entries, but a step of '/t' in .* has 2 axes"),
         ({"window": {"z": 1}, "dataset": {"x": "t"}}, r"window does not match the arrays: only window has \['z'\]"),
@@ -169,7 +169,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ({"dataset": ["t", "t"], "stack": "new", "spec": P("data", "lat")}, r"P\('data', 'lat'\) cuts the new axis of stack"),
         (
             {"dataset": ["t", "t"], "stack": "new", "spec": P(None, None, None, None, "lat")},
-            "has 5 entries, but a batch of '/t' in .* has 4 axes: samples, the axis of stack, then 2 axes of a step",
+            "has 5 entries, but a batch of '/t' in .* has 4 axes: samples, the new axis of stack, then 2 axes of a step",
         ),
         ({"dataset": {"a": "t", "b": "t"}, "stack": {"c": "new"}}, "stack does not match the arrays"),
     ],

@@ -98,9 +98,9 @@ def test_missing_chunks_of_a_round_that_is_only_begun(path: Path, monkeypatch: p
 
     ds = stream(path, "short", batch=2, missing="error")
     rounds = stream_plan.EpochRounds(ds.plan, 0, 0, len(ds), 0).rounds
-    before = next(k for k, each in enumerate(rounds) if (0, 8) in each.readings)
-    last_of_round = rounds[before].readings[-1][1]
-    assert rounds[before].readings[0][1] < 8
+    before = next(k for k, each in enumerate(rounds) if 8 in each.readings[0])
+    last_of_round = rounds[before].readings[0][-1]
+    assert rounds[before].readings[0][0] < 8
     monkeypatch.setattr(BoxReader, "_read", read_watched)
     given = 0
     with pytest.raises(SourceError, match=r"needed for sample 0 of batch 4 \(step 8,") as caught, iter(ds) as batches:
