@@ -4,10 +4,10 @@ A file names the filters of its chunks by number, and HDF5 loads and runs them. 
 their own program wrote: a damaged chunk, or a wrong parameter, makes them crash, loop for ever, take all memory or end the
 process. Nothing in Python can catch that. So, before HDF5 sees a chunk:
 
-1. `SURVIVED` has the filters that did none of this in many thousands of tests with damaged chunks and parameters
+1. `Codec.is_safe` is true for the filters that did none of this in many thousands of tests with damaged chunks and parameters
    (``python -m benchmarks fuzz-filters``, docs/trust-files.md). Other filters are used only if the caller names them
    (`allow_filters`).
-2. The parameters (``cd_values``) of the filters in `SURVIVED` are compared with the dataset's type and chunks, because filters
+2. The parameters (``cd_values``) of these filters are compared with the dataset's type and chunks, because filters
    trust them. Those of others are not: who allows such a filter trusts the file.
 3. hdf5plugin registers all its filters with HDF5 when it is imported. It is imported only if an allowed filter needs it.
 
