@@ -359,8 +359,6 @@ class Finder:
         What the caller allows.
     tuning : Tuning, optional
         Which arrays are small; None to read no values.
-    most_nbytes : int, optional
-        Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
     keeps_states : bool
         True to keep the state of each file when it was opened, to see if it changed (`states`).
     tells : bool
@@ -371,15 +369,13 @@ class Finder:
         self,
         access: Access,
         tuning: Tuning | None = None,
-        most_nbytes: int | None = None,
         keeps_states: bool = False,
         tells: bool = False,
     ) -> None:
         self.access, self._tuning, self._tells = access, tuning, tells
         self._keeps_states = keeps_states and tuning is not None
         self._states: dict[str, State] = {}
-        cap = 0 if tuning is None else tuning.small_total_nbytes
-        self._left_nbytes = cap if most_nbytes is None else min(cap, most_nbytes)
+        self._left_nbytes = 0 if tuning is None else tuning.small_total_nbytes
         self._files: dict[str, _CheckedFile] = {}
 
     def __enter__(self) -> Finder:

@@ -25,7 +25,7 @@ from shardload.formats.codecs.algorithms import Chain
 from shardload.formats.contract.array import ArrayInfo, native_dtype
 from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
-from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, NotCovered, ZarrLayout, layout_of
+from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, ZarrLayout, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
@@ -63,7 +63,7 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
     try:
         layout, dtype = layout_of(node.document, node.dtype), native_dtype(node.dtype)
         fill = np.zeros((), dtype) if node.fill is None else np.asarray(node.fill, dtype)
-    except (NotCovered, LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
+    except (LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
         return None
     if sum(stage.n_more is None for stage in layout.stages) > 1 or layout.chunk_shape != info.chunks or fill.shape != ():
         return None
