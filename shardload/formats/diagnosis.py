@@ -67,9 +67,7 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     """The error about a file that its library cannot open."""
     place = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
     message = f"{type(error).__name__}: {error}"
-    if isinstance(error, ModuleNotFoundError):
-        text = f"{place} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
-    elif isinstance(error, RemoteError):  # which names the object
+    if isinstance(error, RemoteError):  # which names the object
         text = f"{error}"
     elif isinstance(error, _WITH_FULL_TEXT):
         text = f"{place} cannot be opened: {error}."
