@@ -187,15 +187,12 @@ def _store_around(path: str) -> str:
     return "" if store is None else f" It is a part of the Zarr store '{store}': pass that path."
 
 
-def candidates(infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:
-    """The arrays that the caller can mean without a name: not refused, and no coordinates."""
-    return [info for info in infos if info.refused is None and not info.is_coordinate]
-
-
 def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayInfo:
-    """The single array that the caller can mean without a name; an error if there is none, or more than one."""
-    arrays = candidates(infos)
-    if len(arrays) == 1:
+    """The single array that the caller can mean without a name: not refused, and no coordinate. An error if there is none, or
+    there may be several.
+    """
+    arrays = [info for info in infos if info.refused is None and not info.is_coordinate]
+    if len(arrays) == 1 and not has_more:
         return arrays[0]
     if arrays:
         arrays.sort(key=nbytes_of, reverse=True)

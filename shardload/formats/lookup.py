@@ -32,7 +32,6 @@ from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
 from shardload.formats.contract.format import Format, OpenFile, Source, open_alone
 from shardload.formats.diagnosis import (
     as_source_error,
-    candidates,
     check_loadable,
     check_readable,
     holds_numbers,
@@ -423,7 +422,9 @@ class Finder:
             path, dataset = split_path(path)
         file = self.file(path, is_loaded=True)
         if dataset is None:
-            return self._found_unopened(path, file, _only_one(path, file), look)
+            infos = file.sketch(_MOST_LISTED)
+            info = only_array(path, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED)
+            return self._found_unopened(path, file, info, look)
         name = _full_name(dataset)
         try:
             source = file.open(name)
@@ -532,15 +533,6 @@ class Finder:
             if self._keeps_states:
                 self._states.setdefault(place, file.state())
         return file
-
-
-def _only_one(path: str, file: OpenFile) -> ArrayInfo:
-    """The only array of a file that the caller can mean."""
-    infos = file.sketch(_MOST_LISTED)
-    has_more = len(infos) > _MOST_LISTED
-    if has_more and len(candidates(infos[:_MOST_LISTED])) < 2:
-        infos, has_more = file.sketch(), False
-    return only_array(path, infos[:_MOST_LISTED] if has_more else infos, has_more)
 
 
 def as_path(path_or_object: Any) -> str | None:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import zarr
 
 from shardload.formats.codecs.algorithms import Chain
 from shardload.formats.contract.array import ArrayInfo, native_dtype
@@ -48,17 +47,13 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
     Parameters
     ----------
     array : zarr.Array
-        An open array of a `WatchedStore`; only its store and settings are used.
+        An open array of a `WatchedStore`; only its store and path are used.
     node : ArrayNode
         Its metadata.
     info : ArrayInfo
         Its description in the source.
     """
-    # Newer versions of zarr-python can be told to refuse missing chunks instead of filling them.
-    is_filled = getattr(getattr(array, "config", None), "read_missing_chunks", True) and zarr.config.get(
-        "array.read_missing_chunks", True
-    )
-    if array.store.folder is None or not is_filled:
+    if array.store.folder is None:
         return None
     try:
         layout, dtype = layout_of(node.document, node.dtype), native_dtype(node.dtype)

@@ -613,13 +613,6 @@ def test_shards_inside_of_shards_are_refused(tmp_path: Path) -> None:
         open_source(str(tmp_path / "a.zarr"), "/")
 
 
-def test_a_setting_that_refuses_missing_chunks_is_honoured(tmp_path: Path) -> None:
-    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))})
-    with zarr.config.set({"array.read_missing_chunks": False}):
-        assert open_source(path, "a").chunk_reader() is None
-    assert open_source(path, "a").chunk_reader() is not None
-
-
 def metadata_of(tmp_path: Path, zarr_format: Any, **options: Any) -> dict[str, Any]:
     path = write_zarr(tmp_path / "m.zarr", {"a": flat((4, 6), "int32")}, zarr_format, **options)
     found: dict[str, Any] = copy.deepcopy(dict(zarr.open_array(path, path="a", mode="r").metadata.to_dict()))
