@@ -67,9 +67,7 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     """The error about a file that its library cannot open."""
     place = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
     message = f"{type(error).__name__}: {error}"
-    if isinstance(error, ModuleNotFoundError):
-        text = f"{place} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
-    elif isinstance(error, RemoteError):  # which names the object
+    if isinstance(error, RemoteError):  # which names the object
         text = f"{error}"
     elif isinstance(error, _WITH_FULL_TEXT):
         text = f"{place} cannot be opened: {error}."
@@ -189,15 +187,12 @@ def _store_around(path: str) -> str:
     return "" if store is None else f" It is a part of the Zarr store '{store}': pass that path."
 
 
-def candidates(infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:
-    """The arrays that the caller can mean without a name: not refused, and no coordinates."""
-    return [info for info in infos if info.refused is None and not info.is_coordinate]
-
-
 def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayInfo:
-    """The single array that the caller can mean without a name; an error if there is none, or more than one."""
-    arrays = candidates(infos)
-    if len(arrays) == 1:
+    """The single array that the caller can mean without a name: not refused, and no coordinate. An error if there is none, or
+    there may be several.
+    """
+    arrays = [info for info in infos if info.refused is None and not info.is_coordinate]
+    if len(arrays) == 1 and not has_more:
         return arrays[0]
     if arrays:
         arrays.sort(key=nbytes_of, reverse=True)

@@ -251,7 +251,7 @@ def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any])
     value = other_attrs.pop("_FillValue", None)
     if value is None:
         return other_attrs, None
-    if kind == "zarr" and _is_as_xarray(value, dtype):
+    if kind == "zarr" and dtype.kind == "f" and float_of_base64(value) is not value:
         return other_attrs | {"_FillValue": value}, None
     marker = cast_value(value, dtype) if np.size(value) == 1 else None
     if marker is None and kind != "hdf5":
@@ -270,18 +270,17 @@ def _as_xarray(value: Any) -> Any:
     return _base64(number) if number.dtype.kind == "f" else number.item()
 
 
-def _is_as_xarray(value: Any, dtype: np.dtype[Any]) -> bool:
-    """True for the text that `_as_xarray` makes of a real number."""
-    if not isinstance(value, str) or dtype.kind != "f":
-        return False
-    try:
-        return len(base64.b64decode(value, validate=True)) == 8
-    except ValueError:
-        return False
-
-
 def _base64(value: Any) -> str:
     return base64.b64encode(struct.pack("<d", float(value))).decode()
+
+
+def float_of_base64(value: Any) -> Any:
+    """A float that xarray wrote as base64 of a float64's bytes (JSON has no NaN). Any other value is returned unchanged."""
+    try:
+        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
+    except (TypeError, ValueError, struct.error):
+        return value
+    return math.nan if math.isnan(number) else number
 
 
 def as_text(value: Any) -> Any:

@@ -32,7 +32,6 @@ from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
 from shardload.formats.contract.format import Format, OpenFile, Source, open_alone
 from shardload.formats.diagnosis import (
     as_source_error,
-    candidates,
     check_loadable,
     check_readable,
     holds_numbers,
@@ -359,8 +358,6 @@ class Finder:
         What the caller allows.
     tuning : Tuning, optional
         Which arrays are small; None to read no values.
-    most_nbytes : int, optional
-        Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
     keeps_states : bool
         True to keep the state of each file when it was opened, to see if it changed (`states`).
     tells : bool
@@ -371,15 +368,13 @@ class Finder:
         self,
         access: Access,
         tuning: Tuning | None = None,
-        most_nbytes: int | None = None,
         keeps_states: bool = False,
         tells: bool = False,
     ) -> None:
         self.access, self._tuning, self._tells = access, tuning, tells
         self._keeps_states = keeps_states and tuning is not None
         self._states: dict[str, State] = {}
-        cap = 0 if tuning is None else tuning.small_total_nbytes
-        self._left_nbytes = cap if most_nbytes is None else min(cap, most_nbytes)
+        self._left_nbytes = 0 if tuning is None else tuning.small_total_nbytes
         self._files: dict[str, _CheckedFile] = {}
 
     def __enter__(self) -> Finder:
@@ -427,7 +422,9 @@ class Finder:
             path, dataset = split_path(path)
         file = self.file(path, is_loaded=True)
         if dataset is None:
-            return self._found_unopened(path, file, _only_one(path, file), look)
+            infos = file.sketch(_MOST_LISTED)
+            info = only_array(path, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED)
+            return self._found_unopened(path, file, info, look)
         name = _full_name(dataset)
         try:
             source = file.open(name)
@@ -536,15 +533,6 @@ class Finder:
             if self._keeps_states:
                 self._states.setdefault(place, file.state())
         return file
-
-
-def _only_one(path: str, file: OpenFile) -> ArrayInfo:
-    """The only array of a file that the caller can mean."""
-    infos = file.sketch(_MOST_LISTED)
-    has_more = len(infos) > _MOST_LISTED
-    if has_more and len(candidates(infos[:_MOST_LISTED])) < 2:
-        infos, has_more = file.sketch(), False
-    return only_array(path, infos[:_MOST_LISTED] if has_more else infos, has_more)
 
 
 def as_path(path_or_object: Any) -> str | None:

@@ -19,13 +19,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import zarr
 
 from shardload.formats.codecs.algorithms import Chain
 from shardload.formats.contract.array import ArrayInfo, native_dtype
 from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
-from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, NotCovered, ZarrLayout, layout_of
+from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, ZarrLayout, layout_of
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
@@ -48,22 +47,18 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
     Parameters
     ----------
     array : zarr.Array
-        An open array of a `WatchedStore`; only its store and settings are used.
+        An open array of a `WatchedStore`; only its store and path are used.
     node : ArrayNode
         Its metadata.
     info : ArrayInfo
         Its description in the source.
     """
-    # Newer versions of zarr-python can be told to refuse missing chunks instead of filling them.
-    is_filled = getattr(getattr(array, "config", None), "read_missing_chunks", True) and zarr.config.get(
-        "array.read_missing_chunks", True
-    )
-    if array.store.folder is None or not is_filled:
+    if array.store.folder is None:
         return None
     try:
         layout, dtype = layout_of(node.document, node.dtype), native_dtype(node.dtype)
         fill = np.zeros((), dtype) if node.fill is None else np.asarray(node.fill, dtype)
-    except (NotCovered, LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
+    except (LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
         return None
     if sum(stage.n_more is None for stage in layout.stages) > 1 or layout.chunk_shape != info.chunks or fill.shape != ():
         return None

@@ -28,7 +28,7 @@ from shardload.formats.access import Access
 from shardload.formats.contract.array import native_dtype, refusal
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.sink import ArraySpec, Compression, Growing, groups_above, meaning_of
-from shardload.formats.zarr.metadata import Json, NotCovered, ZarrLayout, codec_of, metadata_key
+from shardload.formats.zarr.metadata import Json, ZarrLayout, codec_of, metadata_key
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.sink import ZarrEncoder, ZarrSink
 from shardload.formats.zarr.store import WatchedStore, open_store
@@ -178,8 +178,8 @@ class GrowthEncoder(ZarrEncoder, Growing):
             layout = ZarrLayout.of(document, dtype)
             _ = layout.steps  # made now, for the error
             if layout.per_shard is not None and (layout.is_index_first or not layout.has_index_checksum):
-                raise NotCovered("shards whose index is not at the end, with a CRC-32C")
-        except (NotCovered, LookupError, TypeError, ValueError) as error:
+                raise ValueError("shards whose index is not at the end, with a CRC-32C")
+        except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"'{name}' in '{path}' is stored with {error}, which append does not write. Append with zarr-python "
                 "(array.append), or save to a new store with shardload.save"

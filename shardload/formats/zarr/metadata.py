@@ -1,8 +1,8 @@
 """What does the metadata of a Zarr array say of its chunks: where they are, and how they are encoded? JSON alone.
 
 `ZarrLayout.of` reads a document (``zarr.json``, or ``.zarray``), of an array that is read, written or grown. It raises
-`NotCovered` unless it understands every key, codec and option. Then zarr-python reads the array, or says why it cannot, and
-nothing is appended to it.
+ValueError (of an odd form also LookupError or TypeError) unless it understands every key, codec and option, in words that
+follow "is stored with". Then zarr-python reads the array, or says why it cannot, and nothing is appended to it.
 
 May a chunk be decoded? `SURVIVED` has the codecs that did not crash, hang or end the process in many thousands of tests with
 damaged chunks and configurations (``python -m benchmarks fuzz-filters``, docs/trust-files.md). Other codecs, which zarr-python
@@ -44,10 +44,6 @@ _KEYS_3 = {
     *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"),
     *("attributes", "storage_transformers", "dimension_names"),
 }
-
-
-class NotCovered(Exception):
-    """The metadata has something that only zarr-python may know. The text says what, in words that follow "is stored with"."""
 
 
 def metadata_key(name: str, version: int) -> str:
@@ -226,12 +222,12 @@ class ZarrLayout:
 
     @classmethod
     def of(cls, document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
-        """Read a document of an array of this type. `NotCovered` if anything in it is unknown here."""
+        """Read a document of an array of this type. ValueError if anything in it is unknown here."""
         if refusal(dtype) is not None:
-            raise NotCovered(f"values of type {dtype}")
+            raise ValueError(f"values of type {dtype}")
         layout = {2: _layout_2, 3: _layout_3}[document["zarr_format"]](document, native_dtype(dtype))
         if 0 in layout.chunk_shape:
-            raise NotCovered("chunks without elements")
+            raise ValueError("chunks without elements")
         return layout
 
     def key(self, position: tuple[int, ...]) -> str:
@@ -251,7 +247,7 @@ class ZarrLayout:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages that undo the codecs, in that order. `NotCovered` if one is not decoded here."""
+        """The stages that undo the codecs, in that order. ValueError if one is not decoded here."""
         stages = [self._stage(name, options) for name, options in reversed(self.chain)]
         return (*stages, *(() if self.dtype.isnative else (decode_byte_order(_part_nbytes(self.dtype)),)))
 
@@ -262,16 +258,16 @@ class ZarrLayout:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps that apply the codecs, in order. `NotCovered` if one is not applied here."""
+        """The steps that apply the codecs, in order. ValueError if one is not applied here."""
         return tuple(self._step(name, options) for name, options in self.chain)
 
     def _stage(self, name: str, options: Mapping[str, Any]) -> Stage:
         codec, parameters = self._codec(name, options, 1)
         if codec.decoder is None:
-            raise NotCovered(f"the codec {name!r}")
+            raise ValueError(f"the codec {name!r}")
         nbytes = math.prod(self.chunk_shape) * self.dtype.itemsize
         if codec.zarr == "shuffle" and nbytes % parameters.itemsize:
-            raise NotCovered(f"a shuffle of elements of {parameters.itemsize} bytes")
+            raise ValueError(f"a shuffle of elements of {parameters.itemsize} bytes")
         return codec.decoder(parameters)
 
     def _step(self, name: str, options: Mapping[str, Any]) -> Step:
@@ -281,49 +277,49 @@ class ZarrLayout:
                 codec.checked_level(parameters.level)
             if codec.encoder is not None and parameters.inner in BLOSC_CODES:
                 return codec.encoder(parameters)
-        raise NotCovered(f"the codec {name!r}" + (f" with {options}" if options else ""))
+        raise ValueError(f"the codec {name!r}" + (f" with {options}" if options else ""))
 
     def _codec(self, name: str, options: Mapping[str, Any], itemsize: int) -> tuple[Codec, Parameters]:
         codec = ZARR_CODECS.get(name.removeprefix("numcodecs."))
         if codec is None or ("n" if name.startswith("numcodecs.") else str(self.version)) not in codec.forms:
-            raise NotCovered(f"the codec {name!r}")
+            raise ValueError(f"the codec {name!r}")
         _check_known(f"the codec {name!r}", options, codec.options)
         parameters = parameters_of(str(codec.zarr), options, itemsize)
         if codec.zarr == "shuffle" and parameters.itemsize < 1:
-            raise NotCovered(f"a shuffle of elements of {parameters.itemsize} bytes")
+            raise ValueError(f"a shuffle of elements of {parameters.itemsize} bytes")
         return codec, parameters
 
 
 def layout_of(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
-    """`ZarrLayout.of` of an array whose chunks are decoded here; `NotCovered` if they are not."""
+    """`ZarrLayout.of` of an array whose chunks are decoded here; ValueError if they are not."""
     layout = ZarrLayout.of(document, dtype)
     n = math.prod(layout.per_shard or ())
     _ = layout.stages  # made now, for the error
     if 16 * n > MOST_INDEX_NBYTES:
-        raise NotCovered(f"an index of {n} chunks in each shard")
+        raise ValueError(f"an index of {n} chunks in each shard")
     return layout
 
 
 def _layout_2(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
     stored, separator = document["dtype"], document.get("dimension_separator") or "."
     if not isinstance(stored, str) or native_dtype(np.dtype(stored)) != dtype:
-        raise NotCovered(f"the data type {stored!r}")
+        raise ValueError(f"the data type {stored!r}")
     if document.get("order", "C") != "C" or separator not in (".", "/"):
-        raise NotCovered(f"values in the order {document.get('order')!r}, or keys with {separator!r}")
+        raise ValueError(f"values in the order {document.get('order')!r}, or keys with {separator!r}")
     return ZarrLayout(2, _ints(document["chunks"]), "", separator, np.dtype(stored), chain_of(document))
 
 
 def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
     _check_known("metadata", document, _KEYS_3)
     if document["data_type"] != dtype.name or document.get("storage_transformers"):
-        raise NotCovered(f"the data type {document['data_type']!r}, or storage transformers")
+        raise ValueError(f"the data type {document['data_type']!r}, or storage transformers")
     grid_name, grid = _name_and_options(document["chunk_grid"])
     key_name, key = _name_and_options(document["chunk_key_encoding"])
     separator = key.get("separator", "/" if key_name == "default" else ".")
     if grid_name != "regular" or set(grid) != {"chunk_shape"}:
-        raise NotCovered(f"the chunk grid {grid_name!r}")
+        raise ValueError(f"the chunk grid {grid_name!r}")
     if key_name not in ("default", "v2") or not set(key) <= {"separator"} or separator not in (".", "/"):
-        raise NotCovered(f"the chunk keys {key_name!r} with {dict(key)}")
+        raise ValueError(f"the chunk keys {key_name!r} with {dict(key)}")
     prefix, chain = "c" + separator if key_name == "default" else "", chain_of(document)
     inner, outer = grid_of(document) or ((), None)
     if outer is None:
@@ -332,9 +328,9 @@ def _layout_3(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
     _check_known("shards", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})
     index, place = list(map(_name_and_options, options["index_codecs"])), options.get("index_location", "end")
     if len(inner) != len(outer) or 0 in (*inner, *outer) or any(n % m for n, m in zip(outer, inner, strict=True)):
-        raise NotCovered("shards that are no multiple of their chunks")
+        raise ValueError("shards that are no multiple of their chunks")
     if index not in (_INDEX_CHAIN, _INDEX_CHAIN[:1]) or place not in ("start", "end"):
-        raise NotCovered(f"shards whose index has the codecs {index} at {place!r}")
+        raise ValueError(f"shards whose index has the codecs {index} at {place!r}")
     per_shard = tuple(n // m for n, m in zip(outer, inner, strict=True))
     layout = ZarrLayout(3, inner, prefix, separator, *_serialized(inner_chain(document), dtype), per_shard)
     return replace(layout, has_index_checksum=index == _INDEX_CHAIN, is_index_first=place == "start")
@@ -346,7 +342,7 @@ def _serialized(chain: Chain, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], Chai
     is_ordered = _part_nbytes(dtype) > 1
     endian = options.get("endian") or (None if is_ordered else sys.byteorder)
     if name != "bytes" or not set(options) <= {"endian"} or endian not in ("little", "big"):
-        raise NotCovered(f"the codec {name!r} with {dict(options)}")
+        raise ValueError(f"the codec {name!r} with {dict(options)}")
     return dtype.newbyteorder("<" if endian == "little" else ">") if is_ordered else dtype, codecs
 
 
@@ -361,4 +357,4 @@ def _ints(numbers: Sequence[Any]) -> tuple[int, ...]:
 
 def _check_known(text: str, options: Mapping[str, Any], known: set[str] | frozenset[str]) -> None:
     if not set(options) <= known:
-        raise NotCovered(f"{text} with {', '.join(sorted(set(options) - known))}")
+        raise ValueError(f"{text} with {', '.join(sorted(set(options) - known))}")

@@ -106,7 +106,7 @@ class ReferenceFolder:
         stored.close()
         self._tables = _Tables(folder, self.name, content) if is_folder else None
         self._references = _references_in(content) if self._tables is None else self._tables.metadata
-        self._folders: Mapping[str, list[str]] = _folders_of(self._references)
+        self._folders: Mapping[str, list[str]] = folders_of(self._references)
         self._lock, self._objects = threading.Lock(), OrderedDict[str, StoredObject]()
         # The versions of objects that are not kept any more, and the pins of those at URLs.
         self._let_go = dict[str, tuple[tuple[int, ...] | None, Pin | None]]()
@@ -359,12 +359,12 @@ def _filled_in(url: str, templates: Mapping[str, Any]) -> str:
     return re.sub(r"\{\{(.*?)\}\}", value, url)
 
 
-def _folders_of(keys: Iterable[str]) -> dict[str, list[str]]:
+def folders_of(keys: Iterable[str]) -> dict[str, list[str]]:
     """The names of the folders with metadata below each folder, sorted."""
     below: dict[str, set[str]] = defaultdict(set)
     for key in keys:
         folder, _, name = key.rpartition("/")
-        if name in NODE_FILES:
+        if name in NODE_FILES and (not folder or {"", ".", ".."}.isdisjoint(folder.split("/"))):
             if key.count("/") > _MOST_PARTS:
                 raise ValueError(f"'{key[:40]}...' has {key.count('/')} groups above it; {_MOST_PARTS} are read at most")
             while folder:

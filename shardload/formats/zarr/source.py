@@ -13,12 +13,10 @@ one. `ZarrSource.missing` says which chunks were missing.
 
 from __future__ import annotations
 
-import base64
 import functools
 import itertools
 import math
 import os
-import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +47,7 @@ from shardload.formats.contract.array import (
 )
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, chunks_met, index_in_parts, read_by_chunks
 from shardload.formats.contract.format import Format, OpenFile, Source
+from shardload.formats.likeness import float_of_base64
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.metadata import (
     chain_of,
@@ -508,15 +507,6 @@ def _marker(value: Any, dtype: np.dtype[Any]) -> Any:
         return np.asarray(number(value), dtype)[()]
     except (TypeError, ValueError, OverflowError):
         return value
-
-
-def float_of_base64(value: Any) -> Any:
-    """A float that xarray wrote as base64 of a float64's bytes (JSON has no NaN). Any other value is returned unchanged."""
-    try:
-        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
-    except (TypeError, ValueError, struct.error):
-        return value
-    return math.nan if math.isnan(number) else number
 
 
 def _options(name: str, options: Mapping[str, Any], itemsize: int) -> dict[str, Any]:

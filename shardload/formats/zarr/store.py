@@ -19,7 +19,7 @@ import errno
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from zarr.core.sync import sync
 from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.zarr.nodes import ArrayNode, GroupNode, Node, checked, parse_node
-from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
+from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, folders_of, is_references
 from shardload.storage.leftovers import METADATA, NODE_FILES
 from shardload.storage.local import TARGET_HINT, Fence, LocalFolder, state_of
 from shardload.storage.objects import NoListingError, ObjectFolder, RemoteError, read_content
@@ -84,6 +84,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         self.fence, self._opened_in = fence or Fence(), opened_in
         self._states: dict[str, State] = {}  # of metadata files, before they were read
         self._remote_files: dict[str, tuple[bytes | OSError | None, State]] = {}  # metadata at a URL: content, state
+        self._listing: Mapping[str, list[str]] | None = None  # the folders below each folder, if these cannot be listed
         below = _unwrapped(store)
         is_local = folder is None and type(below) is zarr.storage.LocalStore
         self.folder = LocalFolder(os.fspath(below.root), self.fence) if is_local else folder
@@ -191,9 +192,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             If folders cannot be listed, and nothing names the arrays.
         """
         if self.folder is None:
-            yield from self._nodes_of(_archive(_unwrapped(self._store)).namelist())
-        else:
-            yield from self._nodes_below("/")
+            self._listing = folders_of(_archive(_unwrapped(self._store)).namelist())
+        yield from self._nodes_below("/")
 
     def _node_or_error(self, name: str) -> Node | None:
         """The node of a folder; the error if it cannot be read."""
@@ -209,18 +209,15 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         node = self._node_or_error(name)
         if node is not None:
             yield name, node
-        if self.folder is None or isinstance(node, ArrayNode | Exception):
+        if isinstance(node, ArrayNode | Exception):
             return  # an array's folder is never listed: it may hold a million chunks
         try:
-            below = [f"{name.rstrip('/')}/{entry}" for entry in self.folder.folders(name.strip("/"))]
+            below = [f"{name.rstrip('/')}/{entry}" for entry in self._folders(name.strip("/"))]
             if name == "/" and node is None and isinstance(self.folder, RemoteFolder):
                 if self.folder.version(FOLDER_MARK) is not None:
                     raise RemoteError(errno.EBUSY, f"'{self.folder.name}' {_UNFINISHED}")
                 if not below:
                     raise FileNotFoundError(_NO_STORE)
-        except NoListingError as error:
-            yield from (entry for entry in self._nodes_of(self._consolidated_keys(error)) if entry[0] != name)
-            return
         except OSError as error:
             if name == "/":
                 raise
@@ -229,6 +226,17 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         self._fetch_nodes(entry.strip("/") for entry in below)
         for entry in below:
             yield from self._nodes_below(entry)
+
+    def _folders(self, name: str) -> list[str]:
+        """The names of the folders below a folder. Where they cannot be listed, those that consolidated metadata name."""
+        if self._listing is None and self.folder is not None:
+            try:
+                return self.folder.folders(name)
+            except NoListingError as error:
+                keys = self._consolidated_keys(error)
+                self._listing = folders_of(keys)
+                self._fetch_nodes({key.rpartition("/")[0] for key in keys})
+        return (self._listing or {}).get(name, [])
 
     def _consolidated_keys(self, error: NoListingError) -> list[str]:
         """The keys of metadata files that the root's consolidated metadata name. `error` says why folders cannot be listed."""
@@ -242,21 +250,6 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         raise NoListingError(
             f"{error}, and its root has no consolidated metadata, which would name the arrays. Pass the name of one: URL:/NAME"
         )
-
-    def _nodes_of(self, keys: Iterable[str]) -> Iterator[tuple[str, Node]]:
-        """The nodes of the folders in which these keys are metadata."""
-        folders = {key.rpartition("/")[0] for key in keys if key.rpartition("/")[2] in ("zarr.json", ".zarray", ".zgroup")}
-        self._fetch_nodes(folders)
-        array: str | None = None  # the last one: no other is below it
-        for folder in sorted(folders, key=lambda folder: folder.split("/")):
-            if {"", ".", ".."} & set(folder.split("/")) and folder:
-                continue
-            if array is not None and (not array or f"{folder}/".startswith(f"{array}/")):
-                continue
-            node = self._node_or_error(f"/{folder}")
-            if node is not None:
-                yield f"/{folder}", node
-            array = folder if isinstance(node, ArrayNode) else array
 
     # --- states
 

@@ -33,8 +33,8 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "some.h5")
 
 
-def values_of(path: str, name: str | None, tuning: Tuning | None = None, most: int | None = None) -> bytes | None:
-    with Finder(lookup.STRICT, tuning or Tuning(), most) as finder:
+def values_of(path: str, name: str | None, tuning: Tuning | None = None) -> bytes | None:
+    with Finder(lookup.STRICT, tuning or Tuning()) as finder:
         values = finder.find(path, name)[1]
     return None if values is None else bytes(values)
 
@@ -52,10 +52,9 @@ def test_values_that_are_read_sooner_than_a_file_is_opened_everywhere(path: str)
 def test_values_of_all_arrays_together_are_capped(path: str) -> None:
     """Wrong if a thousand small arrays were all held by every rank, whatever `staging` is."""
     names = ["small", "tiny", "small", "small", "tiny"]
-    for tuning, most in ((Tuning(small_total_nbytes=250_000), None), (Tuning(), 250_000)):
-        with Finder(lookup.STRICT, tuning, most) as finder:
-            found = [finder.find(path, name)[1] is not None for name in names]
-        assert found == [True, True, True, False, True]
+    with Finder(lookup.STRICT, Tuning(small_total_nbytes=250_000)) as finder:
+        found = [finder.find(path, name)[1] is not None for name in names]
+    assert found == [True, True, True, False, True]
 
 
 def test_a_file_is_opened_once(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
