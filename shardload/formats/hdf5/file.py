@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -203,7 +203,7 @@ class Hdf5File(OpenFile):
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
         first = {info.dataset: info for info in self._below(like)}
-        rest = self.list_below(most=most, like=like, listed=first)
+        rest = (info for info in self.list_below(most=most, like=like) if info.dataset not in first)
         return list(itertools.islice(itertools.chain(first.values(), rest), None if most is None else most + 1))
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
@@ -224,10 +224,9 @@ class Hdf5File(OpenFile):
         in_full: bool = False,
         most: int | None = None,
         like: str = "",
-        listed: Collection[str] = (),
     ) -> Iterator[ArrayInfo]:
-        """Describe every dataset below `group`, except those in `listed`. What cannot be opened is listed as refused. Names
-        begin with `prefix`, the name of the group for the caller.
+        """Describe every dataset below `group`. What cannot be opened is listed as refused. Names begin with `prefix`, the name
+        of the group for the caller.
 
         With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If
         there are more than `most`, those most similar to `like` come first.
@@ -241,7 +240,7 @@ class Hdf5File(OpenFile):
         dimensions = set(netcdf.values())  # whose names variables have
         for name in names:
             full = f"{prefix}/{netcdf.get(name, name)}"
-            if name in dimensions or full in listed:
+            if name in dimensions:
                 continue
             try:
                 member = group[encoded(name)]

@@ -298,9 +298,18 @@ class Tiles(ChunkReader):
         Value of what no part covers: an array without axes.
     open_part : PartOpener
         Opens the source of a part.
+    expected : Region or None
+        All that will be read; None for the whole.
     """
 
-    def __init__(self, boxes: Sequence[Box], info: ArrayInfo, fill: np.ndarray[Any, Any], open_part: PartOpener) -> None:
+    def __init__(
+        self,
+        boxes: Sequence[Box],
+        info: ArrayInfo,
+        fill: np.ndarray[Any, Any],
+        open_part: PartOpener,
+        expected: Region | None = None,
+    ) -> None:
         self._boxes, self.shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
         self._parts: Mapping[str, Any] = info.parts or {}
         ends = (np.array([getattr(box.region, end) for box in boxes], dtype=np.int64) for end in ("start", "stop"))
@@ -308,15 +317,11 @@ class Tiles(ChunkReader):
         self._lock = threading.Lock()
         self._open: dict[int, _Part] = {}  # the last used ones last
         self._is_closed = False
-        self._expected: Region | None = None
+        self._expected = expected or Region.whole(info.shape)
         self._decoder: Any = None
         self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
-        self._last_missing: tuple[Region, list[tuple[int, ...]]] | None = None  # what was read last, and its missing chunks
-
-    def limit_to(self, region: Region) -> None:
-        """Told once, before anything is read: only `region` will be."""
-        self._expected = region
+        self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
     def n_changed(self) -> int:
         """How many of the parts that were opened have changed since they were looked at."""
@@ -370,7 +375,7 @@ class Tiles(ChunkReader):
                     f"'{source.info.path}' has changed since it was looked at ({changed}). Load it again, or make a new plan"
                 )
             self._files[k] = [path for path in files if not is_remote(path)]  # of a URL, each answer has its version
-            wanted = None if self._expected is None else box.region.intersect(self._expected)
+            wanted = box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
             self._n_at_urls += is_remote(source.info.path)
@@ -378,11 +383,7 @@ class Tiles(ChunkReader):
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of a non-empty region into `out`, as `Source.read_into` does."""
-        self._last_missing = None
-        self._last_missing = region, self._read(region, out)
-
-    def _read(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
-        """As `read_into`; returns the missing chunks."""
+        self._missing = []
         tiles_met = list(self.meeting(region))
         missing = self._uncovered(region, [common for _, common in tiles_met])
         if sum(common.size for _, common in tiles_met) < region.size:
@@ -397,7 +398,7 @@ class Tiles(ChunkReader):
                 missing |= self._on_grid(part.source.missing(in_part), part.source.info.chunks, box, common)
             if values is not into:
                 np.copyto(into, values)
-        return list(missing)
+        self._missing = list(missing)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """See `Source`, for parts at URLs, which HDF5 does not open."""
@@ -410,12 +411,9 @@ class Tiles(ChunkReader):
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks of the virtual dataset's grid in which chunks of parts are missing, or which no part covers. ``[()]``
-        without chunks. The last `read_into` has found them; another region is read for that.
+        without chunks. The `read_into` of that region has found them.
         """
-        last = self._last_missing  # another thread may read meanwhile
-        if last is not None and last[0] == region:
-            return last[1]
-        return self._read(region, np.empty(region.shape, self._fill.dtype))
+        return self._missing
 
     def _on_grid(
         self, missing_in_part: Sequence[tuple[int, ...]], part_chunks: tuple[int, ...] | None, box: Box, region: Region
@@ -452,8 +450,7 @@ class Tiles(ChunkReader):
         """A reader of the chunks of all parts; None if they do not lie on one grid, or are not encoded alike."""
         if self._chunks is None or not self._parts.get("is_one_grid"):
             return None
-        expected = Region.whole(self.shape) if self._expected is None else self._expected
-        k = next((k for k, _ in self.meeting(expected)), 0) if expected.size else 0
+        k = next((k for k, _ in self.meeting(self._expected)), 0) if self._expected.size else 0
         with self.use(k) as part:
             reader = part.source.chunk_reader()
             if reader is None:
