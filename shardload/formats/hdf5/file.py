@@ -113,10 +113,10 @@ class Hdf5File(OpenFile):
         search_path = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # made when the first is opened
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
-            if (in_store := virtual.facts.in_store.get((name, dataset))) is not None:
+            if (name, dataset) in virtual.facts.in_store:
                 file = StoreFile(name, self._access, folders)
-                source = file.open(dataset, in_store.info)
-                return source, {name: file.state() or in_store.version}  # None: it reads that version
+                source, state = file.open(dataset, virtual.facts.in_store[name, dataset].info), file.state()
+                return source, {} if state is None else {name: state}
             path, _ = search_path().find(name)
             reference, version = f"values of another file, '{printable(name)}'", state_of(path) or (0, 0)
             with contextlib.ExitStack() as closing:

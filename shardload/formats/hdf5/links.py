@@ -321,8 +321,8 @@ def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, 
         return
     places = SearchPath("HDF5_VDS_PREFIX", dataset.facts)
     for name, inside in names:
-        if (part_in_store := dataset.facts.in_store.get((name, inside))) is not None:
-            others.metadata[name, inside] = part_in_store.metadata
+        if (name, inside) in dataset.facts.in_store:
+            others.metadata[name, inside] = dataset.facts.in_store[name, inside]
             continue
         path, real = places.find(name)
         if not others.fence.holds_real(real):

@@ -55,7 +55,7 @@ _MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared wi
 Names = tuple[str, str]  # of a file as it is named there, and of a dataset in it
 Versions = dict[str, tuple[int, ...]]  # size and time of files, by their paths
 PartOpener = Callable[[str, str], tuple[Source, Versions]]
-"""From `Names` to the source of a part, and the versions of all files that hold its values."""
+"""From `Names` to the source of a part, and the versions of all files that hold its values; none if it is told what to read."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class PartMetadata:
         Its value where nothing was written, in native byte order; empty if not known (of bit fields).
     is_raw : bool
         Whether its chunks can be read without HDF5, as far as its file is concerned.
+    info : ArrayInfo or None
+        Of an array at a URL: by this it is opened, in this version, without a request.
     """
 
     version: tuple[int, ...]
@@ -85,6 +87,7 @@ class PartMetadata:
     filters: Filters
     fill: bytes
     is_raw: bool = True
+    info: ArrayInfo | None = None
 
     @classmethod
     def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> PartMetadata:
@@ -97,15 +100,6 @@ class PartMetadata:
         return cls(
             version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), dataset.stored_filters, fill, is_raw
         )
-
-
-@dataclass(frozen=True)
-class PartInStore:
-    """What is known of an array at a URL that may be a part: it is opened by `info`, in this version, without a request."""
-
-    metadata: PartMetadata
-    info: ArrayInfo
-    version: tuple[int, ...]
 
 
 def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -369,7 +363,7 @@ class Tiles(ChunkReader):
         source, files = self._open_part(*box.names)
         with Undo(source.close):
             expected, state = tuple(self._parts["versions"][k]), version_of(files)
-            if state != expected:
+            if files and state != expected:
                 changed = f"had {expected[0]} bytes and has {state[0]}" if state[0] != expected[0] else "has another time"
                 raise ChangedError(
                     f"'{source.info.path}' has changed since it was looked at ({changed}). Load it again, or make a new plan"
