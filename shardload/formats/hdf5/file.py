@@ -28,7 +28,7 @@ from shardload.formats.concatenation import SCHEME, Concatenation
 from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, group_info, some
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.diagnosis import known_by_head
-from shardload.formats.hdf5.links import LostError, OtherFiles, SearchPath, follow, look_through, open_other, versions_of
+from shardload.formats.hdf5.links import OtherFiles, SearchPath, follow, look_through, open_other, versions_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, author_names, describe, groups_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
     HDF5_ERRORS,
@@ -48,7 +48,7 @@ from shardload.formats.hdf5.skeleton import SkeletonSource, StoreSource
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import PartMetadata, PartOpener, Versions, find_boxes, tell_parts
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.local import Fence, NotAFileError, OutsideError, head_of, open_file, state_of
+from shardload.storage.local import Fence, NotAFileError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, RemoteFolders, is_remote, open_remote, without_secrets
 from shardload.system.undo import Undo
 
@@ -170,13 +170,11 @@ class Hdf5File(OpenFile):
         """What `links.follow` finds; SourceError if a link has no target, or leads outside."""
         try:
             return follow(self._facts, name, self._fence)
-        except OutsideError as error:
+        except RemoteError:
+            raise
+        except OSError as error:
             text = f"'{name}' in '{self._path}' cannot be loaded: {error}."
-            raise SourceError(text, path=self._path, dataset=name) from None
-        except LostError as error:
-            where = f"'{name}' in '{self._path}'"
-            text = str(error) if str(error).startswith(where) else f"{where} leads nowhere: {error}"
-            raise SourceError(f"{text}. Restore the target, or name another array.", path=self._path, dataset=name) from error
+            raise SourceError(text, path=self._path, dataset=name) from error
 
     def _variable_of(self, dataset: OpenDataset, name: str) -> OpenDataset:
         """The variable that has this name in netCDF, if the dataset is only a dimension; else the dataset itself.

@@ -400,33 +400,6 @@ def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
     np.testing.assert_array_equal(check(path, "a"), data)
 
 
-def stored_sizes(path: Path, old: int, new: int) -> None:
-    """Replace the one place where the index of chunks says that a chunk has `old` bytes."""
-    raw, wanted = path.read_bytes(), old.to_bytes(4, "little")
-    tree = raw.index(b"TREE\x01")
-    at = raw.index(wanted, tree)
-    path.write_bytes(raw[:at] + new.to_bytes(4, "little") + raw[at + 4 :])
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("nbytes", [70_000, 2**32 - 1])
-def test_hostile_sizes(tmp_path: Path, nbytes: int) -> None:
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        make(file, "a", flat((2, 50), "int32"), (2, 50), "gzip")
-        file["rest"] = np.zeros(100_000, "u1")
-        size = file["a"].id.get_chunk_info_by_coord((0, 0)).size
-    stored_sizes(path, size, nbytes)
-    with h5py.File(path) as file:
-        assert file["a"].id.get_chunk_info_by_coord((0, 0)).size == nbytes
-    source = open_source(str(path), "a")
-    reader = source.chunk_reader()
-    assert reader is not None
-    with pytest.raises(ValueError, match=r"declared to be stored in \d+ bytes; its codecs can make 66336 at most of the 400"):
-        reader.fetch(box_of((0, 0)))
-    source.close()
-
-
 def test_types_left_to_hdf5(tmp_path: Path) -> None:
     odd = h5py.h5t.STD_I32LE.copy()
     odd.set_precision(24)
