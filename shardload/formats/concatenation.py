@@ -38,7 +38,7 @@ class Concatenation(str):
     summary : str
         The arrays that it has, and what was left out, for people.
     in_store : mapping
-        Of parts at URLs what ranks that read them must know (`hdf5.tiles.PartInStore`), by URL and name of the array.
+        Of parts at URLs what ranks that read them must know (`hdf5.tiles.PartMetadata`), by URL and name of the array.
     storage : StorageOptions
         How this rank reaches these stores.
     """

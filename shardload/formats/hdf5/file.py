@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from shardload.formats.concatenation import SCHEME, Concatenation
 from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, some
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.diagnosis import known_by_head
-from shardload.formats.hdf5.links import LostError, OtherFiles, SearchPath, follow, look_through, open_other, versions_of
+from shardload.formats.hdf5.links import OtherFiles, SearchPath, follow, look_through, open_other, versions_of
 from shardload.formats.hdf5.metadata import NON_COORDINATE, describe, groups_of, stands_for_axis
 from shardload.formats.hdf5.opened import (
     HDF5_ERRORS,
@@ -48,7 +48,7 @@ from shardload.formats.hdf5.skeleton import SkeletonSource, StoreSource
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import PartMetadata, PartOpener, Versions, find_boxes, tell_parts
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.local import Fence, NotAFileError, OutsideError, head_of, open_file, state_of
+from shardload.storage.local import Fence, NotAFileError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, RemoteFolders, is_remote, open_remote, without_secrets
 from shardload.system.undo import Undo
 
@@ -113,10 +113,10 @@ class Hdf5File(OpenFile):
         search_path = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # made when the first is opened
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
-            if (in_store := virtual.facts.in_store.get((name, dataset))) is not None:
+            if (name, dataset) in virtual.facts.in_store:
                 file = StoreFile(name, self._access, folders)
-                source = file.open(dataset, in_store.info)
-                return source, {name: file.state() or in_store.version}  # None: it reads that version
+                source, state = file.open(dataset, virtual.facts.in_store[name, dataset].info), file.state()
+                return source, {} if state is None else {name: state}
             path, _ = search_path().find(name)
             reference, version = f"values of another file, '{printable(name)}'", state_of(path) or (0, 0)
             with contextlib.ExitStack() as closing:
@@ -170,13 +170,11 @@ class Hdf5File(OpenFile):
         """What `links.follow` finds; SourceError if a link has no target, or leads outside."""
         try:
             return follow(self._facts, name, self._fence)
-        except OutsideError as error:
+        except RemoteError:
+            raise
+        except OSError as error:
             text = f"'{name}' in '{self._path}' cannot be loaded: {error}."
-            raise SourceError(text, path=self._path, dataset=name) from None
-        except LostError as error:
-            where = f"'{name}' in '{self._path}'"
-            text = str(error) if str(error).startswith(where) else f"{where} leads nowhere: {error}"
-            raise SourceError(f"{text}. Restore the target, or name another array.", path=self._path, dataset=name) from error
+            raise SourceError(text, path=self._path, dataset=name) from error
 
     def _variable_of(self, dataset: OpenDataset, name: str) -> OpenDataset:
         """The variable that has this name in netCDF, if the dataset is only a dimension; else the dataset itself.
@@ -203,7 +201,7 @@ class Hdf5File(OpenFile):
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
         first = {info.dataset: info for info in self._below(like)}
-        rest = self.list_below(most=most, like=like, listed=first)
+        rest = (info for info in self.list_below(most=most, like=like) if info.dataset not in first)
         return list(itertools.islice(itertools.chain(first.values(), rest), None if most is None else most + 1))
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
@@ -224,10 +222,9 @@ class Hdf5File(OpenFile):
         in_full: bool = False,
         most: int | None = None,
         like: str = "",
-        listed: Collection[str] = (),
     ) -> Iterator[ArrayInfo]:
-        """Describe every dataset below `group`, except those in `listed`. What cannot be opened is listed as refused. Names
-        begin with `prefix`, the name of the group for the caller.
+        """Describe every dataset below `group`. What cannot be opened is listed as refused. Names begin with `prefix`, the name
+        of the group for the caller.
 
         With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If
         there are more than `most`, those most similar to `like` come first.
@@ -241,7 +238,7 @@ class Hdf5File(OpenFile):
         dimensions = set(netcdf.values())  # whose names variables have
         for name in names:
             full = f"{prefix}/{netcdf.get(name, name)}"
-            if name in dimensions or full in listed:
+            if name in dimensions:
                 continue
             try:
                 member = group[encoded(name)]

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import h5py
@@ -30,7 +30,7 @@ from shardload.formats.hdf5.links import look_through
 from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory, image_of
 from shardload.formats.hdf5.sink import Hdf5Sink
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.hdf5.tiles import Names, PartInStore, PartMetadata, version_of
+from shardload.formats.hdf5.tiles import Names, PartMetadata, version_of
 from shardload.formats.sink import ArraySpec
 from shardload.planning.region import Region
 from shardload.storage.local import Fence
@@ -103,7 +103,7 @@ class JoinedFile(Hdf5Sink):
             check()
             self.commit()
 
-    def image(self, values: Mapping[str, Blocks], fence: Fence, in_store: Mapping[Names, PartInStore]) -> bytes:
+    def image(self, values: Mapping[str, Blocks], fence: Fence, in_store: Mapping[Names, PartMetadata]) -> bytes:
         """The bytes of the file, which is nowhere on disk. Paths of parts are absolute, in a fence, or URLs of which `in_store`
         has all names. Raises as `write` does.
         """
@@ -167,11 +167,11 @@ class JoinedFile(Hdf5Sink):
                     )
 
 
-def part_in_store(file: OpenFile, url: str, info: ArrayInfo) -> PartInStore:
+def part_in_store(file: OpenFile, url: str, info: ArrayInfo) -> PartMetadata:
     """What is known of an array of an open file at a URL. `info` is what other ranks must know to open it."""
     with contextlib.closing(file.open(info.dataset)) as source:
         dataset, version = cast(Hdf5Source, source).dataset, source.state() or (0, 0)
-        return PartInStore(PartMetadata.of(dataset, version_of({url: version})), info, version)
+        return replace(PartMetadata.of(dataset, version_of({url: version})), info=info)
 
 
 def _escaped(name: bytes) -> bytes:

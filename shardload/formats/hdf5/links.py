@@ -45,10 +45,6 @@ _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
 _UNLIMITED = 2**64 - 1
 
 
-class LostError(OSError):
-    """A link without a target."""
-
-
 @dataclass
 class OtherFiles:
     """The other files that hold the values of a dataset.
@@ -129,12 +125,10 @@ def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[OpenFac
     ------
     KeyError
         If there is no such name.
-    LostError
-        If a link on the way has no target.
     OutsideError
         If a link leads out of the fence, or to something that is not a file.
     OSError
-        If the target cannot be opened.
+        If a link on the way has no target, or it cannot be opened.
     """
     opened: list[OpenFacts] = []
     with Undo(lambda: close_all(opened)):
@@ -157,9 +151,7 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
         full_name = group_name + b"/" + part
         kind_and_target = _link_at(group, part, full_name)
         if kind_and_target is None:
-            raise (
-                LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else KeyError(decoded(name))
-            )
+            raise _lost(link, "there is no such name") if is_of_link else KeyError(decoded(name))
         kind, target = kind_and_target
         if kind == h5py.h5l.TYPE_HARD:
             try:
@@ -184,7 +176,7 @@ def _walk(file: OpenFacts, name: bytes, fence: Fence, opened: list[OpenFacts]) -
             raise OutsideError(f"{link} what a program defined for itself, which is not followed")
         n_links += 1
         if n_links > _MOST_LINKS:
-            raise LostError(f"{link}, which cannot be opened (there are more than {_MOST_LINKS} links on the way)")
+            raise _lost(link, f"there are more than {_MOST_LINKS} links on the way")
         parts_of_link = inside.split(b"/")
         parts.extendleft(reversed(parts_of_link))
         n_of_link += len(parts_of_link)
@@ -217,13 +209,13 @@ def open_other(path: str, reference: str, fence: Fence) -> OpenFacts:
     ------
     OutsideError
         If it is outside the fence, or not a file.
-    LostError
+    OSError
         If it is not there, or HDF5 cannot open it.
     """
     if not fence.holds(path):
         raise OutsideError(_leads_outside(reference))
     if not os.path.exists(path):
-        raise LostError(f"{reference}, which cannot be opened (there is no such file)")
+        raise _lost(reference, "there is no such file")
     if (why := why_not_a_file(path)) is not None:
         raise OutsideError(f"{reference}, which is {why}")
     return _open_checked(path, reference, fence)
@@ -233,11 +225,15 @@ def _open_checked(path: str, reference: str, fence: Fence) -> OpenFacts:
     try:
         facts = OpenFacts.at(path)
     except OSError as error:
-        raise LostError(f"{reference}, which cannot be opened (HDF5 says: {error})") from error
+        raise _lost(reference, f"HDF5 says: {error}") from error
     if isinstance(facts.stored, LocalFile) and not fence.holds_open(facts.stored.descriptor, path):
         facts.close()
         raise OutsideError(_leads_outside(reference))
     return facts
+
+
+def _lost(reference: str, why: str) -> OSError:
+    return OSError(f"{reference}, which cannot be opened ({why}). Restore the target, or name another array")
 
 
 def _leads_outside(reference: str) -> str:
@@ -321,8 +317,8 @@ def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, 
         return
     places = SearchPath("HDF5_VDS_PREFIX", dataset.facts)
     for name, inside in names:
-        if (part_in_store := dataset.facts.in_store.get((name, inside))) is not None:
-            others.metadata[name, inside] = part_in_store.metadata
+        if (name, inside) in dataset.facts.in_store:
+            others.metadata[name, inside] = dataset.facts.in_store[name, inside]
             continue
         path, real = places.find(name)
         if not others.fence.holds_real(real):

@@ -283,9 +283,9 @@ class OpenFacts:
     """
 
     def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
-        self.file, self._is_ours, self._in_store, self.name = file, is_ours, stored, str(file.filename)
+        self.file, self._is_ours, self._object, self.name = file, is_ours, stored, str(file.filename)
         self.shared_parts: OpenParts | None = None
-        self.in_store: Mapping[tuple[str, str], Any] = {}
+        self.in_store: Mapping[tuple[str, str], Any] = {}  # `tiles.PartMetadata` of each
         # Dimension scales that arrays have, with their names, by address and the group of the array: see `metadata.scales_of`.
         self.scales: dict[tuple[int, str], tuple[str, OpenDataset] | None] = {}
         self._image_state: tuple[int, ...] | None = None
@@ -314,13 +314,13 @@ class OpenFacts:
     @property
     def is_in_store(self) -> bool:
         """True if it is an object in a store: it has no folder, and what HDF5 reads itself takes a request each."""
-        return self._in_store is not None
+        return self._object is not None
 
     @cached
     def stored(self) -> StoredObject | None:
         """The bytes of the file, if it is an object in a store, or a plain file that is open for reading only; else None."""
-        if self._in_store is not None:
-            return self._in_store
+        if self._object is not None:
+            return self._object
         file = self.file.id
         is_plain = file.get_access_plist().get_driver() == h5py.h5fd.SEC2
         is_plain = is_plain and file.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either

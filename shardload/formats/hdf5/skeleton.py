@@ -27,7 +27,7 @@ from shardload.formats.contract.array import ArrayInfo, Labels, Properties
 from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.contract.format import Source, UndecodedError
 from shardload.formats.hdf5.chunks import ChunkPlaces, ChunkTable, open_chunks
-from shardload.formats.hdf5.filters import missing_filter
+from shardload.formats.hdf5.filters import filter_of, missing_filter
 from shardload.formats.hdf5.links import OtherFiles
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, cached, file_in_memory, file_of, image_of
 from shardload.formats.hdf5.source import Hdf5Source
@@ -73,15 +73,15 @@ class StoreSource(Hdf5Source):
 
 
 def _skeleton_of(dataset: OpenDataset) -> tuple[bytes, bool]:
-    """The bytes of a file with such a dataset, and whether it has the same filters. A filter may put parameters of its own in
-    front of those that it gets (Bitshuffle: 3).
+    """The bytes of a file with such a dataset, and whether it has the same filters: not if one is missing here, or if it adds
+    parameters of its own that are not known (`Codec.of_caller`).
     """
-    for n_added in (0, 3, None):  # parameters that filters added; None for a skeleton without filters
-        creation, layout, has_filters = dataset.creation.copy(), dataset.creation.get_layout(), n_added is not None
-        if n_added != 0 and dataset.stored_filters:
+    for has_filters in (True, False):
+        creation, layout = dataset.creation.copy(), dataset.creation.get_layout()
+        if dataset.stored_filters:
             creation.remove_filter(h5py.h5z.FILTER_ALL)
-            for number, flags, values, _ in dataset.stored_filters if has_filters else ():
-                creation.set_filter(number, flags, values[n_added if number >= 32000 else 0 :])
+        for number, flags, values, _ in dataset.stored_filters if has_filters else ():
+            creation.set_filter(number, flags, values[slice(*filter_of(number).of_caller)])
         if layout != h5py.h5d.COMPACT:
             creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if layout == h5py.h5d.CHUNKED else h5py.h5d.ALLOC_TIME_LATE)
         with file_in_memory() as file:

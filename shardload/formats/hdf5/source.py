@@ -245,9 +245,6 @@ class Hdf5Source(Source):
     def expect(self, region: Region) -> None:
         """Only the places of chunks that meet `region` will be listed."""
         self._expected = region
-        tiles = self.__dict__.get("_tiles")
-        if tiles is not None:
-            tiles.limit_to(region)
 
     def expect_in_order(self, regions: Iterator[Region]) -> None:
         """See `Source`: values of parts at URLs are fetched ahead."""
@@ -432,10 +429,7 @@ class Hdf5Source(Source):
         boxes = find_boxes(self.dataset, self.others.names, lambda _: next(shapes, None))
         if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
             raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
-        tiles = Tiles(boxes, self._info, fill_value(self.dataset, self._element_dtype), self._open_part)
-        if self._expected is not None:
-            tiles.limit_to(self._expected)
-        return tiles
+        return Tiles(boxes, self._info, fill_value(self.dataset, self._element_dtype), self._open_part, self._expected)
 
     @cached
     def _contiguous(self) -> Hdf5Contiguous | None:

@@ -55,7 +55,7 @@ _MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared wi
 Names = tuple[str, str]  # of a file as it is named there, and of a dataset in it
 Versions = dict[str, tuple[int, ...]]  # size and time of files, by their paths
 PartOpener = Callable[[str, str], tuple[Source, Versions]]
-"""From `Names` to the source of a part, and the versions of all files that hold its values."""
+"""From `Names` to the source of a part, and the versions of all files that hold its values; none if it is told what to read."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class PartMetadata:
         Its value where nothing was written, in native byte order; empty if not known (of bit fields).
     is_raw : bool
         Whether its chunks can be read without HDF5, as far as its file is concerned.
+    info : ArrayInfo or None
+        Of an array at a URL: by this it is opened, in this version, without a request.
     """
 
     version: tuple[int, ...]
@@ -85,6 +87,7 @@ class PartMetadata:
     filters: Filters
     fill: bytes
     is_raw: bool = True
+    info: ArrayInfo | None = None
 
     @classmethod
     def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> PartMetadata:
@@ -97,15 +100,6 @@ class PartMetadata:
         return cls(
             version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), dataset.stored_filters, fill, is_raw
         )
-
-
-@dataclass(frozen=True)
-class PartInStore:
-    """What is known of an array at a URL that may be a part: it is opened by `info`, in this version, without a request."""
-
-    metadata: PartMetadata
-    info: ArrayInfo
-    version: tuple[int, ...]
 
 
 def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -298,9 +292,18 @@ class Tiles(ChunkReader):
         Value of what no part covers: an array without axes.
     open_part : PartOpener
         Opens the source of a part.
+    expected : Region or None
+        All that will be read; None for the whole.
     """
 
-    def __init__(self, boxes: Sequence[Box], info: ArrayInfo, fill: np.ndarray[Any, Any], open_part: PartOpener) -> None:
+    def __init__(
+        self,
+        boxes: Sequence[Box],
+        info: ArrayInfo,
+        fill: np.ndarray[Any, Any],
+        open_part: PartOpener,
+        expected: Region | None = None,
+    ) -> None:
         self._boxes, self.shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
         self._parts: Mapping[str, Any] = info.parts or {}
         ends = (np.array([getattr(box.region, end) for box in boxes], dtype=np.int64) for end in ("start", "stop"))
@@ -308,15 +311,11 @@ class Tiles(ChunkReader):
         self._lock = threading.Lock()
         self._open: dict[int, _Part] = {}  # the last used ones last
         self._is_closed = False
-        self._expected: Region | None = None
+        self._expected = expected or Region.whole(info.shape)
         self._decoder: Any = None
         self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
-        self._last_missing: tuple[Region, list[tuple[int, ...]]] | None = None  # what was read last, and its missing chunks
-
-    def limit_to(self, region: Region) -> None:
-        """Told once, before anything is read: only `region` will be."""
-        self._expected = region
+        self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
     def n_changed(self) -> int:
         """How many of the parts that were opened have changed since they were looked at."""
@@ -364,13 +363,13 @@ class Tiles(ChunkReader):
         source, files = self._open_part(*box.names)
         with Undo(source.close):
             expected, state = tuple(self._parts["versions"][k]), version_of(files)
-            if state != expected:
+            if files and state != expected:
                 changed = f"had {expected[0]} bytes and has {state[0]}" if state[0] != expected[0] else "has another time"
                 raise ChangedError(
                     f"'{source.info.path}' has changed since it was looked at ({changed}). Load it again, or make a new plan"
                 )
             self._files[k] = [path for path in files if not is_remote(path)]  # of a URL, each answer has its version
-            wanted = None if self._expected is None else box.region.intersect(self._expected)
+            wanted = box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
             self._n_at_urls += is_remote(source.info.path)
@@ -378,11 +377,7 @@ class Tiles(ChunkReader):
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of a non-empty region into `out`, as `Source.read_into` does."""
-        self._last_missing = None
-        self._last_missing = region, self._read(region, out)
-
-    def _read(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
-        """As `read_into`; returns the missing chunks."""
+        self._missing = []
         tiles_met = list(self.meeting(region))
         missing = self._uncovered(region, [common for _, common in tiles_met])
         if sum(common.size for _, common in tiles_met) < region.size:
@@ -397,7 +392,7 @@ class Tiles(ChunkReader):
                 missing |= self._on_grid(part.source.missing(in_part), part.source.info.chunks, box, common)
             if values is not into:
                 np.copyto(into, values)
-        return list(missing)
+        self._missing = list(missing)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """See `Source`, for parts at URLs, which HDF5 does not open."""
@@ -410,12 +405,9 @@ class Tiles(ChunkReader):
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks of the virtual dataset's grid in which chunks of parts are missing, or which no part covers. ``[()]``
-        without chunks. The last `read_into` has found them; another region is read for that.
+        without chunks. The `read_into` of that region has found them.
         """
-        last = self._last_missing  # another thread may read meanwhile
-        if last is not None and last[0] == region:
-            return last[1]
-        return self._read(region, np.empty(region.shape, self._fill.dtype))
+        return self._missing
 
     def _on_grid(
         self, missing_in_part: Sequence[tuple[int, ...]], part_chunks: tuple[int, ...] | None, box: Box, region: Region
@@ -452,8 +444,7 @@ class Tiles(ChunkReader):
         """A reader of the chunks of all parts; None if they do not lie on one grid, or are not encoded alike."""
         if self._chunks is None or not self._parts.get("is_one_grid"):
             return None
-        expected = Region.whole(self.shape) if self._expected is None else self._expected
-        k = next((k for k, _ in self.meeting(expected)), 0) if expected.size else 0
+        k = next((k for k, _ in self.meeting(self._expected)), 0) if self._expected.size else 0
         with self.use(k) as part:
             reader = part.source.chunk_reader()
             if reader is None:

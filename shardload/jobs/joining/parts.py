@@ -50,7 +50,7 @@ from shardload.values.decoding import ATTRIBUTES
 
 if TYPE_CHECKING:
     from shardload.formats.hdf5.joined import JoinedFile, PlacedPart
-    from shardload.formats.hdf5.tiles import PartInStore
+    from shardload.formats.hdf5.tiles import PartMetadata
 
 _STORED_NBYTES = 1 << 20  # an array that is the same in all parts is stored in the new file up to this size
 _MOST_KEPT = 128  # files at URLs that stay open: of each the first MiB
@@ -167,8 +167,8 @@ class JoinedParts:
         self.rows: list[Row] = []
         self._group_attrs: dict[str, dict[str, Any]] = {}
         self.nbytes = 0
-        self.in_store: dict[tuple[str, str], PartInStore] = {}  # see `Concatenation`
-        self._arrays_in_store: dict[tuple[str, str], PartInStore] = {}  # of all arrays at URLs, by their full names
+        self.in_store: dict[tuple[str, str], PartMetadata] = {}  # see `Concatenation`
+        self._arrays_in_store: dict[tuple[str, str], PartMetadata] = {}  # of all arrays at URLs, by their full names
         self._kept: dict[str, Finder] = {}  # of files at URLs, which stay open
 
     def close(self) -> None:

@@ -245,7 +245,7 @@ def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
     for name, said in {
         "v": "cannot be loaded: it holds values of other files .* Load each by its own URL",
         "link": "'x' in 'x.h5'; load that object by its own URL",
-        "lost": f"^'/lost' in '{url}' is a link to '/nowhere', which cannot be opened .* Restore the target",
+        "lost": f"^'/lost' in '{url}' cannot be loaded: .* is a link to '/nowhere', which .* Restore the target",
     }.items():
         with pytest.raises(SourceError, match=said) as caught:
             find_array(url, name, Access(allow_external=True))
