@@ -598,7 +598,7 @@ _KEPT = tuple(option for option in _DECLARED if option.is_kept)
 _NAMES = frozenset(option.name for option in _KEPT)
 # Of which a caller of `load` may pass prefix trees, and a caller of `save`. (The tree of names is another matter.)
 PER_LOADED_ARRAY = tuple(option for option in _KEPT if option.is_per_array and option.name != "dataset")
-PER_SAVED_ARRAY = tuple(option for option in _DECLARED if option.is_one is _is_no_dict)
+PER_SAVED_ARRAY = tuple(option for option in _DECLARED if option.is_per_array and not option.is_kept and "save" in option.calls)
 PER_SAVE = tuple(option for option in _KEPT if not option.is_per_array and "save" in option.calls)
 
 
