@@ -357,9 +357,6 @@ class Option:
     is_one : callable, optional
         For an option of an array: True for a single value. By default whatever JAX takes for a leaf of a tree, or None, is one.
         Needed if a single value may be a tuple, list or dict.
-    may_be_dict : bool
-        For an option of an array: a single value may be a dict. It is a tree only where the arrays are in a dict with the same
-        keys.
     choices : tuple of str
         The allowed words, if it takes words.
     flag : str
@@ -377,7 +374,6 @@ class Option:
     is_kept: bool = True
     is_per_array: bool = False
     is_one: Callable[[Any], bool] | None = None
-    may_be_dict: bool = False
     choices: tuple[str, ...] = ()
     flag: str = ""
     other_defaults: Mapping[str, Any] | None = None
@@ -426,7 +422,7 @@ _DECLARED = (
     ),
     Option(
         "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _READ, _select,
-        is_per_array=True, is_one=_is_one_selection, may_be_dict=True, flag="--select",
+        is_per_array=True, is_one=_is_one_selection, flag="--select",
     ),
     Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_per_array=True, flag="--dtype"),
     Option(
@@ -598,7 +594,7 @@ _KEPT = tuple(option for option in _DECLARED if option.is_kept)
 _NAMES = frozenset(option.name for option in _KEPT)
 # Of which a caller of `load` may pass prefix trees, and a caller of `save`. (The tree of names is another matter.)
 PER_LOADED_ARRAY = tuple(option for option in _KEPT if option.is_per_array and option.name != "dataset")
-PER_SAVED_ARRAY = tuple(option for option in _DECLARED if option.is_one is _is_no_dict)
+PER_SAVED_ARRAY = tuple(option for option in _DECLARED if option.is_per_array and not option.is_kept and "save" in option.calls)
 PER_SAVE = tuple(option for option in _KEPT if not option.is_per_array and "save" in option.calls)
 
 

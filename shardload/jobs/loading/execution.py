@@ -29,7 +29,7 @@ from shardload.engine.call import begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
-from shardload.jobs.consistency import N_SUMS, State, check_same, check_same_objects, to_sums, version_in, version_of_state
+from shardload.jobs.consistency import State, check_same, check_same_objects, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, OpenSources, moves_of
 from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, join_proven, phases_of, staging_of
 from shardload.jobs.progress import progress_of
@@ -44,7 +44,7 @@ from shardload.transfer.counters import Counters, describe_missing, fold_first, 
 from shardload.values.decoding import packed_by
 
 _log = logging.getLogger("shardload")
-_N_COSTS = 4  # numbers of an array that the last agreement sums for the report
+_Numbers = Mapping[str, list[list[int]]]  # by what they say: a list for each array, or file
 _MOST_NAMED = 8  # arrays with missing chunks in one message
 
 
@@ -129,8 +129,9 @@ class Loader:
                     pieces = ({p.region: p.data for p in sharded.pieces.shards.values()} for sharded in target.arrays)
                     checked = self._check([sharded.array for sharded in target.arrays], pieces)
             group.watch.enter("agree")
-            totals = group.agree(session.errors.take(), self._counts(session, source, target, checked, requests_before))
-            arrays, report = self._finish(totals, session, source, target, checked, started)
+            numbers = self._numbers(session, source, target, checked, requests_before)
+            sums = _sums_over_ranks(group, session.errors, numbers)
+            arrays, report = self._finish(sums, session, source, target, checked, started)
         group.watch.close()
         _log.info("loaded %s: %s", self._name, report)
         return arrays, report
@@ -146,13 +147,13 @@ class Loader:
             for k, load in enumerate(loads):
                 with load.naming_errors():
                     states[k] = load.contents() if load.is_open else None
-        sums = group.agree(errors.take(), [number for state in states for number in to_sums(state)])
-        for load, sums_of_array in zip(loads, _split_evenly(sums, len(loads)), strict=True):
-            check_same(load.name, sums_of_array, load.info.path, load.info.dataset, is_open=True)
+        sums = _sums_over_ranks(group, errors, {"states": list(map(to_sums, states))})
+        for load, state in zip(loads, sums["states"], strict=True):
+            check_same(load.name, state, load.info.path, load.info.dataset, is_open=True)
         with errors:
             findings = self._check(arrays, [{}] * len(loads), seed)
-        counts = group.agree(errors.take(), [number for sums_of_array in findings for number in sums_of_array.counts])
-        proven = self._agree(findings, _split_evenly(counts, len(findings)))
+        sums = _sums_over_ranks(group, errors, {"proven": [of_array.counts for of_array in findings]})
+        proven = self._agree(findings, sums["proven"])
         group.watch.close()
         return proven
 
@@ -187,52 +188,45 @@ class Loader:
                     checked.append(verifier.check(array, self._group.rank, pieces_of_load))
         return checked
 
-    def _counts(
+    def _numbers(
         self, session: Session, source: LoadSource, target: DeviceTarget, checked: list[ShardFindings], requests_before: Counts
-    ) -> list[int]:
+    ) -> _Numbers:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
-        store_counts = counts().since(requests_before)
-        numbers = [session.counters.n_checksums, store_counts.requests, store_counts.nbytes, store_counts.retries]
-        numbers.append(len(source.versions_read))
-        for contents, sharded, proven in zip(source.contents, target.arrays, checked, strict=True):
-            counters = sharded.counters
-            numbers += [counters.chunks_missing, counters.chunks_decoded, counters.nbytes_read, counters.n_checksums]
-            numbers += [*to_sums(contents), *proven.counts]
-        for path in self._paths_of_several:
-            numbers += to_sums(source.files.get(path))
-        return numbers
+        stores, counters = counts().since(requests_before), [sharded.counters for sharded in target.arrays]
+        return {
+            "job": [[session.counters.n_checksums, stores.requests, stores.nbytes, stores.retries, len(source.versions_read)]],
+            "costs": [[c.chunks_missing, c.chunks_decoded, c.nbytes_read, c.n_checksums] for c in counters],
+            "states": [to_sums(state) for state in source.contents],
+            "files": [to_sums(source.files.get(path)) for path in self._paths_of_several],
+            "proven": [findings.counts for findings in checked],
+        }
 
     # --- what all ranks do together
 
     def _finish(
         self,
-        totals: list[int],
+        sums: _Numbers,
         session: Session,
         source: LoadSource,
         target: DeviceTarget,
         checked: list[ShardFindings],
         started: float,
     ) -> Loaded:
-        """Check that all read the same file, warn, and make the result. `totals`: the sums of `_counts` over the ranks."""
+        """Check that all read the same file, warn, and make the result. `sums`: of `_numbers`, over the ranks."""
         arrays = [sharded.array for sharded in target.arrays]
-        n_files = len(self._paths_of_several)
-        n_parts, n_requests, nbytes_fetched, n_retries, n_objects, *sums = totals[: len(totals) - n_files * N_SUMS]
-        of_arrays = _split_evenly(sums, len(arrays))
-        states = [sums[_N_COSTS : _N_COSTS + N_SUMS] for sums in of_arrays]
-        for load, array, state in zip(self._loads, arrays, states, strict=True):
+        ((n_parts, n_requests, nbytes_fetched, n_retries, n_objects),) = sums["job"]
+        for load, array, state in zip(self._loads, arrays, sums["states"], strict=True):
             if any(state):  # some rank had the file open
                 check_same(load.name, state, load.info.path, load.info.dataset, is_open=load.is_open)
             read_in = load.read_in if len(arrays) == 1 else None
             provenance = loaded_as(array)
             if provenance is not None:
                 provenance.version = version_in(state) if read_in is None else version_of_state(read_in)
-        if n_files:  # also if each array was read by one rank, but not all by the same
-            for path, state in zip(self._paths_of_several, _split_evenly(totals[-n_files * N_SUMS :], n_files), strict=True):
-                check_same(f"'{path}'", state, path, "")
+        for path, state in zip(self._paths_of_several, sums["files"], strict=True):  # each array may have had one reader
+            check_same(f"'{path}'", state, path, "")
         if n_objects:
             check_same_objects(self._group, source.versions_read)
-        proven = self._agree(checked, [sums[_N_COSTS + N_SUMS :] for sums in of_arrays])
-        costs = [sums[:_N_COSTS] for sums in of_arrays]
+        proven, costs = self._agree(checked, sums["proven"]), sums["costs"]
         counters = Counters()
         for measured in (session.counters, *(sharded.counters for sharded in target.arrays)):
             counters.add(measured)
@@ -288,10 +282,10 @@ class Loader:
         settle_missing("; ".join(texts[:_MOST_NAMED]) + more, missing, self._group.rank, incomplete[0][0].info)
 
 
-def _split_evenly(numbers: list[int], n: int) -> list[list[int]]:
-    """The numbers of each of `n` arrays, which all have equally many."""
-    n_each = len(numbers) // n
-    return [numbers[k * n_each : (k + 1) * n_each] for k in range(n)]
+def _sums_over_ranks(group: Group, errors: FirstError, numbers: _Numbers) -> _Numbers:
+    """The sums over the ranks, if nothing went wrong on any; else all raise that. Collective."""
+    sums = iter(group.agree(errors.take(), [number for rows in numbers.values() for row in rows for number in row]))
+    return {name: [[next(sums) for _ in row] for row in rows] for name, rows in numbers.items()}
 
 
 def warn_of_packed(arrays: Iterable[tuple[str, ArrayInfo, Options]], rank: int) -> None:

@@ -72,7 +72,7 @@ class ScatterCall(LoadCall):
 
     def __init__(self, array: Any, mesh: Any, spec: Any, keywords: dict[str, Any]) -> None:
         self._array, self._root = array, keywords["root"]
-        self._has_tree = has_trees(mesh, spec, keywords)
+        self._has_tree = has_trees({**keywords, "mesh": mesh, "spec": spec})
         self._sources: list[MemorySource] | None = None
         super().__init__("scatter", "", mesh, spec, keywords | {"readers": ROOT})
 

@@ -17,6 +17,7 @@ from shardload.arrays.sharding import describe_sharding, devices_per_process, re
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.trees import (
+    NEEDED,
     ArrayTree,
     in_array,
     is_entry,
@@ -31,6 +32,10 @@ from shardload.options import OPTIONS, PER_LOADED_ARRAY, Options
 from shardload.planning.selection import axes_text
 
 _DATASET = OPTIONS["dataset"]
+# What may be another one for each array, each with what tells a single value from a tree of them.
+_IS_ONE = {option.name: option.is_one or is_one for option in PER_LOADED_ARRAY} | {"mesh": is_one, "spec": is_one_spec}
+_DEFAULTS = {option.name: option.default for option in PER_LOADED_ARRAY}
+_TREES = {"select": is_tree_of_selections, "spec": is_tree_of_specs}  # of which a single value may be a dict, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +100,12 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, 
     """
     processes = keywords.get("processes")
     options = {name: value for name, value in keywords.items() if OPTIONS[name].is_kept and name != "dataset"}
-    values: dict[str, list[Any]] = {}
-    for option in PER_LOADED_ARRAY:
-        if (name := option.name) in options:
-            is_tree = is_tree_of_selections if option.may_be_dict else None
-            values[name] = tree.spread(name, options[name], option.is_one or is_one, is_tree, option.default)
-    values |= {"mesh": tree.spread("mesh", mesh), "spec": tree.spread("spec", spec, is_one_spec, is_tree_of_specs)}
+    arguments = options | {"mesh": mesh, "spec": spec}
+    values = {
+        name: tree.spread(name, arguments[name], is_single, _TREES.get(name), _DEFAULTS.get(name, NEEDED))
+        for name, is_single in _IS_ONE.items()
+        if name in arguments
+    }
     shared = {name: value for name, value in options.items() if name not in values}
     requests_by_key: dict[tuple[int, ...], Request] = {}  # `values` keeps alive whatever has its id in a key
     requests = []
@@ -114,15 +119,14 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, 
                 read = _read_pattern if place.is_pattern else _read
                 requests_by_key[key] = read(shared | values_of_place, processes)
         except ConfigError as error:
-            raise in_array(tree.where[k] if has_trees(mesh, spec, options) else "", error) from None
+            raise in_array(tree.where[k] if has_trees(arguments) else "", error) from None
         requests.append(requests_by_key[key])
     return requests
 
 
-def has_trees(mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> bool:
+def has_trees(arguments: Mapping[str, Any]) -> bool:
     """True if any argument is a tree of values, and not one value for all arrays."""
-    of_arrays = (option for option in PER_LOADED_ARRAY if option.name in keywords)
-    return not (is_one(mesh) and is_one_spec(spec)) or any(not (o.is_one or is_one)(keywords[o.name]) for o in of_arrays)
+    return any(not is_single(arguments[name]) for name, is_single in _IS_ONE.items() if name in arguments)
 
 
 def _read(keywords: dict[str, Any], processes: Any) -> Request:
@@ -137,17 +141,16 @@ def _read(keywords: dict[str, Any], processes: Any) -> Request:
         read_sharding(mesh, (entry,))  # each alone: a mesh axis may cut an axis of one variable, and another one of another
     sharding = read_sharding(mesh, spec if by_name is None else ())
     text = describe_sharding(sharding) + ("" if by_name is None else f" by the names {by_name}")
-    for name in ("select", "pad", "edge"):
-        refuse_traced(name, options.get(name))
+    for name, value in options.items():
+        refuse_traced(name, value)
     checked = Options.check(**options)
     return Request(sharding, checked, {"sharding": text, **checked.describe()}, n, by_name)
 
 
 def _read_pattern(keywords: dict[str, Any], processes: Any) -> Request:
     """The request of all arrays below a group. Of trees the first values are checked; the others when the arrays are known."""
-    kinds = {option.name: option.is_one or is_one for option in PER_LOADED_ARRAY} | {"mesh": is_one, "spec": is_one_spec}
-    trees = {name: value for name, value in keywords.items() if name in kinds}
-    leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=kinds[name]) or [None] for name, value in trees.items()}
+    trees = {name: value for name, value in keywords.items() if name in _IS_ONE}
+    leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=_IS_ONE[name]) or [None] for name, value in trees.items()}
     first = _read(keywords | {name: values[0] for name, values in leaves.items()}, processes)
     text = {"sharding": f"{_tree_text(keywords['mesh'], _mesh_text)}, {_tree_text(keywords['spec'], repr)}"}
     of_arrays = [option.name for option in PER_LOADED_ARRAY if option.text and option.name in trees]
