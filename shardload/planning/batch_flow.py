@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,7 @@ def _level(preferred: IntArray, owners: Owners, n_ranks: int) -> IntArray:
 class CutFlow:
     """What goes where in one round if the batch is cut in one way: runs of steps, from the owners of blocks to the shards.
 
-    A target is a run of a tile: number ``run * n_tiles + tile``.
+    A target is a run of a tile, in this cut: number ``(run * n_tiles + tile) * n_cuts + cut``.
 
     Parameters
     ----------
@@ -218,12 +219,16 @@ class CutFlow:
         What each part of the batch needs.
     owners : ndarray of int
         The rank that reads each block: those of the first column, then those of the next one.
+    cut, n_cuts : int
+        Which of all cuts this is, and how many there are.
     """
 
     schedule: BatchSchedule
     columns: Sequence[int]
     runs: Runs
     owners: IntArray
+    cut: int = 0
+    n_cuts: int = 1
 
     def region(self, block: int) -> Region:
         """The region of a block of the round."""
@@ -241,7 +246,7 @@ class CutFlow:
             for tile, common in schedule.tiles_met[cell]:
                 region = schedule.with_steps(common, *self.runs.steps[run])
                 for holder in schedule.shards.holders(part * schedule.n_tiles + tile):
-                    yield Part(region, run * schedule.n_tiles + tile, holder)
+                    yield Part(region, self.number(tile, run), holder)
 
     @cached_property
     def stays(self) -> bool:
@@ -258,7 +263,7 @@ class CutFlow:
         return schedule.shards.most_holders == 1 and np.array_equal(owners, holders)
 
     def awaited(self, rank: int) -> Iterator[tuple[int, int, Part]]:
-        """The parts that come from other ranks, in any order, each after its block and target. `Part.rank` is the sender."""
+        """The parts that come from other ranks, in any order, each after its block and cut. `Part.rank` is the sender."""
         schedule, n_cells = self.schedule, self.schedule.rest.n_cells
         for shard, shard_region in self._held_by(rank):
             runs = self.runs_of(shard)
@@ -267,8 +272,8 @@ class CutFlow:
                 senders = self.owners[blocks]
                 for k in np.flatnonzero(senders != rank).tolist():
                     run = int(runs[k])
-                    number, region = self.number(shard, run), schedule.with_steps(common, *self.runs.steps[run])
-                    yield int(blocks[k]), number, Part(region, number, int(senders[k]))
+                    region = schedule.with_steps(common, *self.runs.steps[run])
+                    yield int(blocks[k]), self.cut, Part(region, self.number(shard, run), int(senders[k]))
 
     def _held_by(self, rank: int) -> Iterator[tuple[int, Region]]:
         """The shards of a rank that have something of the array, and what of its other axes."""
@@ -283,11 +288,11 @@ class CutFlow:
 
     def number(self, shard: int, run: int) -> int:
         """The number of the target for a run of a shard."""
-        return run * self.schedule.n_tiles + shard % self.schedule.n_tiles
+        return (run * self.schedule.n_tiles + shard % self.schedule.n_tiles) * self.n_cuts + self.cut
 
     def target(self, number: int) -> Region | None:
         """The elements that a target needs; None if it needs none."""
-        run, tile = divmod(number, self.schedule.n_tiles)
+        run, tile = divmod(number // self.n_cuts, self.schedule.n_tiles)
         tile_region = self.schedule.tiles[tile]
         return None if tile_region is None else self.schedule.with_steps(tile_region, *self.runs.steps[run])
 
@@ -324,36 +329,23 @@ class BatchFlow:
         """The blocks that a rank reads."""
         return np.flatnonzero(self.cuts[0].owners == rank).tolist()
 
-    def number(self, cut: int, target: int) -> int:
-        """The number of the target that has a number in one of the cuts."""
-        return target * len(self.cuts) + cut
-
-    def _numbered(self, cut: int, part: Part) -> Part:
-        return Part(part.region, self.number(cut, part.target), part.rank)
-
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
         for block in self.blocks_of(rank):
-            parts = (self._numbered(k, part) for k, cut in enumerate(self.cuts) for part in cut.parts_of(block))
-            yield Block(self.cuts[0].region(block), tuple(parts))
+            yield Block(self.cuts[0].region(block), tuple(part for cut in self.cuts for part in cut.parts_of(block)))
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
-        awaited = [
-            (block, k, target, self._numbered(k, part))
-            for k, cut in enumerate(self.cuts)
-            for block, target, part in cut.awaited(rank)
-        ]
+        awaited = chain.from_iterable(cut.awaited(rank) for cut in self.cuts)
         parts_by_sender: dict[int, list[Part]] = {}
-        for *_, part in sorted(awaited, key=lambda item: item[:3]):
+        for _, _, part in sorted(awaited, key=lambda each: (*each[:2], each[2].target)):
             parts_by_sender.setdefault(part.rank, []).append(part)
         return parts_by_sender
 
     def target(self, number: int) -> Region | None:
         """See `Flow`."""
-        target, cut = divmod(number, len(self.cuts))
-        return self.cuts[cut].target(target)
+        return self.cuts[number % len(self.cuts)].target(number)
 
     def targets(self, rank: int) -> list[int]:
         """See `Flow`."""
-        return [self.number(k, target) for k, cut in enumerate(self.cuts) for target in cut.targets(rank)]
+        return [target for cut in self.cuts for target in cut.targets(rank)]

@@ -97,7 +97,7 @@ def exchange(
         What this rank received.
     """
     started, arrivals = time.perf_counter(), channels.arrivals
-    moving = _Exchange(group, channels, channels.moves, arrivals, resources, outgoing)
+    moving = _Exchange(group, channels, resources, outgoing)
     try:
         moving.run(begin_next)
     except BaseException:
@@ -142,16 +142,8 @@ class Outgoing:
 class _Exchange:
     """The main loop of one rank: stage, send and receive until everything has arrived."""
 
-    def __init__(
-        self,
-        group: Group,
-        channels: Channels,
-        moves: Sequence[ArrayMove],
-        arrivals: Arrivals,
-        resources: Resources,
-        outgoing: Outgoing,
-    ) -> None:
-        self.channels, self.moves, self.arrivals, self.outgoing = channels, moves, arrivals, outgoing
+    def __init__(self, group: Group, channels: Channels, resources: Resources, outgoing: Outgoing) -> None:
+        self.channels, self.moves, self.arrivals, self.outgoing = channels, channels.moves, channels.arrivals, outgoing
         self.bell, self.watch, self.rank = resources.bell, group.watch, group.rank
         self.failure = FirstError()  # when this rank staged or sent
         self.has_sent_receipts = False

@@ -167,20 +167,19 @@ class BatchTarget:
         """See `TargetEndpoint`."""
         for move in moves:
             move.targets = {}
-            for cut, flow in enumerate(move.flows):
+            for flow in move.flows:
                 for shard, run in flow.runs_held_by(self._rank):
                     number = flow.number(shard, run)
                     region = flow.target(number)
                     if region is not None:
-                        room = self._room(move, cut, shard, run, region.shape)
-                        move.targets[move.flow.number(cut, number)] = Piece(region, room)
+                        move.targets[number] = Piece(region, self._room(move, flow, shard, run, region.shape))
 
-    def _room(self, move: Any, cut: int, shard_number: int, run: int, shape: tuple[int, ...]) -> Array:
+    def _room(self, move: Any, flow: CutFlow, shard_number: int, run: int, shape: tuple[int, ...]) -> Array:
         """Memory for a run of steps of a shard."""
-        leaf = self._plan.in_place.get((move.array, cut))
+        leaf = self._plan.in_place.get((move.array, flow.cut))
         if leaf is None:
             return np.empty(shape, dtype=move.dtype)
-        n, last = shape[move.stream_array.schedule.axis], int(move.flows[cut].runs.last[run])
+        n, last = shape[move.stream_array.schedule.axis], int(flow.runs.last[run])
         batch, slot = divmod(last + 1 - n, self._plan.batch)
         shard, key = self._shards[leaf][shard_number], (move.epoch, batch, leaf, shard_number)
         if key not in self._pieces:
@@ -192,18 +191,18 @@ class BatchTarget:
         """See `TargetEndpoint`. The ranks have agreed that all has come."""
         moves: Sequence[Any] = round_.moves
         for move in moves:
-            for cut, flow in enumerate(move.flows):
-                if (move.array, cut) not in self._plan.in_place:
-                    self._keep(move, cut, flow)
+            for flow in move.flows:
+                if (move.array, flow.cut) not in self._plan.in_place:
+                    self._keep(move, flow)
             move.targets = {}
 
-    def _keep(self, move: Any, cut: int, flow: CutFlow) -> None:
+    def _keep(self, move: Any, flow: CutFlow) -> None:
         """Keep the steps of a cut until batches need them."""
         axis, runs = move.stream_array.schedule.axis, flow.runs
         places, ends = runs.column.tolist(), (runs.last // self._plan.batch).tolist()
         for shard, run in flow.runs_held_by(self._rank):
-            key, start = (move.epoch, move.array, move.places[places[run]], cut, shard), runs.steps[run][0]
-            piece = move.targets[move.flow.number(cut, flow.number(shard, run))]
+            key, start = (move.epoch, move.array, move.places[places[run]], flow.cut, shard), runs.steps[run][0]
+            piece = move.targets[flow.number(shard, run)]
             self._steps.setdefault(key, Steps()).add(start, np.moveaxis(piece.data, axis, 0))
             self._ends.setdefault((move.epoch, ends[run]), []).append((key, start))
 

@@ -451,11 +451,11 @@ class EpochRounds:
 
     def flows(self, array: int, places: range) -> list[CutFlow]:
         """For each cut of an array, what moves in a round whose readings of the array are `places`."""
-        columns = self.readings[array].chunks[places.start : places.stop].tolist()
+        columns, cuts = self.readings[array].chunks[places.start : places.stop].tolist(), self._plan.arrays[array].cuts
         flows: list[CutFlow] = []
-        for schedule, runs in zip(self._plan.arrays[array].cuts, self._runs(array, places), strict=True):
+        for cut, (schedule, runs) in enumerate(zip(cuts, self._runs(array, places), strict=True)):
             owners = flows[0].owners if flows else share_blocks(schedule, runs, len(columns))
-            flows.append(CutFlow(schedule, columns, runs, owners))
+            flows.append(CutFlow(schedule, columns, runs, owners, cut, len(cuts)))
         return flows
 
     def _runs(self, array: int, places: range) -> Iterator[Runs]:

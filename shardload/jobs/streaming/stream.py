@@ -13,6 +13,7 @@ from shardload.errors import ConfigError
 from shardload.jobs.streaming.plan import StreamPlan
 from shardload.jobs.streaming.reader import Inline, ReadAhead, RoundReader, StreamReport
 from shardload.system.garbage import let_go
+from shardload.units import shown
 
 STATE_VERSION = 1
 
@@ -172,16 +173,14 @@ class StreamIterator:
         """
         if self._batches is not None:
             raise ConfigError("this iterator has given batches already: set the state of a new one, iter(stream)")
-        version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-        if not isinstance(state, Mapping) or version != STATE_VERSION:
-            raise ConfigError(f"this is no state of a stream, or one of another version: {version!r}, expected {STATE_VERSION}")
-        epoch, sample = _integer(state.get("epoch")), _integer(state.get("sample"))
-        expected, fingerprint = self._stream.plan.fingerprint, state.get("stream")
-        if epoch is None or sample is None or not isinstance(fingerprint, Mapping):
-            part = "epoch" if epoch is None else "sample" if sample is None else "stream"
+        parts, plan = state if isinstance(state, Mapping) else {}, self._stream.plan
+        epoch, sample = _integer(parts.get("epoch")), _integer(parts.get("sample"))
+        expected, fingerprint = plan.fingerprint, parts.get("stream")
+        is_known = parts.get("version") == STATE_VERSION and isinstance(fingerprint, Mapping)
+        if not is_known or fingerprint is None or epoch is None or sample is None:
             raise ConfigError(
-                f"this is no whole state of a stream: its {part!r} is {state.get(part)!r}. Pass what get_state gave, or what "
-                "json.loads made of it"
+                f"this is no state of a stream, or one of another version than {STATE_VERSION}: {shown(state)}. Pass what "
+                "get_state gave, or what json.loads made of it"
             )
         differ = [
             f"{name} is {expected.get(name)!r}, was {fingerprint.get(name)!r}"
@@ -192,12 +191,11 @@ class StreamIterator:
             raise ConfigError(
                 f"this state is of another stream, whose order is another one: {'; '.join(differ)}. Pass what was passed then"
             )
-        if epoch < 0 or not 0 <= sample <= self._stream.plan.n_samples:
-            raise ConfigError(
-                f"this state is after sample {sample} of epoch {epoch}, but an epoch has {self._stream.plan.n_samples} samples"
-            )
-        plan = self._stream.plan
         n_left = plan.n_samples - sample
+        if min(epoch, sample, n_left) < 0:
+            raise ConfigError(
+                f"this state is after sample {sample} of epoch {epoch}, but an epoch has {plan.n_samples} samples"
+            )
         if plan.remainder == "error" and n_left % plan.batch:
             raise ConfigError(
                 f"this state is after sample {sample} of an epoch of {plan.n_samples}; the {n_left} that are left are no whole "

@@ -156,7 +156,7 @@ def test_a_rank_that_was_woken_soon_looks_again() -> None:
     is_rung = [False, False, True, False]
 
     class NoChannels:
-        is_empty = True
+        is_empty, moves, arrivals = True, (), None
 
         def wait(self, bell: object, n_idle: int, longest_seconds: float) -> bool:
             slept.append(n_idle)
@@ -166,7 +166,6 @@ def test_a_rank_that_was_woken_soon_looks_again() -> None:
         def is_done(self) -> bool:
             return len(slept) == len(is_rung)
 
-        def expect(self) -> None: ...
         def check(self, is_whole: bool) -> None: ...
         def send_receipts(self, went_well: bool) -> None: ...
         def send_queued(self) -> bool:
@@ -177,6 +176,6 @@ def test_a_rank_that_was_woken_soon_looks_again() -> None:
     watch = Watchdog(0, 1)
     watch.begin("test", SECONDS)
     group, resources, channels = SimpleNamespace(rank=0, watch=watch), SimpleNamespace(bell=None), NoChannels()
-    moving = _Exchange(group, channels, [], None, resources, Outgoing([], 0))  # type: ignore[arg-type]
+    moving = _Exchange(group, channels, resources, Outgoing([], 0))  # type: ignore[arg-type]
     moving.run(lambda: False)
     assert slept == [1, 2, 3, 1]

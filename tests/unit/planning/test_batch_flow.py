@@ -97,7 +97,7 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObj
     """
     schedule, cuts = case.schedule, [case.cut()]
     if data.draw(st.booleans()):
-        cuts.append(case.cut_otherwise(data.draw))
+        cuts = [replace(cuts[0], n_cuts=2), replace(case.cut_otherwise(data.draw), cut=1, n_cuts=2)]
     flow, axis, ranks = BatchFlow(cuts), schedule.axis, range(schedule.n_ranks)
     array = np.arange(math.prod(schedule.blocks.shape)).reshape(schedule.blocks.shape)
     targets = {(rank, number): flow.target(number) for rank in ranks for number in flow.targets(rank)}
@@ -131,7 +131,7 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObj
             came = [(int(runs.column[k]), step) for k in of_shard for step in range(runs.start[k], runs.stop[k])]
             assert sorted(came) == sorted(needed)
             if schedule.held(shard) is not None:
-                starts = [targets[rank, flow.number(0, cut.number(shard, k))].start[axis] for k in of_shard.tolist()]  # type: ignore[union-attr]
+                starts = [targets[rank, cut.number(shard, k)].start[axis] for k in of_shard.tolist()]  # type: ignore[union-attr]
                 assert starts == runs.start[of_shard].tolist()
 
 
