@@ -604,19 +604,20 @@ def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[
 
 
 def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:
-    """True if a region is small, and one process reads and decodes it in less time than a load takes to start."""
+    """True if a region is small, with all of the chunks (or shards) that it meets, and one process reads and decodes them in
+    less time than a load takes to start.
+    """
     nbytes, unit = nbytes_of(info, region.shape), info.shards or info.chunks
-    if not 0 < nbytes <= tuning.small_nbytes or nbytes_of(info, unit or ()) > tuning.small_chunk_nbytes:
+    if nbytes == 0:
         return False
-    is_whole = region.shape == info.shape
-    if nbytes <= tuning.tiny_nbytes and is_whole:
+    decoded = nbytes if unit is None else math.prod(map(len, chunks_met(region, unit))) * nbytes_of(info, unit)
+    if decoded > tuning.small_nbytes:
+        return False
+    if nbytes <= tuning.tiny_nbytes and region.shape == info.shape:
         return True
     if info.chunks is None:
         return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, region.shape)) <= START_SECONDS
     n_chunks = math.prod(map(len, chunks_met(region, info.chunks)))
-    decoded = nbytes if is_whole else n_chunks * nbytes_of(info, info.chunks)
-    if decoded > tuning.small_nbytes:  # perhaps at once
-        return False
     return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
 
 

@@ -347,10 +347,6 @@ class Encoder:
         """
         if values.shape != region.shape:
             raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
-        return self._encode(values)
-
-    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        """Values as the file has them (C order, its byte order, a whole chunk), after the steps of the format."""
         data: Any = self._packed(values)
         for step in self._steps:
             data = step(data)
@@ -359,6 +355,7 @@ class Encoder:
         return Stored(data.copy() if is_scratch else data)
 
     def _packed(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of values as the file has them before the steps: C order, its byte order, a whole chunk."""
         dtype, shape = self.spec.dtype, self.spec.chunks or values.shape
         # First, because this is all that is done for a contiguous array.
         if values.dtype == dtype and values.flags.c_contiguous and values.shape == shape:

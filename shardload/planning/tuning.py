@@ -38,13 +38,10 @@ class Tuning:
     tiny_nbytes : int
         The values of an array up to this size are sent to all ranks with its metadata: that is faster than opening a file.
     small_nbytes : int
-        So are the values of an array up to this size, if there are several ranks, and rank 0 reads them sooner than all ranks
-        would (`one_reader_seconds`).
+        So are the values of an array up to this size, with all of its chunks or shards, if there are several ranks, and rank 0
+        reads them sooner than all ranks would (`one_reader_seconds`).
     small_total_nbytes : int
         Cap on the values of all arrays of a call that are sent so.
-    small_chunk_nbytes : int
-        Exception to `small_nbytes`: not if the array lies in a larger chunk or shard than this, because a chunk is decoded
-        whole, before the staging cap is checked.
     block_nbytes, block_between_nodes_nbytes : int
         Cap on a block if all ranks are on one machine, and if they are not. Large enough that a read is efficient, small enough
         that reading and sending overlap. Inside a machine parts need no messages of their own; between machines there should
@@ -67,7 +64,6 @@ class Tuning:
     tiny_nbytes: int = 1 << 14
     small_nbytes: int = 8 << 20
     small_total_nbytes: int = 8 << 20
-    small_chunk_nbytes: int = 1 << 20
     block_nbytes: int = 4 << 20
     large_block_nbytes: int = 16 << 20
     large_blocks_per_rank: int = 4

@@ -908,8 +908,8 @@ def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
     on_root(ranks, lambda: make(path, values[:5]))
     before = files(path)
-    right = GrowthEncoder._encode
-    monkeypatch.setattr(GrowthEncoder, "_encode", lambda self, values: right(self, values + 1))
+    right = GrowthEncoder.encode
+    monkeypatch.setattr(GrowthEncoder, "encode", lambda self, region, values: right(self, region, values + 1))
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P(None, "a"))), VerifyError, "other values")
     assert on_root(ranks, lambda: files(path)) == before
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]

@@ -320,7 +320,7 @@ FAULTS = {
     "create": "shardload.formats.hdf5.sink.Hdf5Sink.create",
     "open": "shardload.formats.hdf5.sink.Hdf5Sink.writer",
     "exchange": "shardload.arrays.local_shards.ShardSender.start",
-    "encode": "shardload.formats.hdf5.sink.Hdf5Encoder._encode",
+    "encode": "shardload.formats.hdf5.sink.Hdf5Encoder.encode",
     "place": "shardload.formats.hdf5.sink.Hdf5Sink.allocate",
     "put": "shardload.formats.sink.Writer.put",
     "sync": "shardload.formats.sink.Writer.sync",

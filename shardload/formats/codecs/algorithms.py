@@ -30,7 +30,6 @@ import google_crc32c
 import numpy as np
 import zstandard
 
-from shardload.formats.contract.format import UndecodedError
 from shardload.system.scratch import shared_scratch
 
 _WORTH_RELEASING = 1 << 15  # bytes of a chunk from which NumPy copies it: that releases the GIL, and takes a microsecond more
@@ -420,6 +419,10 @@ def encode_zstd(level: int) -> Step:
     return step
 
 
+NOT_BLOSC = "damaged, or encoded by a compressor that numcodecs does not have, such as Snappy"
+"""Why numcodecs cannot decode a buffer, whose header fits."""
+
+
 def decode_blosc() -> Stage:
     """A Blosc 1 buffer, with any compressor (lz4, zstd, ...), shuffled or not. Uses numcodecs, which trusts its header."""
 
@@ -429,28 +432,10 @@ def decode_blosc() -> Stage:
             try:
                 numcodecs().blosc.decompress(chunk, row)
             except (RuntimeError, ValueError) as error:
-                raise blosc_error(chunk, error) from None
+                raise ValueError(f"the blosc data is {NOT_BLOSC} ({error})") from None
         return out
 
     return Stage("blosc", undo, None)
-
-
-_IN_BLOSC = ("blosclz", "lz4", "snappy", "zlib", "zstd")  # by the highest bits of the flags; lz4hc makes lz4
-
-
-def blosc_error(data: Any, error: Exception) -> ValueError:
-    """The error about a buffer that numcodecs cannot decode: its build may lack what the header asks for."""
-    version, flags = int(data[0]), int(data[2])
-    name = dict(enumerate(_IN_BLOSC)).get(flags >> 5, f"a compressor of number {flags >> 5}")
-    compressors = [compressor for compressor in numcodecs().blosc.list_compressors() if compressor != "lz4hc"]
-    encoding = f"Blosc's format {version} (numcodecs reads 2)" if version != 2 else f"Blosc with {name}"
-    if version == 2 and (name in compressors or flags & 2):  # 2: stored as it is
-        return ValueError(f"the blosc data is damaged ({error})")
-    return UndecodedError(
-        f"it says that it is encoded by {encoding}, which numcodecs {numcodecs().__version__} here cannot decode: it has "
-        f"{', '.join(compressors)}. Write the array again with one of these; other libraries may read it (TensorStore and "
-        "hdf5plugin have Snappy)"
-    )
 
 
 def check_blosc(data: Any, nbytes: int | None = None) -> None:

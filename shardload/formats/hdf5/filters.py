@@ -40,6 +40,7 @@ from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Para
 from shardload.formats.contract.array import is_added, native_dtype
 from shardload.formats.hdf5.opened import BFLOAT16, OpenDataset, file_in_memory, filters_of, type_in_file
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Stored
+from shardload.planning.region import Region
 
 Filters = list[tuple[int, int, Any, bytes]]
 """Number, flags, parameters and name of each filter of a dataset, in the order in which they are applied."""
@@ -297,8 +298,9 @@ class Hdf5Encoder(Encoder):
         steps_here = () if self._by_library else known_steps
         super().__init__(path, name, spec, flavour, codec or "none", steps_here, is_placed_by_root=is_placed_by_root)
 
-    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
-        stored = super()._encode(values)
+    def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
+        """See `Encoder`."""
+        stored = super().encode(region, values)
         return self._through_library(stored.data) if self._by_library else stored
 
     def _add_filters(self) -> list[Step | None]:

@@ -30,7 +30,7 @@ from zarr.core.metadata import ArrayV2Metadata, ArrayV3Metadata
 from zarr.dtype import ZDType, data_type_registry
 
 from shardload.errors import printable
-from shardload.formats.codecs.algorithms import blosc_error, check_blosc
+from shardload.formats.codecs.algorithms import NOT_BLOSC, check_blosc
 from shardload.formats.contract.array import is_added, refusal
 from shardload.formats.zarr.metadata import SURVIVED, Json, json_number, names_of
 from shardload.system.caller import warnings_caught
@@ -201,7 +201,7 @@ class CheckedBlosc(numcodecs.Blosc):  # type: ignore[misc]
         try:
             return super().decode(buf, out)
         except RuntimeError as error:
-            raise blosc_error(data, error) from None
+            raise ValueError(f"the blosc data is {NOT_BLOSC} ({error})") from None
 
 
 def checked(metadata: Any) -> Any:

@@ -205,7 +205,7 @@ def saving(what: Any) -> None:
     if what == "metadata":
         sink.Hdf5Sink.finish = wait
     else:
-        sink.Hdf5Encoder._encode = wait
+        sink.Hdf5Encoder.encode = wait
     shardload.save("new.h5", {"x": ramp(SHAPE)}, chunks=CHUNKS, timeout=TIMEOUT)
 
 

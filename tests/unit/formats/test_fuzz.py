@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.fuzz import loads
 from benchmarks.fuzz.files import Case, Kind, make_kinds
 from benchmarks.fuzz.loads import GOOD, fuzz
 from benchmarks.fuzz.worker import by_library, judge
@@ -37,38 +34,6 @@ def test_damaged_files_give_the_right_values_or_an_error() -> None:
     assert (
         set(total) <= set(GOOD) and min(total["right"], total["refused"]) > N_CASES // 5 and total["value"] > N_CASES // 30
     ), total
-
-
-def test_ctrl_c_ends_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if the threads went on with all the cases that are left, each of which a killed worker fails."""
-    is_interrupted, numbers = threading.Event(), []
-
-    class InterruptedWorker:
-        is_alive = True
-
-        def __init__(self, seed: int) -> None:
-            pass
-
-        def run(self, number: int) -> list[Any]:
-            numbers.append(number)
-            if number == 0:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            is_interrupted.wait()
-            return [number, "kind", "what", "right", ""]
-
-        def close(self) -> None:
-            pass
-
-    before = set(threading.enumerate())
-    monkeypatch.setattr(loads, "Worker", InterruptedWorker)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            fuzz(seed=1, n_cases=1000, n_workers=2)
-    finally:
-        is_interrupted.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
-    assert set(numbers) <= {0, 1}
 
 
 def test_good_files_are_as_their_libraries_read_them(kinds: list[Kind], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import sys
 import tracemalloc
 import zlib
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,19 @@ def write(path: Path, target: str, more: dict[str, Any] | None = None, compresso
     text = json.dumps({"version": 1, "templates": {"u": target}, "refs": refs}).encode()
     path.write_bytes(zstandard.compress(text) if path.suffix == ".zst" else text)
     return str(path)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ObjectServer]:
+    """It has the folder ``b``, as a bucket and by HTTP."""
+    pytest.importorskip("obstore")
+    (tmp_path / "b").mkdir()
+    with ObjectServer(tmp_path) as server:
+        yield server
+
+
+def access_to(server: ObjectServer, allow_external: bool = False) -> Access:
+    return Access(allow_external, storage=StorageOptions(server.storage))
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.json.zst"])
@@ -173,50 +187,44 @@ def test_parquet(tmp_path: Path, n_rows: int, as_text: bool) -> None:
             assert found[1:] in ([], [offset, nbytes])
 
 
-def test_parquet_at_a_url(tmp_path: Path) -> None:
+def test_parquet_at_a_url(tmp_path: Path, server: ObjectServer) -> None:
     """Only the tables of what is read are fetched, once; and nothing outside of the set's folder, unless it is allowed."""
-    pytest.importorskip("obstore")
     for folder in ("b/in", "b/out"):
-        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder).mkdir()
         write(tmp_path / folder / "refs.json", "")
-    with ObjectServer(tmp_path) as server:
-        storage = StorageOptions(server.storage)
-        for target, urls in (("x.h5", ["s3://b/in/refs.parq", f"{server.url}/b/in/refs.parq"]), ("s3://b/out/x.h5", [])):
-            write(tmp_path / "b/in/refs.json", target)
-            in_parquet(tmp_path / "b/in/refs.json", 2)
-            for url in urls:
-                server.clear()
-                of_url = Access(storage=storage if url.startswith("s3") else StorageOptions({}))
-                with closing(open_source(url, "x", of_url)) as source:
-                    np.testing.assert_array_equal(source.plain(Region((2, 0), (4, 10))), DATA[2:4])
-                asked = [request.key.removeprefix("b/in/") for request in server.log]
-                assert asked.count("refs.parq/x/refs.1.parq") == 1 and asked.count("refs.parq/.zmetadata") == 1
-                assert set(asked) == {"refs.parq/.zmetadata", "refs.parq/x/refs.1.parq", "x.h5"}
-        server.clear()
-        with pytest.raises(OutsideError, match="pass allow_external=True"):
-            load_all("s3://b/in/refs.parq", "x", Access(storage=storage))
-        assert not server.gets("b/out")
-        np.testing.assert_array_equal(load_all("s3://b/in/refs.parq", "x", Access(True, storage=storage)), DATA)
-        with pytest.raises(SourceError, match=r"no \.zmetadata"):
-            list_arrays("s3://b/in/none.parq", Access(storage=storage))
+    for target, urls in (("x.h5", ["s3://b/in/refs.parq", f"{server.url}/b/in/refs.parq"]), ("s3://b/out/x.h5", [])):
+        write(tmp_path / "b/in/refs.json", target)
+        in_parquet(tmp_path / "b/in/refs.json", 2)
+        for url in urls:
+            server.clear()
+            of_url = access_to(server) if url.startswith("s3") else Access()
+            with closing(open_source(url, "x", of_url)) as source:
+                np.testing.assert_array_equal(source.plain(Region((2, 0), (4, 10))), DATA[2:4])
+            asked = [request.key.removeprefix("b/in/") for request in server.log]
+            assert asked.count("refs.parq/x/refs.1.parq") == 1 and asked.count("refs.parq/.zmetadata") == 1
+            assert set(asked) == {"refs.parq/.zmetadata", "refs.parq/x/refs.1.parq", "x.h5"}
+    server.clear()
+    with pytest.raises(OutsideError, match="pass allow_external=True"):
+        load_all("s3://b/in/refs.parq", "x", access_to(server))
+    assert not server.gets("b/out")
+    np.testing.assert_array_equal(load_all("s3://b/in/refs.parq", "x", access_to(server, allow_external=True)), DATA)
+    with pytest.raises(SourceError, match=r"no \.zmetadata"):
+        list_arrays("s3://b/in/none.parq", access_to(server))
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_a_set_that_was_replaced_is_noticed(tmp_path: Path, name: str, is_remote: bool) -> None:
+def test_a_set_that_was_replaced_is_noticed(tmp_path: Path, server: ObjectServer, name: str, is_remote: bool) -> None:
     """Wrong if the set told the version that it had read: old references would take bytes of the new targets."""
-    pytest.importorskip("obstore")
-    (tmp_path / "b").mkdir()
     write(tmp_path / "b/refs.json", "")
     in_parquet(tmp_path / "b/refs.json")
-    with ObjectServer(tmp_path) as server:
-        path = f"s3://b/{name}" if is_remote else str(tmp_path / "b" / name)
-        access = Access(storage=StorageOptions(server.storage))
-        with closing(open_source(path, "x", access)) as source:
-            assert source.opened_in() == source.state() is not None
-            document = tmp_path / "b" / name / (".zmetadata" if name.endswith("parq") else "")
-            document.write_bytes(document.read_bytes() + b" ")
-            assert source.opened_in() != source.state()
+    path = f"s3://b/{name}" if is_remote else str(tmp_path / "b" / name)
+    access = access_to(server)
+    with closing(open_source(path, "x", access)) as source:
+        assert source.opened_in() == source.state() is not None
+        document = tmp_path / "b" / name / (".zmetadata" if name.endswith("parq") else "")
+        document.write_bytes(document.read_bytes() + b" ")
+        assert source.opened_in() != source.state()
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
@@ -233,25 +241,22 @@ def test_a_set_that_is_replaced_before_its_metadata_are_asked_for(tmp_path: Path
     assert store.state_before("x/.zarray") != store.state("x/.zarray") is not None
 
 
-def test_a_range_that_no_object_has_is_not_fetched_ahead(tmp_path: Path) -> None:
+def test_a_range_that_no_object_has_is_not_fetched_ahead(tmp_path: Path, server: ObjectServer) -> None:
     """Wrong if it were cut into requests first: thousands here, and without end for the largest sizes."""
-    pytest.importorskip("obstore")
-    (tmp_path / "b").mkdir()
     write(tmp_path / "b/refs.json", "x.h5", {"x/0.0": ["x.h5", 0, 10**11]})
-    with ObjectServer(tmp_path) as server:
-        with closing(open_source("s3://b/refs.json", "x", Access(storage=StorageOptions(server.storage)))) as source:
-            reader = source.chunk_reader()
-            assert reader is not None
-            box = [range(0, 1), range(0, 1)]
-            reader.expect(iter([box]))
-            with pytest.raises(ValueError, match="is declared to be stored in 100000000000 bytes"):
-                reader.fetch(box)
-        with closing(open_source("s3://b/refs.json", "x", Access(storage=StorageOptions(server.storage)))) as source:
-            reader = source.chunk_reader()
-            assert reader is not None
-            reader.expect(iter([[range(1, 2), range(1, 2)]]))
-            reader.fetch([range(1, 2), range(1, 2)])
-        assert len(server.log) < 20
+    with closing(open_source("s3://b/refs.json", "x", access_to(server))) as source:
+        reader = source.chunk_reader()
+        assert reader is not None
+        box = [range(0, 1), range(0, 1)]
+        reader.expect(iter([box]))
+        with pytest.raises(ValueError, match="is declared to be stored in 100000000000 bytes"):
+            reader.fetch(box)
+    with closing(open_source("s3://b/refs.json", "x", access_to(server))) as source:
+        reader = source.chunk_reader()
+        assert reader is not None
+        reader.expect(iter([[range(1, 2), range(1, 2)]]))
+        reader.fetch([range(1, 2), range(1, 2)])
+    assert len(server.log) < 20
 
 
 def test_an_object_that_is_opened_again_is_the_same_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +266,7 @@ def test_an_object_that_is_opened_again_is_the_same_version(tmp_path: Path, monk
     refs = {".zgroup": "{}", "x/0": ["a.bin", 0, 4], "x/1": ["b.bin", 0, 4], "x/2": ["a.bin", 4, 4]}
     objects = {"b/refs.json": json.dumps(refs).encode(), "b/a.bin": b"01234567", "b/b.bin": b"89ab"}
     with ObjectServer(objects) as server:
-        folder = ReferenceFolder("s3://b/refs.json", Access(storage=StorageOptions(server.storage)))
+        folder = ReferenceFolder("s3://b/refs.json", access_to(server))
         contents = folder.read_many(["x/0", "x/1"], 10)
         assert [None if content is None else bytes(content) for content in contents] == [b"0123", b"89ab"]
         server.objects["b/a.bin"] = b"cdefghij"
@@ -352,70 +357,62 @@ def test_rows_of_parquet_that_have_one_long_text(tmp_path: Path) -> None:
         assert max(most, pool.max_memory() - before) < 16 << 20
 
 
-def test_what_is_outside_needs_to_be_allowed(tmp_path: Path) -> None:
+def test_what_is_outside_needs_to_be_allowed(tmp_path: Path, server: ObjectServer) -> None:
     """Nothing of it is opened before."""
-    pytest.importorskip("obstore")
-    (tmp_path / "b/in").mkdir(parents=True)
+    (tmp_path / "b/in").mkdir()
     (tmp_path / "b/out").mkdir()
     write(tmp_path / "b/out/refs.json", "")
     inside = write(tmp_path / "b/in/refs.json", "")
-    with ObjectServer(tmp_path) as server:
-        storage = StorageOptions(server.storage)
-        for path, target in (
-            (inside, "../out/x.h5"),
-            (inside, f"{tmp_path}/b/out/x.h5"),
-            (inside, f"file://{tmp_path}/b/out/x.h5"),
-            (inside, "s3://b/in/x.h5"),
-            ("s3://b/in/refs.json", "s3://b/out/x.h5"),
-            ("s3://b/in/refs.json", "s3://b/in/../out/x.h5"),
-            ("s3://b/in/refs.json", "s3://b/in/%2e%2e/out/x.h5"),
-            ("s3://b/in/refs.json", "s3://b/inside/x.h5"),
-            ("s3://b/in/refs.json", str(tmp_path / "b/in/x.h5")),
-        ):
-            write(tmp_path / "b/in/refs.json", target)
-            server.clear()
-            with pytest.raises(OutsideError, match="pass allow_external=True"):
-                load_all(path, "x", Access(storage=storage))
-            assert all(request.key.endswith("refs.json") for request in server.log)
-            if ("/in/" in target and ".." not in target and "%" not in target) or target.startswith((str(tmp_path), "file")):
-                np.testing.assert_array_equal(load_all(path, "x", Access(True, storage=storage)), DATA)
-        for target in ("s3://b/in/x.h5", "x.h5"):
-            write(tmp_path / "b/in/refs.json", target)
-            server.clear()
-            np.testing.assert_array_equal(load_all("s3://b/in/refs.json", "x", Access(storage=storage)), DATA)
-            assert len([request for request in server.log if request.key == "b/in/x.h5"]) <= 2  # all chunks in one range
-        with pytest.raises((SourceError, ConfigError), match="no array '/y'"):
-            find_array("s3://b/in/refs.json", "y", Access(storage=storage))
+    for path, target in (
+        (inside, "../out/x.h5"),
+        (inside, f"{tmp_path}/b/out/x.h5"),
+        (inside, f"file://{tmp_path}/b/out/x.h5"),
+        (inside, "s3://b/in/x.h5"),
+        ("s3://b/in/refs.json", "s3://b/out/x.h5"),
+        ("s3://b/in/refs.json", "s3://b/in/../out/x.h5"),
+        ("s3://b/in/refs.json", "s3://b/in/%2e%2e/out/x.h5"),
+        ("s3://b/in/refs.json", "s3://b/inside/x.h5"),
+        ("s3://b/in/refs.json", str(tmp_path / "b/in/x.h5")),
+    ):
+        write(tmp_path / "b/in/refs.json", target)
+        server.clear()
+        with pytest.raises(OutsideError, match="pass allow_external=True"):
+            load_all(path, "x", access_to(server))
+        assert all(request.key.endswith("refs.json") for request in server.log)
+        if ("/in/" in target and ".." not in target and "%" not in target) or target.startswith((str(tmp_path), "file")):
+            np.testing.assert_array_equal(load_all(path, "x", access_to(server, allow_external=True)), DATA)
+    for target in ("s3://b/in/x.h5", "x.h5"):
+        write(tmp_path / "b/in/refs.json", target)
+        server.clear()
+        np.testing.assert_array_equal(load_all("s3://b/in/refs.json", "x", access_to(server)), DATA)
+        assert len([request for request in server.log if request.key == "b/in/x.h5"]) <= 2  # all chunks in one range
+    with pytest.raises((SourceError, ConfigError), match="no array '/y'"):
+        find_array("s3://b/in/refs.json", "y", access_to(server))
 
 
-def test_an_object_that_the_query_of_a_url_names(tmp_path: Path) -> None:
+def test_an_object_that_the_query_of_a_url_names(tmp_path: Path, server: ObjectServer) -> None:
     """Wrong if the last part of the query were taken for the object's name in a folder."""
-    pytest.importorskip("obstore")
-    (tmp_path / "b").mkdir()
     chunks_of(tmp_path / "x.h5")
     (tmp_path / "b/x.h5").write_bytes((tmp_path / "x.h5").read_bytes())
-    with ObjectServer(tmp_path) as server:
-        for url in (f"{server.url}/b/x.h5?token=ab/cd", f"{server.url}/get?file=b/x.h5"):
-            access = Access(allow_external=True)
-            assert (load_all(write(tmp_path / "refs.json", url), "x", access) == DATA).all()
+    for url in (f"{server.url}/b/x.h5?token=ab/cd", f"{server.url}/get?file=b/x.h5"):
+        access = Access(allow_external=True)
+        assert (load_all(write(tmp_path / "refs.json", url), "x", access) == DATA).all()
 
 
 @pytest.mark.parametrize("step", ["..\\", ".\t./", "%2e.\\"])
 @pytest.mark.parametrize("is_whole", [True, False], ids=["URL", "name"])
-def test_a_step_up_that_http_alone_sees(tmp_path: Path, step: str, is_whole: bool) -> None:
+def test_a_step_up_that_http_alone_sees(tmp_path: Path, server: ObjectServer, step: str, is_whole: bool) -> None:
     """A backslash is a slash there, and a tab is nothing. Wrong if only slashes were looked at."""
-    pytest.importorskip("obstore")
-    (tmp_path / "b/in").mkdir(parents=True)
+    (tmp_path / "b/in").mkdir()
     (tmp_path / "b/out").mkdir()
     write(tmp_path / "b/out/refs.json", "")
-    with ObjectServer(tmp_path) as server:
-        write(tmp_path / "b/in/refs.json", f"{server.url}/b/in/{step}out/x.h5" if is_whole else f"{step}out/x.h5")
-        (tmp_path / "b/in/x.h5").unlink()
-        np.testing.assert_array_equal(load_all(f"{server.url}/b/in/refs.json", "x", Access(True)), DATA)
-        server.clear()
-        with pytest.raises(OutsideError, match="pass allow_external=True"):
-            load_all(f"{server.url}/b/in/refs.json", "x")
-        assert all(request.key.endswith("refs.json") for request in server.log)
+    write(tmp_path / "b/in/refs.json", f"{server.url}/b/in/{step}out/x.h5" if is_whole else f"{step}out/x.h5")
+    (tmp_path / "b/in/x.h5").unlink()
+    np.testing.assert_array_equal(load_all(f"{server.url}/b/in/refs.json", "x", Access(True)), DATA)
+    server.clear()
+    with pytest.raises(OutsideError, match="pass allow_external=True"):
+        load_all(f"{server.url}/b/in/refs.json", "x")
+    assert all(request.key.endswith("refs.json") for request in server.log)
 
 
 def test_many_objects_at_urls_are_asked_for_their_size_and_their_values(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_part_of_a_large_array(tmp_path: Path) -> None:
     """Wrong if the size of the array counted, of which only a part is read, or that of the part and not of its chunks."""
     path = str(tmp_path / "x.h5")
     with h5py.File(path, "w") as file:
-        for name, chunk in {"steps": (1, 64, 64), "series": (1, 64, 64), "wide": (128, 64, 64)}.items():
+        for name, chunk in {"steps": (1, 64, 64), "series": (1, 64, 64), "wide": (256, 64, 64)}.items():
             made = file.create_dataset(name, (1000, 64, 64), "f4", chunks=chunk, compression="gzip")
             made[7] = np.arange(64 * 64).reshape(64, 64)
     step = part_of(path, "steps", Region((7, 0, 0), (8, 64, 64)))
@@ -234,7 +234,7 @@ def test_a_part_of_a_large_array(tmp_path: Path) -> None:
     assert part_of(path, "series", Region((0, 3, 3), (1000, 4, 4))).values is None, "4 KB, but of 1,000 chunks of 16 KiB"
     rows = Region((0, 0, 0), (1000, 1, 64))
     assert part_of(path, "series", rows).values is None, "250 KB, but 16 MB are decoded"
-    assert part_of(path, "wide", Region((7, 3, 3), (8, 4, 4))).values is None, "for 4 bytes a chunk of 2 MiB is decoded"
+    assert part_of(path, "wide", Region((7, 3, 3), (8, 4, 4))).values is None, "for 4 bytes a chunk of 4 MiB is decoded"
 
 
 def test_only_the_chunks_of_a_part_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
