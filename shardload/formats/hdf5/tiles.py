@@ -313,7 +313,7 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected = expected or Region.whole(info.shape)
         self._decoder: Any = None
-        self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
+        self._is_read_plain = False
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
         self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
@@ -342,10 +342,9 @@ class Tiles(ChunkReader):
             part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
-            n_more = len(self._open) - _MOST_OPEN - (0 if self._is_read_plain else self._n_at_urls)
-            if n_more > 0:
-                idle = [n for n, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
-                for n in idle[:n_more]:
+            closable = [n for n, candidate in self._open.items() if self._may_close(candidate)]
+            for n in closable[: max(0, len(closable) - _MOST_OPEN)]:
+                if not self._open[n].n_users:
                     self._open.pop(n).source.close()
         try:
             yield part
@@ -372,7 +371,6 @@ class Tiles(ChunkReader):
             wanted = box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
-            self._n_at_urls += is_remote(source.info.path)
             return _Part(source)
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
