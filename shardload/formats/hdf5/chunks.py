@@ -66,7 +66,7 @@ _LOST = "The HDF5 library would not find a stored chunk, and give fill values in
 _SUPERBLOCK_NBYTES, _HEADER_NBYTES = 48, 16  # at least
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings
 _MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 24 bytes each
-_LISTED_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
+_LISTED_AT_ONCE = 1 << 12  # chunks: HDF5's answers take some hundred bytes for each
 FEW = 8  # chunks that HDF5 is asked for one by one: it goes through its index for each, in a tenth of the time of a list
 _NOWHERE = -1  # the offset of a missing chunk
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
@@ -335,18 +335,11 @@ def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
     return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(larger, box, strict=True))
 
 
-def list_chunks(
-    dataset: h5py.Dataset,
-    take: Callable[[Ints, Ints, Ints, Ints], None],
-    at_once: int,
-    n_most: int | None = None,
-    few: Ints | None = None,
-) -> None:
-    """Give `take` what HDF5 says of all stored chunks, `at_once` at a time: first elements (a row each), offsets, sizes, masks.
+def list_chunks(dataset: h5py.Dataset, take: Callable[[Ints, Ints, Ints, Ints], None], few: Ints | None = None) -> None:
+    """Give `take` what HDF5 says of all stored chunks, some at a time: first elements (a row each), offsets, sizes, masks.
 
-    Where HDF5 says a wrong first element (`_true_place`), the true one is given. `n_most` is the number of chunks that the
-    dataset may have, if it is known. `few` are the first elements of those that matter, if they are few: where HDF5 finds them
-    by these, no others are given.
+    Where HDF5 says a wrong first element (`_true_place`), the true one is given. `few` are the first elements of those that
+    matter, if they are few: where HDF5 finds them by these, no others are given.
     """
     chunks: list[Any] = []
     true_place = _true_place(dataset)
@@ -361,7 +354,7 @@ def list_chunks(
 
     def append(chunk: Any) -> None:
         chunks.append(chunk)
-        if len(chunks) >= at_once:
+        if len(chunks) >= _LISTED_AT_ONCE:
             flush()
 
     with phil:
@@ -369,8 +362,7 @@ def list_chunks(
             infos = (dataset.id.get_chunk_info_by_coord(tuple(start)) for start in few.tolist())
             chunks.extend(info for info in infos if info.byte_offset is not None)
         else:
-            # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-            dataset.id.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
+            dataset.id.chunk_iter(append)
         flush()
 
 
@@ -453,8 +445,7 @@ class ChunkPlaces:
         if self._tree is None:
             chunk = np.array(self.chunk)
             few = np.array(list(itertools.product(*box))) * chunk if n <= FEW else None
-            of_all = math.prod(self.counts)
-            list_chunks(self._dataset, lambda starts, *columns: add(starts // chunk, *columns), _LISTED_AT_ONCE, of_all, few)
+            list_chunks(self._dataset, lambda starts, *columns: add(starts // chunk, *columns), few)
         else:
             for part in cut_box(box, max(_MOST_ENTRIES, n // _MOST_WALKS)):
                 positions, entries = self._tree.chunks_in(part)
