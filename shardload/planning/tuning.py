@@ -26,8 +26,8 @@ class Tuning:
     inline_nbytes : int
         Blocks up to this size are read by the thread that also calls MPI: passing one to another thread takes longer.
     min_chunk_nbytes : int
-        Smaller chunks are read by the format's own library, a block at a time. What Python does for each of them, also in
-        batches, costs more than the library's lock.
+        Smaller chunks are read by `Source.read_into`, a block at a time. What Python does for each of them, also in batches,
+        costs more than that one thread reads them all.
     batch_nbytes : int
         Small chunks are read, decoded and copied together, up to so many decoded bytes at a time. Large enough that what is
         done once for each batch does not count, small enough that a batch stays in the core's cache.

@@ -14,6 +14,7 @@ import pytest
 
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Room, fresh
+from shardload.formats.contract.format import Source
 from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Block, Part, Schedule, SourceLayout
 from shardload.planning.selection import select_axes
@@ -135,7 +136,7 @@ class FakeChunks(ChunkReader):
 
 
 @dataclass
-class FakeSource:
+class FakeSource(Source):
     """An array in memory that counts its reads, and fails where it is told to."""
 
     data: Array
@@ -182,9 +183,6 @@ class FakeSource:
     def state(self) -> None:
         return None
 
-    def opened_in(self) -> None:
-        return None
-
     def close(self) -> None: ...
 
 
@@ -202,7 +200,7 @@ def reader_as_planned(
 ) -> SourceReader:
     """A reader that casts, and counts each missing chunk with the block in which it begins."""
     usual = {"tuning": default_tuning(), "counts": lambda read, numbers, chunks: _beginning_in(read.region, numbers, chunks)}
-    return open_reader(source, layout, local, resources, **{**usual, **more})  # type: ignore[arg-type]
+    return open_reader(source, layout, local, resources, **{**usual, **more})
 
 
 def reader_of(source: FakeSource, pieces: dict[int, Piece] | None = None, **more: Any) -> SourceReader:

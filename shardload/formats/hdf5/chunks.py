@@ -52,7 +52,6 @@ from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
 from shardload.planning.region import Region, cut_box
 from shardload.storage.objects import Ints, Ranges, StoredObject
 
-Masks = np.ndarray[Any, np.dtype[np.uint32]]
 Entries = np.ndarray[Any, Any]  # of a node of a `ChunkTree`
 
 _UNDEFINED = 2**64 - 1  # an address that is none
@@ -66,8 +65,8 @@ _CHUNKED = 2
 _LOST = "The HDF5 library would not find a stored chunk, and give fill values in its place"
 _SUPERBLOCK_NBYTES, _HEADER_NBYTES = 48, 16  # at least
 _HEAD = struct.Struct("<4sBBHQQ")  # of a node: mark, type, level, number of entries, siblings
-_MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 20 bytes each
-_LISTED_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each
+_MOST_KEPT = 1 << 22  # chunks whose places are kept at once, in 24 bytes each
+_LISTED_AT_ONCE = 1 << 12  # chunks: HDF5's answers take some hundred bytes for each
 FEW = 8  # chunks that HDF5 is asked for one by one: it goes through its index for each, in a tenth of the time of a list
 _NOWHERE = -1  # the offset of a missing chunk
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
@@ -310,46 +309,37 @@ def leaves_gaps(dataset: OpenDataset) -> bool:
 
 @dataclass(slots=True)
 class ChunkTable:
-    """Where the chunks of a box are. The arrays have an axis for each axis of the grid.
+    """Where the chunks of a box are.
 
-    If bit k of a mask is set, filter k was not applied; there are no other bits. The offset of a missing chunk is -1.
+    `columns` has offsets, sizes and masks, each with an axis for each axis of the grid. The offset of a missing chunk is -1. If
+    bit k of a mask is set, filter k was not applied; there are no other bits.
     """
 
     box: tuple[range, ...]
-    offsets: Ints
-    sizes: Ints
-    masks: Masks
+    columns: Ints
 
-    def part(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
-        """Offsets, sizes and masks of the chunks of a smaller box, in C order."""
-        index = tuple([slice(b.start - a.start, b.stop - a.start) for a, b in zip(self.box, box, strict=True)])
-        return self.offsets[index].reshape(-1), self.sizes[index].reshape(-1), self.masks[index].reshape(-1)
+    def part(self, box: Sequence[range]) -> Ints:
+        """Offsets, sizes and masks, a row each, of the chunks of a smaller box, in C order."""
+        index = [slice(b.start - a.start, b.stop - a.start) for a, b in zip(self.box, box, strict=True)]
+        return self.columns[(slice(None), *index)].reshape(3, -1)
 
-    def add(self, positions: Ints, offsets: Any, sizes: Any, masks: Any) -> None:
+    def add(self, positions: Ints, *columns: Ints) -> None:
         """Add chunks by their positions in the grid, a row each. Those that are not in the box are left out."""
         start, stop = (np.array([getattr(axis, end) for axis in self.box], dtype=np.int64) for end in ("start", "stop"))
         is_inside = ((positions >= start) & (positions < stop)).all(axis=1)
-        index = tuple((positions[is_inside] - start).T)
-        for column, values in ((self.offsets, offsets), (self.sizes, sizes), (self.masks, masks)):
-            column[index] = np.asarray(values).astype(column.dtype)[is_inside]
+        index = (positions[is_inside] - start).T
+        self.columns[(slice(None), *index)] = np.array(columns)[:, is_inside]
 
 
 def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
     return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(larger, box, strict=True))
 
 
-def list_chunks(
-    dataset: h5py.Dataset,
-    take: Callable[[Ints, Ints, Ints, Ints], None],
-    at_once: int,
-    n_most: int | None = None,
-    few: Ints | None = None,
-) -> None:
-    """Give `take` what HDF5 says of all stored chunks, `at_once` at a time: first elements (a row each), offsets, sizes, masks.
+def list_chunks(dataset: h5py.Dataset, take: Callable[[Ints, Ints, Ints, Ints], None], few: Ints | None = None) -> None:
+    """Give `take` what HDF5 says of all stored chunks, some at a time: first elements (a row each), offsets, sizes, masks.
 
-    Where HDF5 says a wrong first element (`_true_place`), the true one is given. `n_most` is the number of chunks that the
-    dataset may have, if it is known. `few` are the first elements of those that matter, if they are few: where HDF5 finds them
-    by these, no others are given.
+    Where HDF5 says a wrong first element (`_true_place`), the true one is given. `few` are the first elements of those that
+    matter, if they are few: where HDF5 finds them by these, no others are given.
     """
     chunks: list[Any] = []
     true_place = _true_place(dataset)
@@ -364,7 +354,7 @@ def list_chunks(
 
     def append(chunk: Any) -> None:
         chunks.append(chunk)
-        if len(chunks) >= at_once:
+        if len(chunks) >= _LISTED_AT_ONCE:
             flush()
 
     with phil:
@@ -372,8 +362,7 @@ def list_chunks(
             infos = (dataset.id.get_chunk_info_by_coord(tuple(start)) for start in few.tolist())
             chunks.extend(info for info in infos if info.byte_offset is not None)
         else:
-            # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
-            dataset.id.chunk_iter(append if n_most is None or n_most > at_once else chunks.append)
+            dataset.id.chunk_iter(append)
         flush()
 
 
@@ -407,9 +396,9 @@ class ChunkPlaces:
         header = self._dataset.header
         return None if self.raw is None or header is None else tree_of(self.raw, header, self.chunk)
 
-    def of(self, box: Sequence[range]) -> tuple[Ints, Ints, Masks]:
-        """Offset (-1: missing), size and mask of each chunk of a box, in C order. If bit k of a mask is set, filter k was not
-        applied. ValueError if the index contradicts itself.
+    def of(self, box: Sequence[range]) -> Ints:
+        """Offsets, sizes and masks, a row each, of the chunks of a box, in C order: see `ChunkTable`. ValueError if the index
+        contradicts itself.
         """
         table = self._table
         if table is None or not _is_inside(box, table.box):
@@ -432,12 +421,12 @@ class ChunkPlaces:
     def _listed(self, box: Sequence[range]) -> ChunkTable:
         if self._is_fixed:
             raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
-        shape = tuple(map(len, box))
-        table = ChunkTable(tuple(box), np.full(shape, _NOWHERE), np.zeros(shape, np.int64), np.zeros(shape, np.uint32))
+        table = ChunkTable(tuple(box), np.zeros((3, *map(len, box)), dtype=np.int64))
+        table.columns[0] = _NOWHERE
         self._list(box, table.add)
         return table
 
-    def _list(self, box: Sequence[range], take: Callable[[Ints, Ints, Ints, Masks], None]) -> None:
+    def _list(self, box: Sequence[range], take: Callable[[Ints, Ints, Ints, Ints], None]) -> None:
         """Give `take` the stored chunks of a box, some at a time: positions in the grid (a row each), offsets, sizes, masks.
         There may be chunks of other boxes among them.
         """
@@ -447,8 +436,8 @@ class ChunkPlaces:
             for axis in self._plain_axes:
                 is_plain |= positions[:, axis] == self.counts[axis] - 1
             all_filters = (1 << len(self.filters)) - 1
-            masks = np.where(is_plain, all_filters, np.asarray(masks) & all_filters).astype(np.uint32)
-            take(positions, np.asarray(offsets).astype(np.int64), np.asarray(sizes).astype(np.int64), masks)
+            masks = np.where(is_plain, all_filters, np.asarray(masks) & all_filters)
+            take(positions, *(np.asarray(column).astype(np.int64) for column in (offsets, sizes, masks)))
 
         n = math.prod(map(len, box))
         if not n:
@@ -456,8 +445,7 @@ class ChunkPlaces:
         if self._tree is None:
             chunk = np.array(self.chunk)
             few = np.array(list(itertools.product(*box))) * chunk if n <= FEW else None
-            of_all = math.prod(self.counts)
-            list_chunks(self._dataset, lambda starts, *columns: add(starts // chunk, *columns), _LISTED_AT_ONCE, of_all, few)
+            list_chunks(self._dataset, lambda starts, *columns: add(starts // chunk, *columns), few)
         else:
             for part in cut_box(box, max(_MOST_ENTRIES, n // _MOST_WALKS)):
                 positions, entries = self._tree.chunks_in(part)
@@ -484,7 +472,7 @@ class ChunkPlaces:
         else:
             self._check(None, *self.of(chunks_met(region, self.chunk)))
 
-    def _check(self, _: Ints | None, offsets: Ints, sizes: Ints, masks: Masks) -> None:
+    def _check(self, _: Ints | None, offsets: Ints, sizes: Ints, masks: Ints) -> None:
         is_stored = offsets != _NOWHERE
         sizes, masks = sizes[is_stored], masks[is_stored]
         for mask in np.unique(masks).tolist():

@@ -13,7 +13,7 @@ takes it away when it reads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import h5py
@@ -22,7 +22,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.hdf5.metadata import NO_VARIABLE, NON_COORDINATE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_attribute, unreadable_name
-from shardload.formats.sink import ONE_LENGTH, ArraySpec
+from shardload.formats.sink import ONE_LENGTH, ArraySpec, groups_above
 from shardload.system.steps import step_done, steps_of
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
@@ -68,7 +68,7 @@ class _Axes:
         if not dim:
             return None
         own_group = name.rpartition("/")[0]
-        for group in _groups(name):
+        for group in (*groups_above(name), ""):
             candidate = self._specs.get(f"{group}/{dim}")
             if candidate is not None and candidate.dims == (dim,) and (group == own_group or candidate.shape == (length,)):
                 return f"{group}/{dim}"
@@ -132,13 +132,6 @@ def netcdf_names(specs: Mapping[str, ArraySpec]) -> dict[str, str]:
                 f"netCDF has no place for it: '{names[dimension]}' is {why}. Call one of them by another name"
             )
     return names
-
-
-def _groups(name: str) -> Iterator[str]:
-    """The group of an array, and those above it; "" is the root."""
-    while name:
-        name = name.rpartition("/")[0]
-        yield name
 
 
 def write_axis_names(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: bool) -> None:

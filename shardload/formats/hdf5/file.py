@@ -345,9 +345,9 @@ def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, plann
     """Add what other ranks must know of the parts of a virtual dataset; from `planned`, if a rank has looked at them before."""
     if planned is not None and planned.parts is not None:
         return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
-    metadata = others.metadata
-    boxes = find_boxes(dataset, others.names, lambda names: metadata[names].shape if names in metadata else None)
-    parts = None if boxes is None else tell_parts(boxes, metadata, PartMetadata.of(dataset, ()), info.chunks)
+    names, metadata = others.names, others.metadata
+    boxes = find_boxes(dataset, names, [metadata[name].shape if name in metadata else None for name in names])
+    parts = None if boxes is None else tell_parts(boxes, names, metadata, PartMetadata.of(dataset, ()), info.chunks)
     if any(names in dataset.facts.in_store for names in others.names):
         if parts is None:
             why = (

@@ -455,4 +455,4 @@ class Hdf5PlacedChunks(PlacedChunks):
 
         # Of a file that grows step by step, each step would list all before it.
         few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= FEW else None
-        list_chunks(h5py.Dataset(dataset), number, _AT_ONCE, few=few)
+        list_chunks(h5py.Dataset(dataset), number, few)

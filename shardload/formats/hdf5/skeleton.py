@@ -60,7 +60,7 @@ class StoreSource(Hdf5Source):
                 return None
             if not has_filters and open_chunks(dataset, self._element_dtype, places) is None:
                 return None
-            table = np.array(places.of(box), dtype=np.int64)
+            table = places.of(box).copy()
             table[0, table[0] >= 0] += cache.start
             n_stored, is_whole = int((table[0] >= 0).sum()), tuple(map(len, box)) == places.counts
             parts |= {"box": [[axis.start, axis.stop] for axis in box], "chunks": _packed(table)}
@@ -139,8 +139,8 @@ class SkeletonSource(Hdf5Source):
         if "box" not in parts:
             return None
         box = tuple(range(*ends) for ends in parts["box"])
-        offsets, sizes, masks = _unpacked(parts["chunks"]).reshape(3, *map(len, box))
-        return ChunkPlaces(self.dataset, table=ChunkTable(box, offsets, sizes, masks.astype(np.uint32)))
+        table = ChunkTable(box, _unpacked(parts["chunks"]).reshape(3, *map(len, box)))
+        return ChunkPlaces(self.dataset, table=table)
 
     def expect_in_order(self, regions: Iterator[Region]) -> None:
         """See `Source`: runs of values, or chunks for HDF5 to decode, are fetched ahead."""

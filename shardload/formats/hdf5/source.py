@@ -425,8 +425,8 @@ class Hdf5Source(Source):
         """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
         if self._open_part is None or self._info.refused is not None or self._info.parts is None:
             return None
-        shapes = map(tuple, self._info.parts["shapes"])
-        boxes = find_boxes(self.dataset, self.others.names, lambda _: next(shapes, None))
+        names, shapes = self.others.names, self._info.parts["shapes"]
+        boxes = find_boxes(self.dataset, names, shapes) if len(names) == len(shapes) else None
         if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
             raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
         return Tiles(boxes, self._info, fill_value(self.dataset, self._element_dtype), self._open_part, self._expected)

@@ -141,9 +141,7 @@ class Box:
         return low, high
 
 
-def find_boxes(
-    dataset: OpenDataset, names: Sequence[Names], shape_of: Callable[[Names], tuple[int, ...] | None]
-) -> list[Box] | None:
+def find_boxes(dataset: OpenDataset, names: Sequence[Names], shapes: Sequence[Sequence[int] | None]) -> list[Box] | None:
     """The tiles of a virtual dataset; None if it is not made of boxes.
 
     Parameters
@@ -152,18 +150,17 @@ def find_boxes(
         The virtual dataset.
     names : sequence
         The names of each mapping.
-    shape_of : callable
-        From the names of a part to its shape; None if that is not known. It is called in the order of the boxes.
+    shapes : sequence
+        The shape of the part of each mapping; None if that is not known.
     """
     if len(names) > _MOST_TILES:
         return None
     creation, boxes = dataset.creation, []
-    for k, name in enumerate(names):
+    for k, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         space = creation.get_virtual_vspace(k)
         if not space.get_select_npoints():
             continue
         region = _box_of(space, dataset.shape)
-        shape = None if region is None else shape_of(name)
         in_part = None if shape is None else _box_of(creation.get_virtual_srcspace(k), shape)
         if region is None or shape is None or in_part is None:
             return None
@@ -175,7 +172,11 @@ def find_boxes(
 
 
 def tell_parts(
-    boxes: Sequence[Box], metadata: Mapping[Names, PartMetadata], virtual: PartMetadata, chunks: tuple[int, ...] | None
+    boxes: Sequence[Box],
+    names: Sequence[Names],
+    metadata: Mapping[Names, PartMetadata],
+    virtual: PartMetadata,
+    chunks: tuple[int, ...] | None,
 ) -> dict[str, Any] | None:
     """What ranks that read must know of the parts, as plain JSON (`ArrayInfo.parts`); None if HDF5 has to read them.
 
@@ -183,6 +184,8 @@ def tell_parts(
     ----------
     boxes : sequence of Box
         From `find_boxes`.
+    names : sequence
+        The names of each mapping.
     metadata : mapping
         Of the part at each of their names.
     virtual : PartMetadata
@@ -193,8 +196,11 @@ def tell_parts(
     parts = [metadata[box.names] for box in boxes if box.names in metadata]
     if len(parts) < len(boxes) or not all(_same_kind(part.kind, virtual.kind) for part in parts):
         return None  # HDF5 converts types
-    versions, shapes = [list(part.version) for part in parts], [list(part.shape) for part in parts]
-    return {"versions": versions, "shapes": shapes, "is_one_grid": _is_one_grid(boxes, parts, virtual, chunks)}
+    return {
+        "versions": [list(part.version) for part in parts],
+        "shapes": [list(metadata[name].shape) if name in metadata else None for name in names],
+        "is_one_grid": _is_one_grid(boxes, parts, virtual, chunks),
+    }
 
 
 def _same_kind(kind: bytes, other: bytes) -> bool:
@@ -313,7 +319,7 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected = expected or Region.whole(info.shape)
         self._decoder: Any = None
-        self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
+        self._is_read_plain = False
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
         self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
@@ -342,10 +348,9 @@ class Tiles(ChunkReader):
             part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
-            n_more = len(self._open) - _MOST_OPEN - (0 if self._is_read_plain else self._n_at_urls)
-            if n_more > 0:
-                idle = [n for n, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
-                for n in idle[:n_more]:
+            closable = [n for n, candidate in self._open.items() if self._may_close(candidate)]
+            for n in closable[: max(0, len(closable) - _MOST_OPEN)]:
+                if not self._open[n].n_users:
                     self._open.pop(n).source.close()
         try:
             yield part
@@ -372,7 +377,6 @@ class Tiles(ChunkReader):
             wanted = box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
-            self._n_at_urls += is_remote(source.info.path)
             return _Part(source)
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:

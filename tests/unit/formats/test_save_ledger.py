@@ -110,16 +110,6 @@ def test_it_is_read_back_and_never_touches_a_chunk(file: WritableFile, real: int
     assert np.all(found[owner[: len(found)] == 2] == CHUNK)
 
 
-def test_old_bytes_that_somebody_else_changes(file: WritableFile, real: int) -> None:
-    os.pwrite(real, bytes(5000), 0)
-    ledger = Ledger(file, 5000)
-    write(ledger, 3000, b"new")
-    os.pwrite(real, b"x", 1000)  # in a page that does not change
-    assert ledger.is_as_before()
-    os.pwrite(real, b"x", 2900)
-    assert not ledger.is_as_before()
-
-
 def test_a_library_that_copies_a_chunk_first_is_noticed(file: WritableFile) -> None:
     ledger = Ledger(file)
     library: Any = Library(ledger)
