@@ -235,28 +235,8 @@ def check_unchanged(name: str, before: State, after: State, path: str, dataset: 
         raise SourceError(text, path=path, dataset=dataset)
 
 
-Opened = tuple[Callable[[], AbstractContextManager[None]], Source, State]
-"""What names errors; an array that is open; the state of its file before."""
-
-
-def check_all_unchanged(opened: Sequence[Opened]) -> None:
-    """`check_unchanged` of some open arrays. Where that takes a request for each, they are sent together."""
-    calls = [partial(_check_source, *source_and_state) for source_and_state in opened]
-    if all(answers_slowly(source.info) for _, source, _ in opened):
-        call_together(calls, "shardload-states")
-    else:
-        for call in calls:
-            call()
-
-
-def _check_source(naming: Callable[[], AbstractContextManager[None]], source: Source, before: State) -> None:
-    info = source.info
-    with naming(), as_source_error(info.path, info.dataset):
-        check_unchanged(str(info), before, source.state(), info.path, info.dataset)
-
-
 class KeptSources:
-    """The arrays that one rank reads in several rounds: each is opened when it is first read, and stays open.
+    """The arrays that one rank reads, maybe in several rounds: each is opened when it is first read, and stays open.
 
     Parameters
     ----------
@@ -266,6 +246,8 @@ class KeptSources:
         Of each array, that of its file when it was found: it is an error if another one is opened.
     what_changed : str
         That error, see `check_same_version`.
+    naming : callable, optional
+        Gives what lets errors name the array of a number.
 
     Attributes
     ----------
@@ -273,8 +255,14 @@ class KeptSources:
         See `Source.versions_read`: of all arrays, at the last `check_unchanged`.
     """
 
-    def __init__(self, open_array: Callable[[int], Source], states: Sequence[State], what_changed: str) -> None:
-        self._open_array, self._states, self._what_changed = open_array, states, what_changed
+    def __init__(
+        self,
+        open_array: Callable[[int], Source],
+        states: Sequence[State],
+        what_changed: str,
+        naming: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        self._open_array, self._states, self._what_changed, self._naming = open_array, states, what_changed, naming
         self.versions_read: dict[str, Sequence[Any]] = {}
         self._opened: dict[int, tuple[Source, State]] = {}
 
@@ -289,10 +277,23 @@ class KeptSources:
         return self._opened[number][0]
 
     def check_unchanged(self) -> None:
-        """Raise SourceError if the file of an open array has changed since it was opened."""
-        check_all_unchanged([(nullcontext, source, before) for source, before in self._opened.values()])
-        for source, _ in self._opened.values():
+        """Raise SourceError if the file of an open array has changed since it was opened. Where that takes a request for each
+        array, they are sent together.
+        """
+        calls, sources = [partial(self._check, number) for number in self._opened], [s for s, _ in self._opened.values()]
+        if all(answers_slowly(source.info) for source in sources):
+            call_together(calls, "shardload-states")
+        else:
+            for call in calls:
+                call()
+        for source in sources:
             self.versions_read |= source.versions_read()
+
+    def _check(self, number: int) -> None:
+        source, before = self._opened[number]
+        info = source.info
+        with self._naming(number), as_source_error(info.path, info.dataset):
+            check_unchanged(str(info), before, source.state(), info.path, info.dataset)
 
     def versions_not_in(self, known: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
         """`versions_read` without those that `check_same_objects` knows."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from shardload.errors import ConfigError, ShardloadError, SourceError, printable
+from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, OnDemand, json_value, some
 from shardload.formats.labelling import Labeller, labelling, read_labels, read_now
@@ -46,11 +45,7 @@ class Contents(Mapping[str, ArrayInfo]):
     @cached_property
     def attrs(self) -> Mapping[str, Any]:
         """Attributes of the file, or of the group that was named."""
-        return self._groups.get(self._group, {})
-
-    @cached_property
-    def _groups(self) -> Mapping[str, Mapping[str, Any]]:
-        return groups_of(self._place, self._access)[0]
+        return groups_of(self._place, self._access)[0].get(self._group, {})
 
     @cached_property
     def _named(self) -> list[ArrayInfo]:
@@ -70,10 +65,6 @@ class Contents(Mapping[str, ArrayInfo]):
                 raise KeyError(f"{name!r} in '{self.path}' is a group, not an array; in it are {some(names_below)}") from None
             near = get_close_matches("/" + name.strip("/"), self._infos, 1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
-            with suppress(ShardloadError):  # this is for a hint
-                if f"/{name.strip('/')}" in self._groups:
-                    place = f"{self.path}:/{name.strip('/')}"
-                    hint = f". It is a group without arrays: shardload.open('{place}').attrs has its attributes"
             raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}{hint}") from None
 
     def __iter__(self) -> Iterator[str]:

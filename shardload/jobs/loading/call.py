@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from shardload.arrays.sharding import devices_per_process
 from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import check_sent
@@ -103,6 +104,8 @@ class LoadCall:
         """Read the arguments. ConfigError says what is wrong with them."""
         self.tree = self._join()
         self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
+        for request in self.requests:
+            self._devices_per_rank(request)
         per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
         if per_node is not None and not self._is_abstract:
             raise ConfigError(
@@ -180,13 +183,18 @@ class LoadCall:
         ranks = PlannedRanks(group.rank, group.size, rank_of_process(group), has_mpi=group.has_mpi, tuning=self._tuning)
         return replace(ranks, n_nodes=machine.n_nodes, n_threads=machine.n_threads, memory_nbytes=machine.memory_nbytes)
 
+    def _devices_per_rank(self, request: Request) -> int:
+        """For an abstract mesh. ConfigError if the caller says how many processes have the devices of another one."""
+        return devices_per_process(request.sharding.mesh, self._keywords.get("processes"))
+
     def ranks_for(self, request: Request) -> PlannedRanks:
         """The ranks that an array is planned for."""
         if self._ranks is not None:
             return self._ranks
-        n = request.sharding.mesh.size // request.devices_per_rank
+        devices_per_rank = self._devices_per_rank(request)
+        n = request.sharding.mesh.size // devices_per_rank
         n_nodes = -(-n // min(n, self._keywords.get("ranks_per_node") or n))
-        ranks = PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=request.devices_per_rank, tuning=self._tuning)
+        ranks = PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=devices_per_rank, tuning=self._tuning)
         return replace(ranks, n_threads=MOST_THREADS)  # their cores are not known: memory is that of ranks with many
 
     def plan(self, root: int | None = None) -> list[ArrayLoad]:

@@ -30,9 +30,9 @@ from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.jobs.consistency import (
     SINCE_LABELS,
+    KeptSources,
     State,
     as_planned,
-    check_all_unchanged,
     check_same_version,
     contents_of,
     is_open,
@@ -235,20 +235,19 @@ class LoadSource(FileSource):
         rank, loads = self._rank, self._loads
         paths = {load.info.path for load in loads if load.layout.schedule.is_owner(rank)}
         sources = OpenSources([load for load in loads if load.info.path in paths], opened)
+        kept = KeptSources(
+            lambda k: sources.open(loads[k]) if loads[k].values is None else loads[k].values,
+            [_labels_read_in(load.info) for load in loads],
+            SINCE_LABELS,
+            lambda k: loads[k].naming_errors(),
+        )
         opened_sources: list[Source | None] = []
-        compared: list[tuple[ArrayLoad, Source, State]] = []  # with the state now, for the comparison at the end
-
         for k, load in enumerate(loads):
-            layout, info, source = load.layout, load.info, None
+            source = None
             with load.naming_errors():
-                if layout.schedule.is_owner(rank):
-                    source = sources.open(load) if load.values is None else load.values
-                    state = self.contents[k] = source.opened_in()
-                    compared.append((load, source, state))
-                    # The labels are there if a selection by names was looked up in them.
-                    labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
-                    read_in = None if labels is None else labels.read_in
-                    check_same_version(load.name, read_in, state, info, SINCE_LABELS)
+                if load.layout.schedule.is_owner(rank):
+                    source = kept.open(k)
+                    self.contents[k] = source.opened_in()
                 if load.is_open:
                     self.contents[k] = load.contents()
             opened_sources.append(source)
@@ -257,17 +256,19 @@ class LoadSource(FileSource):
             if load.values is not None and load.info.path in self.files:
                 with load.naming_errors():
                     check_same_version(load.name, load.read_in, self.files[load.info.path], load.info)
-        opened.push(partial(self._check_unchanged, compared))
+        opened.push(partial(self._check_unchanged, kept))
         return opened_sources
 
-    def _check_unchanged(
-        self, compared: Sequence[tuple[ArrayLoad, Source, State]], kind: type[BaseException] | None, *_: object
-    ) -> None:
-        """Raise SourceError if a file has changed since it was opened."""
+    def _check_unchanged(self, kept: KeptSources, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            check_all_unchanged([(load.naming_errors, source, before) for load, source, before in compared])
-            for _load, source, _state in compared:
-                self.versions_read |= source.versions_read()
+            kept.check_unchanged()
+            self.versions_read = kept.versions_read
+
+
+def _labels_read_in(info: ArrayInfo) -> State:
+    """The state of the file in which names of axes were looked up for a selection; None if none were."""
+    labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
+    return None if labels is None else labels.read_in
 
 
 # --- where they go

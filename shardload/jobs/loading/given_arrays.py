@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.assemble import plain_jax
-from shardload.arrays.sharding import padded_shape, read_spec
 from shardload.comm.group import Invocation
 from shardload.engine.call import begin_call
 from shardload.errors import ConfigError
@@ -26,13 +25,13 @@ from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, native_dtype, settle_bools, some
 from shardload.formats.contract.format import Source
 from shardload.formats.diagnosis import as_source_error, check_loadable
-from shardload.formats.lookup import Finder, FoundArray, open_file, split_path
+from shardload.formats.lookup import Finder, open_file, split_path
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.loading.call import LoadCall, describe_path, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.planner import plan_scatter
-from shardload.jobs.loading.request import Request, has_trees, read_requests
+from shardload.jobs.loading.request import has_trees, read_requests
 from shardload.jobs.trees import (
     ArrayTree,
     Place,
@@ -279,7 +278,6 @@ class StateCall(LoadCall):
     """
 
     def __init__(self, path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
-        self._leaves = {f"/{name}": leaf for name, leaf in leaves.items()}
         self.state: State = None
         self._text = _text_of(leaves)
         super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**keywords, "dataset": [*leaves]})
@@ -291,28 +289,6 @@ class StateCall(LoadCall):
         """See `LoadCall`."""
         self.state = finder.file(split_path(os.fsdecode(self._path))[0], is_loaded=True).state()
         return super()._find_all(finder)
-
-    def plan_file(self, request: Request, place: Place, where: str, array: FoundArray) -> ArrayLoad:
-        """See `LoadCall`. If the file's array has another shape, that is the error, not what follows from it."""
-        options, info = request.options, array.info
-        leaf = self._leaves[info.dataset]
-        is_whole = options.select is None and options.pad is None and not options.halo
-        if is_whole and info.shape != np.shape(leaf):
-            is_padded, sharding = len(info.shape) == leaf.ndim, leaf.sharding
-            if is_padded:
-                axes = read_spec(sharding, leaf.ndim)
-                is_padded = leaf.shape == padded_shape(info.shape, axes, sharding, pad=True, name="")
-            fix = ", or pad=0 if that one was loaded with padding, which is not saved" if is_padded else ""
-            raise _unlike(info.dataset, str(place.path), leaf, info.shape, info.dtype, fix)
-        return super().plan_file(request, place, where, array)
-
-
-def _unlike(name: str, path: str, leaf: Any, shape: tuple[int, ...], dtype: Any, fix: str = "") -> ConfigError:
-    """The error about an array of the file whose shape or type is not that of its leaf in `like`."""
-    return ConfigError(
-        f"'{name}' in '{path}' is {dtype} {shape}, and in `like` {getattr(leaf, 'dtype', type(leaf).__name__)} "
-        f"{np.shape(leaf)}. Pass a state of the shapes and types that were saved{fix}"
-    )
 
 
 def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
@@ -344,7 +320,11 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     for name, leaf in leaves.items():
         value = values[name]
         if np.shape(value) != np.shape(leaf) or not _is_like(leaf, value):
-            raise _unlike(f"/{name}", str(path), leaf, np.shape(value), value.dtype)
+            raise ConfigError(
+                f"'/{name}' in '{path}' is {value.dtype} {np.shape(value)}, and in `like` "
+                f"{getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}. Pass a state of the shapes and types that "
+                "were saved"
+            )
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
 
 

@@ -251,7 +251,7 @@ def _check_version(plan: Plan, array: Any = None) -> None:
     """
     labels, info = plan.info.labels, plan.info
     version = None if array is None else version_of(array)
-    version = plan._last.version if version is None else version
+    version = plan._version if version is None else version
     if version is None or not isinstance(labels, Labels | OnDemand):
         return
     if _is_other(labels, version) and isinstance(labels, OnDemand):

@@ -206,14 +206,6 @@ class LoadLayout:
         return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo.widths)
 
 
-@dataclass
-class Execution:
-    """What is known of the last execution of a plan; nothing before: its report, and which version of the file it read."""
-
-    report: LoadReport | None = None
-    version: Version | None = None
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PrintedReport):
     """What a load will do: inspect it, print it, `execute` it.
@@ -236,6 +228,8 @@ class Plan(PrintedReport):
         True if the caller asked for values and not for stored numbers. (They may be the same.)
     n_nodes : int
         Number of nodes of the ranks; 1 if nothing is known of them.
+    report : LoadReport or None
+        The report of the last `execute`; None before. Only this changes in a plan; each copy has its own.
     """
 
     info: ArrayInfo
@@ -248,16 +242,12 @@ class Plan(PrintedReport):
     n_nodes: int = field(default=1, kw_only=True)
     _layouts: Mapping[str, LoadLayout] = field(kw_only=True)  # for each way of reading
     _executor: Executor | None = field(default=None, kw_only=True)
-    _last: Execution = field(default_factory=Execution, init=False)  # only this changes in a plan; each copy has its own
+    report: LoadReport | None = field(default=None, init=False)
+    _version: Version | None = field(default=None, init=False)  # of the file, which the last `execute` has read
 
     @property
     def _layout(self) -> LoadLayout:
         return self._layouts[self.readers]
-
-    @property
-    def report(self) -> LoadReport | None:
-        """The report of the last `execute`; None before."""
-        return self._last.report
 
     @property
     def schedule(self) -> Schedule:
@@ -361,10 +351,6 @@ class Plan(PrintedReport):
         array = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
         return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding)}; {readers}>"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the plan with what is known now of its last execution."""
-        return {**vars(self), "_last": replace(self._last)}
-
     def execute(self) -> jax.Array:
         """Load the array. Collective: yes, over the ranks that planned. May be called again.
 
@@ -381,7 +367,8 @@ class Plan(PrintedReport):
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
         (array,), report = self._executor()
-        self._last.report, self._last.version = report, version_of(array)
+        object.__setattr__(self, "report", report)
+        object.__setattr__(self, "_version", version_of(array))
         return array
 
 
@@ -405,7 +392,7 @@ class TreePlan(PrintedReport):
     where: tuple[str, ...]
     left_out: tuple[ArrayInfo, ...] = ()
     _executor: Executor | None = field(default=None, kw_only=True)
-    _last: Execution = field(default_factory=Execution, init=False)
+    report: LoadReport | None = field(default=None, init=False)
 
     @property
     def leaves(self) -> list[Plan]:
@@ -431,11 +418,6 @@ class TreePlan(PrintedReport):
         pieces = sum(plan.pieces_nbytes for plan in plans)
         staging_nbytes = min(staging_of(plans).nbytes, self.staging_nbytes)
         return pieces + staging_nbytes + max(plan.ahead_nbytes for plan in plans)
-
-    @property
-    def report(self) -> LoadReport | None:
-        """The report of the last `execute`; None before."""
-        return self._last.report
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal: a row per array, then totals."""
@@ -500,9 +482,10 @@ class TreePlan(PrintedReport):
         """
         if self._executor is None:
             raise ConfigError(NO_DEVICES)
-        arrays, self._last.report = self._executor()
+        arrays, report = self._executor()
+        object.__setattr__(self, "report", report)
         for plan, array in zip(self.leaves, arrays, strict=True):
-            plan._last.version = version_of(array)
+            object.__setattr__(plan, "_version", version_of(array))
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), arrays)
 
 

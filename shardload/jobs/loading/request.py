@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
+from shardload.arrays.sharding import describe_sharding, read_sharding
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.trees import (
@@ -50,8 +50,6 @@ class Request:
         The options. The array's name is not among them.
     text : mapping of str to str
         What every rank must pass alike, by the name of the argument.
-    devices_per_rank : int
-        For an abstract mesh: the number of consecutive devices that belong to one process.
     by_name : mapping of str to str or tuple of str, optional
         A spec by names of axes. Until `for_axes` knows these, the sharding cuts nothing.
     """
@@ -59,7 +57,6 @@ class Request:
     sharding: NamedSharding
     options: Options
     text: Mapping[str, str]
-    devices_per_rank: int = 1
     by_name: Mapping[Any, Any] | None = None
 
     def for_axes(self, info: ArrayInfo, axes: Sequence[str | None]) -> Request:
@@ -98,7 +95,6 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, 
     ConfigError
         If an argument is wrong, or a tree of them does not match the tree of arrays.
     """
-    processes = keywords.get("processes")
     options = {name: value for name, value in keywords.items() if OPTIONS[name].is_kept and name != "dataset"}
     arguments = options | {"mesh": mesh, "spec": spec}
     values = {
@@ -117,7 +113,7 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, 
                 _DATASET.check(place.dataset)
             if key not in requests_by_key:
                 read = _read_pattern if place.is_pattern else _read
-                requests_by_key[key] = read(shared | values_of_place, processes)
+                requests_by_key[key] = read(shared | values_of_place)
         except ConfigError as error:
             raise in_array(tree.where[k] if has_trees(arguments) else "", error) from None
         requests.append(requests_by_key[key])
@@ -129,11 +125,10 @@ def has_trees(arguments: Mapping[str, Any]) -> bool:
     return any(not is_single(arguments[name]) for name, is_single in _IS_ONE.items() if name in arguments)
 
 
-def _read(keywords: dict[str, Any], processes: Any) -> Request:
+def _read(keywords: dict[str, Any]) -> Request:
     """The request of an array for which these arguments were passed."""
     options = dict(keywords)
     mesh, spec = options.pop("mesh"), options.pop("spec")
-    n = devices_per_process(mesh_of(mesh), processes)
     by_name = dict(sorted(spec.items())) if isinstance(spec, Mapping) else None
     for entry in () if by_name is None else by_name.values():
         if not is_entry(entry):
@@ -144,14 +139,14 @@ def _read(keywords: dict[str, Any], processes: Any) -> Request:
     for name, value in options.items():
         refuse_traced(name, value)
     checked = Options.check(**options)
-    return Request(sharding, checked, {"sharding": text, **checked.describe()}, n, by_name)
+    return Request(sharding, checked, {"sharding": text, **checked.describe()}, by_name)
 
 
-def _read_pattern(keywords: dict[str, Any], processes: Any) -> Request:
+def _read_pattern(keywords: dict[str, Any]) -> Request:
     """The request of all arrays below a group. Of trees the first values are checked; the others when the arrays are known."""
     trees = {name: value for name, value in keywords.items() if name in _IS_ONE}
     leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=_IS_ONE[name]) or [None] for name, value in trees.items()}
-    first = _read(keywords | {name: values[0] for name, values in leaves.items()}, processes)
+    first = _read(keywords | {name: values[0] for name, values in leaves.items()})
     text = {"sharding": f"{_tree_text(keywords['mesh'], _mesh_text)}, {_tree_text(keywords['spec'], repr)}"}
     of_arrays = [option.name for option in PER_LOADED_ARRAY if option.text and option.name in trees]
     text |= {name: _tree_text(trees[name], repr) for name in of_arrays}

@@ -6,8 +6,7 @@ import json
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from shardload.formats.lookup import Finder, find_array, list_arrays, open_file,
 from shardload.formats.zarr.chunks import ShardFiles
 from shardload.formats.zarr.nodes import quiet
 from shardload.formats.zarr.store import WatchedStore
-from shardload.jobs.consistency import check_all_unchanged
+from shardload.jobs.consistency import KeptSources
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
 from shardload.storage.remote import StorageOptions
@@ -304,13 +303,15 @@ def test_many_arrays_are_found_and_compared_together(tmp_path: Path, store: Stor
         finder.expect((store.url, f"x{k}") for k in range(4))
         assert sorted(came) == keys
         infos = [finder.find(store.url, f"x{k}").info for k in range(4)]
-    sources = [open_source(store.url, info.dataset, store.access, info) for info in infos]
+    kept = KeptSources(lambda k: open_source(store.url, infos[k].dataset, store.access, infos[k]), [None] * 4, "")
+    for k in range(4):
+        kept.open(k)
     came = together(store.server, *keys)
-    check_all_unchanged([(nullcontext, source, source.opened_in()) for source in sources])
+    kept.check_unchanged()
     assert sorted(came) == keys
     (tmp_path / keys[2]).write_text((tmp_path / keys[2]).read_text() + " ")
     with pytest.raises(SourceError, match=r"/x2' in .* changed while it was read"):
-        check_all_unchanged([(nullcontext, source, source.opened_in()) for source in sources])
+        kept.check_unchanged()
 
 
 def test_shards_are_opened_ahead_as_their_boxes_are_needed(tmp_path: Path, store: Store) -> None:
@@ -358,7 +359,6 @@ def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: St
     if a store that refuses it, which is no rank's fault, were another error than where it refuses values.
     """
     write_zarr(tmp_path / "b/a.zarr", {f"x{k}": DATA for k in range(3)})
-    sources = [store.open(f"x{k}") for k in range(3)]
 
     @contextmanager
     def naming(k: int) -> Iterator[None]:
@@ -367,9 +367,12 @@ def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: St
         except SourceError as error:
             raise SourceError(f"array {k}: {error}") from error
 
+    kept = KeptSources(lambda k: store.open(f"x{k}"), [None] * 3, "", naming)
+    for k in range(3):
+        kept.open(k)
     store.server.faults.only, store.server.faults.status = lambda key: "x1" in key, 403
     with pytest.raises(SourceError, match=r"array 1: .*x1/zarr.json' cannot be read"):
-        check_all_unchanged([(partial(naming, k), source, source.opened_in()) for k, source in enumerate(sources)])
+        kept.check_unchanged()
 
 
 def test_arrays_that_zarr_has_open_at_a_url_have_labels(tmp_path: Path, server: ObjectServer) -> None:
