@@ -282,10 +282,19 @@ class RoundReader:
         )
 
     def say_farewell(self, error: BaseException | None) -> None:
-        """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective."""
-        if self._group.size > 1:
+        """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective.
+
+        `error` is for those who wait: this rank has all it wants. StallError if another one does not come.
+        """
+        if self._group.size == 1:
+            return
+        try:
             with watched(self._group, f"the end of {self._title}", self._timeout):
                 self._group.agree(error, [0, 0, 0])  # as many counts as a session's
+        except StallError:
+            raise
+        except ShardloadError:
+            pass
 
     def close(self, error: BaseException | None = None) -> None:
         """End threads, close files, and free the communicator. Not collective."""
@@ -376,23 +385,15 @@ class Inline:
             return
         if this_thread == self._thread or thread_level() in ("", "MULTIPLE"):
             if isinstance(error, Exception) and not self._is_error_shared:
-                error = self._say_farewell(reader, error)
+                farewell = reader.farewell_error(reader.n_made, _reason_of(error))
+                try:
+                    if farewell is not None:
+                        reader.say_farewell(farewell)
+                except StallError as stall:
+                    error = stall
             reader.close(error)
         else:
             _readers_to_close.append((self._thread, reader))  # garbage is collected in any thread, and only one may call MPI
-
-    @staticmethod
-    def _say_farewell(reader: RoundReader, error: Exception) -> Exception:
-        """Tell the others in the next round which error this rank leaves with. Returns the error for `RoundReader.close`."""
-        farewell = reader.farewell_error(reader.n_made, _reason_of(error))
-        try:
-            if farewell is not None:
-                reader.say_farewell(farewell)
-        except StallError as stall:
-            return stall
-        except ShardloadError:
-            pass  # the program's own error is the one to see
-        return error
 
     end = close
 
@@ -466,12 +467,7 @@ class ReadAhead:
                 raise  # all ranks have it
             except Exception as error:
                 self._error = self._error or error
-            try:
-                reader.say_farewell(self._error or reader.farewell_error(self._n_given, self._exit_reason))
-            except StallError:
-                raise
-            except ShardloadError:
-                pass  # told to those who wait; this rank has all it wants
+            reader.say_farewell(self._error or reader.farewell_error(self._n_given, self._exit_reason))
         finally:
             reader.close(sys.exc_info()[1])
 
