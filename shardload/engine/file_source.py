@@ -40,6 +40,7 @@ class FileMove(ArrayMove):
 
     is_cut: Sequence[bool] = ()
     flow: Any  # one that also says what a rank ever reads: a `Schedule` or a `BatchFlow`
+    producer: Any  # a `SourceReader`, which also counts
 
     def __init__(
         self,

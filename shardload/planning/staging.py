@@ -148,8 +148,7 @@ def ample_staging(layout: SourceLayout, n_threads: int) -> int:
     >>> ample_staging(SourceLayout.cut(select_axes(None, (8, 8)), (4, 4), np.dtype("f4"), np.dtype("f4")), 2)
     704
     """
-    scratch = 3 * layout.file_dtype.itemsize + layout.casts * layout.dtype.itemsize
-    return layout.chunk_size * ((_SLOTS + 2) * layout.wide_itemsize + min(n_threads, _AMPLE_THREADS) * scratch)
+    return _chunks_nbytes(layout, _SLOTS + 2, min(n_threads, _AMPLE_THREADS))
 
 
 def least_staging(layout: SourceLayout) -> int:
@@ -160,9 +159,13 @@ def least_staging(layout: SourceLayout) -> int:
     >>> least_staging(SourceLayout.cut(select_axes(None, (8, 8)), (4, 4), np.dtype("f4"), np.dtype("f4")))
     320
     """
-    itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
-    nbytes: int = layout.chunk_size * (2 * layout.wide_itemsize + 3 * file_itemsize + layout.casts * itemsize)
-    return nbytes
+    return _chunks_nbytes(layout, 2, 1)
+
+
+def _chunks_nbytes(layout: SourceLayout, n_buffers: int, n_threads: int) -> int:
+    """Bytes of buffers for a chunk each, and of the memory in which threads decode: stored, in between, decoded, and cast."""
+    scratch = 3 * layout.file_dtype.itemsize + layout.casts * layout.dtype.itemsize
+    return layout.chunk_size * (n_buffers * layout.wide_itemsize + n_threads * scratch)
 
 
 KEPT_ROUNDS = 3

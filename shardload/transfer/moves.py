@@ -191,7 +191,7 @@ class ArrayMove:
     dtype: np.dtype[Any]
     name: str = ""
     with_name: Callable[[BaseException], BaseException] | None = None
-    producer: Any = None
+    producer: Producer = field(default=None)  # type: ignore[assignment]
     targets: Mapping[int, Piece] = field(default_factory=dict)
     on_complete: Callable[[Piece], None] | None = None
     seed: int = 0

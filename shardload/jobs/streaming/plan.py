@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -159,7 +159,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     pad: Any
-    scale: tuple[Array, Array] | None = None
+    scale: tuple[Array, Array] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,8 +233,8 @@ class StreamPlan(PrintedReport):
     n_threads: int
     staging_nbytes: int
     prefetch: int
-    names: tuple[str, ...] = field(default=())
-    stacks: tuple[Stack, ...] = ()
+    names: tuple[str, ...]
+    stacks: tuple[Stack, ...]
 
     @property
     def n_samples(self) -> int:

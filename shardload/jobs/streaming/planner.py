@@ -292,17 +292,17 @@ class StreamPlanner:
         readers = request.options.readers
         owners = Owners(min(readers, ranks.n) if isinstance(readers, int) else 1 if readers == "root" else ranks.n)
         array = StreamArray(
-            info,
-            leaf.handle,
-            request.options,
-            source,
-            [
+            info=info,
+            handle=leaf.handle,
+            options=request.options,
+            source=source,
+            cuts=[
                 BatchSchedule(blocks, axis, self._shards(of_cut, source, axis), ranks.n, owners)
                 for of_cut in _cuts_of(leaves).values()
             ],
-            tuple(sorted({step for same in leaves for step in same.offsets})),
-            leaf.sum_of_values,
-            leaf.state,
+            offsets=tuple(sorted({step for same in leaves for step in same.offsets})),
+            sum_of_values=leaf.sum_of_values,
+            state=leaf.state,
         )
         return array, staging_nbytes
 
@@ -401,15 +401,15 @@ class StreamPlanner:
         if pad is not None and self._sampling.remainder == "pad":  # or the last batch of an epoch would be the first to say so
             pad_value(pad, array.source.dtype)
         return Leaf(
-            number,
-            cut,
-            tuple(array.offsets.index(step) for step in leaf.offsets),
-            has_axis,
-            NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),
-            shape,
-            array.source.dtype,
-            pad,
-            None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),
+            array=number,
+            cut=cut,
+            places=tuple(array.offsets.index(step) for step in leaf.offsets),
+            has_window_axis=has_axis,
+            sharding=NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),
+            shape=shape,
+            dtype=array.source.dtype,
+            pad=pad,
+            scale=None if leaf.scale is None else self._scale(leaf.scale, array, leaf.where.removeprefix("array ")),
         )
 
     def _stack(self, name: str, members: Sequence[int], leaves: Sequence[Leaf]) -> Stack:

@@ -43,7 +43,6 @@ from shardload.jobs.consistency import check_same_objects
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
-from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted, format_nbytes
 
 _FAREWELL_SECONDS = 5.0  # `close` waits so long for ranks that still compute; the farewell goes on without it
@@ -139,7 +138,8 @@ class RoundReader:
     ) -> None:
         self.plan, self._group, self._timeout, self._digest = plan, group, timeout, digest
         self._target = BatchTarget(plan, group.rank)
-        self._planned = _epochs(plan, epoch, first_sample, n_batches)
+        self._runs = _runs(plan, epoch, first_sample, n_batches)
+        self._next_run = next(self._runs, None)  # that is not planned yet
         self._epochs: deque[EpochRounds] = deque()  # those of which batches are still to be made; the last one is being read
         self._pending: deque[RoundReadings] = deque()  # its rounds
         self._ahead: dict[RoundReadings, Round] = {}  # next rounds: what they move is known before it is their turn
@@ -169,19 +169,19 @@ class RoundReader:
 
     def first_batch_of_next_round(self) -> int | None:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
-        while not self._pending:
-            try:
-                epoch = next(self._planned, None)
-                rounds = [] if epoch is None else epoch.rounds
-            except Exception as error:
-                let_interruption_pass(error)
-                self.say_farewell(error)  # the others wait for this rank in the first round of that epoch
-                raise
-            if epoch is None:
-                return None
-            self._pending.extend(rounds)
+        if not self._pending and self._next_run is not None:
+            epoch = EpochRounds(self.plan, *self._next_run)
+            self._pending.extend(epoch.rounds)
             self._epochs.append(epoch)
-        return self._epochs[-1].first_batch + self._pending[0].batch
+            self._next_run = next(self._runs, None)
+        return self._next_batch
+
+    @property
+    def _next_batch(self) -> int | None:
+        """The same, also where the next epoch is not planned, or could not be."""
+        if self._pending:
+            return self._epochs[-1].first_batch + self._pending[0].batch
+        return None if self._next_run is None else self._next_run[-1]
 
     def read_round(self) -> None:
         """Do the next round, which there must be. Collective.
@@ -274,19 +274,27 @@ class RoundReader:
 
     def farewell_error(self, n_given: int, exit_reason: str) -> PeerError | None:
         """What the others are told if they wait for more of this rank; None if no round is left."""
-        batch = self.first_batch_of_next_round()
-        if batch is None:
+        if self._next_batch is None:
             return None
         return PeerError(
             f"the program has left the stream after {n_given} batches{exit_reason}, but others go on, and all ranks read the "
-            f"chunks for batch {batch} together: take the same number of batches on all ranks"
+            f"chunks for batch {self._next_batch} together: take the same number of batches on all ranks"
         )
 
-    def say_farewell(self, error: BaseException | None = None) -> None:
-        """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective."""
-        if self._group.size > 1:
+    def say_farewell(self, error: BaseException | None) -> None:
+        """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective.
+
+        `error` is for those who wait: this rank has all it wants. StallError if another one does not come.
+        """
+        if self._group.size == 1:
+            return
+        try:
             with watched(self._group, f"the end of {self._title}", self._timeout):
                 self._group.agree(error, [0, 0, 0])  # as many counts as a session's
+        except StallError:
+            raise
+        except ShardloadError:
+            pass
 
     def close(self, error: BaseException | None = None) -> None:
         """End threads, close files, and free the communicator. Not collective."""
@@ -308,18 +316,20 @@ class RoundReader:
         return Batch(arrays, epoch.anchors[first : first + size], epoch.epoch, epoch.first_sample + first)
 
 
-def _epochs(plan: StreamPlan, epoch: int, sample: int, n_left: int | None) -> Iterator[EpochRounds]:
-    """The epochs from some sample on, or only the next batches. Each is planned when it is asked for."""
-    first = 0
+def _runs(plan: StreamPlan, epoch: int, sample: int, n_left: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """The epochs from some sample on, or only the next batches: of each its number, its first sample, how many batches are
+    given, and how many were before.
+    """
+    n_before = 0
     while n_left != 0 and (plan.epochs is None or epoch < plan.epochs):
         n_batches = plan.n_batches(plan.n_samples - sample)
-        rounds = EpochRounds(plan, epoch, sample, n_batches if n_left is None else min(n_left, n_batches), first)
-        if rounds.n_batches:
-            yield rounds
+        n_batches = n_batches if n_left is None else min(n_left, n_batches)
+        if n_batches:
+            yield epoch, sample, n_batches, n_before
         elif not sample:
             return  # no epoch has a batch
-        first += rounds.n_batches
-        n_left = None if n_left is None else n_left - rounds.n_batches
+        n_before += n_batches
+        n_left = None if n_left is None else n_left - n_batches
         epoch, sample = epoch + 1, 0
 
 
@@ -375,23 +385,15 @@ class Inline:
             return
         if this_thread == self._thread or thread_level() in ("", "MULTIPLE"):
             if isinstance(error, Exception) and not self._is_error_shared:
-                error = self._say_farewell(reader, error)
+                farewell = reader.farewell_error(reader.n_made, _reason_of(error))
+                try:
+                    if farewell is not None:
+                        reader.say_farewell(farewell)
+                except StallError as stall:
+                    error = stall
             reader.close(error)
         else:
             _readers_to_close.append((self._thread, reader))  # garbage is collected in any thread, and only one may call MPI
-
-    @staticmethod
-    def _say_farewell(reader: RoundReader, error: Exception) -> Exception:
-        """Tell the others in the next round which error this rank leaves with. Returns the error for `RoundReader.close`."""
-        try:
-            farewell = reader.farewell_error(reader.n_made, _reason_of(error))
-            if farewell is not None:
-                reader.say_farewell(farewell)
-        except StallError as stall:
-            return stall
-        except ShardloadError:
-            pass  # the program's own error is the one to see
-        return error
 
     end = close
 
@@ -465,12 +467,7 @@ class ReadAhead:
                 raise  # all ranks have it
             except Exception as error:
                 self._error = self._error or error
-            try:
-                reader.say_farewell(self._error or reader.farewell_error(self._n_given, self._exit_reason))
-            except StallError:
-                raise
-            except ShardloadError:
-                pass  # told to those who wait; this rank has all it wants
+            reader.say_farewell(self._error or reader.farewell_error(self._n_given, self._exit_reason))
         finally:
             reader.close(sys.exc_info()[1])
 

@@ -122,7 +122,7 @@ class StreamCall(LoadCall):
     def _describe(self, k: int) -> dict[str, str]:
         """See `LoadCall`."""
         options = {**vars(self.sampling), **self._of_leaves[k], "stack": self._keywords["stack"]}
-        texts = {name: (OPTIONS[name].text or repr)(value) for name, value in options.items()}
+        texts = {name: text(value) for name, value in options.items() if (text := OPTIONS[name].text) is not None}
         return super()._describe(k) | texts
 
     def _labeller(self, finder: Finder) -> Labeller | None:
