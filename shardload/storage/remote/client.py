@@ -117,7 +117,7 @@ _Failure = tuple[int, str, bool]
 
 
 class Client:
-    """Requests to one store.
+    """Requests to one store. Of obstore it calls `get`, `put`, `delete`, `list` and `list_with_delimiter`, and nothing else.
 
     Parameters
     ----------
