@@ -194,8 +194,7 @@ def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
     group, generation = _of_jax.get(processes, (None, -1))
     if group is None or group.is_torn:  # nothing keeps the old one: it has threads, pipes and shared memory
         generation += 1
-        group = Group(None, processes, generation=generation)
-        group.name = f"processes{generation or ''}"
+        group = Group(None, processes, f"processes{generation or ''}")
         group.watch_departures()
         _of_jax[processes] = group, generation
     return group
@@ -209,18 +208,16 @@ class Group:
     rank, size : int
         This rank, and the number of ranks.
     name : str
-        The same on all ranks, and of no other group.
+        The same on all ranks, and of no other group: with it begin the keys of its messages, if they go through JAX's store.
     comm : mpi4py.MPI.Comm or None
         The private duplicate. None for a single process, and for JAX processes without MPI.
     watch : Watchdog
         Checks that the ranks make progress. After it has detected a stall, every collective raises `StallError`.
     """
 
-    def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, generation: int | str = 0) -> None:
-        self.comm = comm
-        self.name, self._n_duplicates = "", 0
+    def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, name: str = "") -> None:
+        self.comm, self.name, self._n_duplicates = comm, name, 0
         self._client: Any = None
-        self._prefix = f"shardload/{generation}"
         mailbox: Mailbox | None = None
         if processes is not None:
             self._client, self.rank, self.size = processes
@@ -250,10 +247,10 @@ class Group:
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
     def _messages(self, name: str) -> StoreMessages:
-        return StoreMessages(self._client, f"{self._prefix}/{name}", self.rank)
+        return StoreMessages(self._client, f"shardload/{self.name}/{name}", self.rank)
 
     def _over_store(self, name: str, ranks: tuple[int, ...], done: Callable[[], None] = lambda: None) -> StoreCollectives:
-        return StoreCollectives(self._client, f"{self._prefix}/{name}", self.rank, ranks, self.watch.look, done)
+        return StoreCollectives(self._client, f"shardload/{self.name}/{name}", self.rank, ranks, self.watch.look, done)
 
     def transport(self, tags: tuple[int, int], segments: Mapping[int, Segment]) -> Transport:
         """Make what carries the messages of one exchange, with the tags of `next_tags`."""
@@ -411,14 +408,14 @@ class Group:
         self._n_duplicates += 1
         name = f"{self.name}.{self._n_duplicates}"
         if self._client is not None:
-            group = Group(None, (self._client, self.rank, self.size), generation=name)
+            group = Group(None, (self._client, self.rank, self.size), name)
         elif self.size == 1:
-            group = Group(None)
+            group = Group(None, name=name)
         else:
-            group = Group(duplicate(self.comm, self.watch.look))
+            group = Group(duplicate(self.comm, self.watch.look), name=name)
             ranks = self.node.ranks  # MPI's calls that split cannot be interrupted
             group._set_node(duplicate(self._node_comm, self.watch.look), ranks)
-        group.name, group._machine = name, self._machine
+        group._machine = self._machine
         return group
 
     def free(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from shardload import ConfigError, SourceError
 from shardload.comm.group import Group
 from shardload.formats.hdf5 import skeleton
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.remote import client
-from tests.mpi.support import check, counted, mesh_of, on_root, ramp, same_error, unit
+from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
 from tests.mpi.test_remote_hdf5 import Shared
 
 obstore = pytest.importorskip("obstore")
@@ -157,16 +155,6 @@ def test_a_comparison_with_a_part_that_changed(comm: Any, shared: Shared) -> Non
 
     on_root(comm, change)
     same_error(comm, lambda: shardload.verify(x, run, dataset="x"), SourceError, "it was replaced")
-
-
-@pytest.mark.parametrize("layout", LENGTHS)
-def test_files_in_one_folder_share_connections(shared: Shared, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each were reached in a way of its own: that takes milliseconds, and has a limit of requests of its own."""
-    run = shardload.concat(write(shared, layout), along="time", storage=shared.of_http)
-    counts = Counter[str]()
-    counted(monkeypatch, counts, client, "address_of")
-    check(shardload.load(run, mesh_of(), P(), dataset="x", readers="direct"), values_of(LENGTHS[layout]), mesh_of(), P())
-    assert counts["address_of"] == 1
 
 
 def test_what_is_kept_of_files_does_not_grow_with_their_number(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:

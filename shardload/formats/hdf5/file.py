@@ -49,7 +49,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import PartMetadata, PartOpener, Versions, find_boxes, tell_parts
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.local import Fence, NotAFileError, head_of, open_file, state_of
-from shardload.storage.remote import RemoteError, RemoteFolders, is_remote, open_remote, without_secrets
+from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 from shardload.system.undo import Undo
 
 FileVersions = tuple[tuple[str, tuple[int, ...]], ...]
@@ -109,12 +109,11 @@ class Hdf5File(OpenFile):
         """Opens the parts of a virtual dataset, each by its name in HDF5 (not that in netCDF), as if it were loaded from its
         own file. They are inside of the fence of this file.
         """
-        folders = RemoteFolders(self._access.storage)
         search_path = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # made when the first is opened
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
             if (name, dataset) in virtual.facts.in_store:
-                file = StoreFile(name, self._access, folders)
+                file = StoreFile(name, self._access)
                 source, state = file.open(dataset, virtual.facts.in_store[name, dataset].info), file.state()
                 return source, {} if state is None else {name: state}
             path, _ = search_path().find(name)
@@ -383,20 +382,18 @@ class StoreFile(Hdf5File):
         Its URL.
     access : Access
         What the caller allows, with the options of the store.
-    folders : RemoteFolders, optional
-        Those of other files that are open.
     """
 
     _pin: Any = None  # the version that is read; None: the present one
 
-    def __init__(self, url: str, access: Access, folders: RemoteFolders | None = None) -> None:
+    def __init__(self, url: str, access: Access) -> None:
         self._path, self._access = without_secrets(url), access
         self._fence = Fence(("://",))  # no folder: nothing is inside
-        self._folder, self._key = (open_remote(url, access.storage), "") if folders is None else folders.place(url)
+        self._folder = open_remote(url, access.storage)
 
     @cached
     def _cache(self) -> BlockCache:
-        return BlockCache(self._folder.object(self._pin, self._key))
+        return BlockCache(self._folder.object(self._pin))
 
     def expect(self, datasets: Iterable[str]) -> None:
         """The first MiB is fetched, without HDF5, which lets no other thread of the process open a file meanwhile."""
@@ -423,7 +420,7 @@ class StoreFile(Hdf5File):
 
         self._pin = planned.parts["pin"]
         open_whole = functools.partial(super().open, dataset)
-        return SkeletonSource(planned, self._folder.object(self._pin, self._key), self._access, open_whole)
+        return SkeletonSource(planned, self._folder.object(self._pin), self._access, open_whole)
 
     def state(self) -> tuple[int, ...] | None:
         """The version of the object; None if nothing was read of it yet: then all ranks read the version of the plan."""

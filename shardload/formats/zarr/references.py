@@ -31,7 +31,7 @@ from shardload.formats.access import Access
 from shardload.storage.leftovers import METADATA, NODE_FILES, ROOTS
 from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, head_of, state_of
 from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject, read_content
-from shardload.storage.remote import Pin, RemoteFolders, RemoteObject, is_remote, open_remote, without_secrets
+from shardload.storage.remote import Pin, RemoteObject, is_remote, open_remote, without_secrets
 
 _JSON_SUFFIXES, _PARQUET_SUFFIXES = (".json", ".json.zst"), (".parq", ".parquet")  # of files; of folders
 SUFFIXES = (*_JSON_SUFFIXES, *_PARQUET_SUFFIXES)
@@ -88,7 +88,6 @@ class ReferenceFolder:
     def __init__(self, path: str, access: Access) -> None:
         self.name, self._path, self._access = without_secrets(path).rstrip("/"), path.rstrip("/"), access
         self._remote = remote = open_remote(path, access.storage) if is_remote(path) else None
-        self._remote_folders = RemoteFolders(access.storage)  # of the objects that are referred to
         is_folder = os.path.isdir(path) if remote is None else self.name.lower().endswith(_PARQUET_SUFFIXES)
         stored: Any
         if is_folder:
@@ -196,8 +195,7 @@ class ReferenceFolder:
                 raise OutsideError(
                     f"'{self.name}' refers to '{without_secrets(url)}', outside of its own folder; {TARGET_HINT}"
                 )
-            folder, key = self._remote_folders.place(url)
-            return folder.object(pin, key)
+            return open_remote(url, self._access.storage).object(pin)
         path = re.sub("^(file|local)://", "", url)
         if "://" in path:
             raise ValueError(f"'{self.name}' refers to '{path}', a URL of an unknown kind")

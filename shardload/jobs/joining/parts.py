@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
+from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.diagnosis import as_source_error
@@ -43,7 +44,7 @@ from shardload.jobs.progress import progress_of
 from shardload.planning.region import Region
 from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
-from shardload.storage.remote import RemoteFolder, RemoteFolders, is_remote, without_secrets
+from shardload.storage.remote import is_remote, open_remote, without_secrets
 from shardload.system.thread_pool import call_together
 from shardload.values.dates import in_other_units
 from shardload.values.decoding import ATTRIBUTES
@@ -631,8 +632,7 @@ class JoinedParts:
     def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
         urls = [path for path in self.versions if is_remote(path)]
-        folders = RemoteFolders(self._access.storage)
-        asked = call_together([partial(_version_at, url, *folders.place(url)) for url in urls], "shardload-states")
+        asked = call_together([partial(_version_at, url, self._access) for url in urls], "shardload-states")
         versions_now = dict(zip(urls, asked, strict=True))
         for path, version in self.versions.items():
             if (versions_now[path] if path in versions_now else state_of(path)) != version:
@@ -673,10 +673,10 @@ class JoinedParts:
         return {key: value for key, value in next(iter(attrs.values())).items() if key not in differing}
 
 
-def _version_at(url: str, folder: RemoteFolder, key: str) -> tuple[int, ...] | None:
+def _version_at(url: str, access: Access) -> tuple[int, ...] | None:
     """The version of an object now. SourceError if the store refuses that."""
     with as_source_error(url):
-        return folder.version(key)
+        return open_remote(url, access.storage).version("")
 
 
 def _digest_of(file: OpenFile, member: _Member) -> bytes:

@@ -8,7 +8,8 @@
 address  what a URL names, options and profiles; nothing of it is printed with its values (`StorageOptions`)
 client   one request: threads, retries, time-outs, what an answer means; the only module that calls obstore
 ahead    what is fetched before it is asked for, and in which requests
-objects  `RemoteObject`, `RemoteFolder`, `RemoteFolders`
+throttle  the limit of requests to one store
+objects  `RemoteObject`, `RemoteFolder`
 
 obstore is imported by `open_remote`, so never for local files.
 """
@@ -17,7 +18,7 @@ from shardload.storage.objects import RemoteError
 from shardload.storage.remote.address import StorageOptions, is_remote, with_store, without_secrets
 from shardload.storage.remote.ahead import MOST_AHEAD_NBYTES, PIECE_NBYTES
 from shardload.storage.remote.client import Counts, Pin, RemoteChangedError, counts
-from shardload.storage.remote.objects import RemoteFolder, RemoteFolders, RemoteObject, expect, open_remote
+from shardload.storage.remote.objects import RemoteFolder, RemoteObject, expect, open_remote
 
 __all__ = [
     "MOST_AHEAD_NBYTES",
@@ -27,7 +28,6 @@ __all__ = [
     "RemoteChangedError",
     "RemoteError",
     "RemoteFolder",
-    "RemoteFolders",
     "RemoteObject",
     "StorageOptions",
     "counts",

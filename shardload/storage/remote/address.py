@@ -1,4 +1,8 @@
-"""Which store does a URL name, and how is it reached? Options, environment variables (obstore reads those), AWS profiles."""
+"""Which store does a URL name, and how is it reached? Options, environment variables (obstore reads those), AWS profiles.
+
+A store, its connections, and the limit of requests to it are one thing: all that is read of it in this process, in one call or
+in several, shares them (`_kept`). Over HTTP it is a folder, elsewhere a bucket.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import configparser
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 from shardload.errors import ConfigError
+from shardload.storage.remote.throttle import Throttle
 
 _WITHOUT_URL = "store://"  # objects of a store that the caller made, and that has no URL
 _SCHEMES = {
@@ -34,8 +39,9 @@ _TIMEOUTS = {"timeout": "7 days", "read_timeout": "30 s", "connect_timeout": "10
 _NO_RETRIES = {"max_retries": 0, "retry_timeout": timedelta(0)}  # `client` does it, for bodies and with one count
 _ENDPOINT = re.compile(r"(aws_|azure_|azure_storage_)?endpoint(_url)?(_s3)?", re.IGNORECASE)
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_MOST_KEPT = 8
-_stores: dict[str, Any] = {}  # of obstore, by all that each is made of; the one that was used last is last
+_PLAIN_NAME = re.compile(r"[\w.-]*[\w-]", re.ASCII)  # which no store escapes
+_MOST_KEPT = 32
+_stores: dict[str, tuple[Any, Throttle]] = {}  # of obstore, by all that each is made of; the one that was used last is last
 _lock = threading.Lock()
 _OF_PROFILE = {
     "access_key_id": "aws_access_key_id",
@@ -108,9 +114,9 @@ def without_secrets(url: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{key}"
 
 
-def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int]:
-    """What a URL names: a store of obstore, the key in it (of an object or a folder), the URL for people, and how many requests
-    may be under way. ConfigError if the URL or an option makes no sense, or obstore is not installed.
+def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, Throttle, str, str]:
+    """What a URL names: a store of obstore, the limit of requests to it, the key in it (of an object or a folder), and the URL
+    for people. ConfigError if the URL or an option makes no sense, or obstore is not installed.
     """
     try:
         import obstore.store as stores
@@ -120,7 +126,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
     ours = {name: value for name, value in options.items() if name in _OURS}
     requests = _count(ours.get("requests", 16))
     if (store := ours.get("store")) is not None and f"{url}/".startswith(root := _root_of(store)):
-        return _without_retries(store), f"{url}/".removeprefix(root).strip("/"), url, requests
+        return *_handed_in(store, requests), f"{url}/".removeprefix(root).strip("/"), url
     scheme, _, rest = url.partition("://")
     kind, scheme = _SCHEMES[scheme.lower()], scheme.lower()
     client = {**_TIMEOUTS, **{name: value for name, value in options.items() if name in _OF_CLIENT}}
@@ -133,7 +139,7 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
             client.setdefault("allow_http", True)
     failed = ""
     try:
-        if kind == "HTTPStore":  # the URL's own path is its base: escapes stay as they are, and so does a query
+        if kind == "HTTPStore":
             parts = urlsplit(url)
             if parts.username or parts.password:
                 raise ConfigError(
@@ -145,35 +151,39 @@ def address_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str, str, int
                     f"storage has {', '.join(map(repr, sorted(config)))}, which an HTTP server has not: it may have "
                     f"{', '.join(sorted(_OF_CLIENT | {'requests'}))}"
                 )
-            store, key = _kept(stores.HTTPStore, url, client, {}), ""
+            # The path of a store's own URL stays as it is, with escapes and a query; a key would be escaped once more.
+            folder, _, key = url.rpartition("/")
+            if folder.endswith("/") or "?" in folder or not _PLAIN_NAME.fullmatch(key):  # (a query may have slashes)
+                folder, key = url, ""
+            store, throttle = _kept(stores.HTTPStore, [folder], {"client_options": client}, requests)
         elif not kind:
             raise ConfigError(f"'{url}' is of a store that was handed in before: pass (store, key) again")
         elif not bucket:
             raise ConfigError(f"'{without_secrets(url)}' names no bucket: s3://bucket/key is expected")
         else:
-            store = _kept(getattr(stores, kind), bucket, client, config)
+            store, throttle = _kept(getattr(stores, kind), [bucket], {**config, "client_options": client}, requests)
     except ConfigError:
         raise
     except Exception as error:  # obstore's text may quote values
         failed = _why_not(error, options)
     if failed:
         raise ConfigError(f"'{without_secrets(url)}' cannot be reached with storage={StorageOptions(options)}: {failed}")
-    return store, key.strip("/"), without_secrets(url), requests
+    return store, throttle, key.strip("/"), without_secrets(url)
 
 
-def _kept(make: Callable[..., Any], place: str, client: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """A store of obstore. The last few stay, with their connections, for the next call with the same options and environment,
-    from which obstore takes keys.
+def _kept(make: Callable[..., Any], arguments: Sequence[Any], config: Mapping[str, Any], requests: int) -> tuple[Any, Throttle]:
+    """A store of obstore without retries of its own, and the limit of requests to it. The last few stay for all that has the
+    same options and environment, from which obstore takes keys.
     """
-    key = repr((make, place, sorted(client.items()), sorted(config.items()), sorted(os.environ.items())))
+    key = repr((make, arguments, sorted(config.items()), requests, sorted(os.environ.items())))
     with _lock:
-        store = _stores.pop(key, None)
-        if store is None:
-            store = make(place, client_options=client, retry_config=_NO_RETRIES, **config)
-        _stores[key] = store
+        kept = _stores.pop(key, None)
+        if kept is None:
+            kept = make(*arguments, **{**config, "retry_config": _NO_RETRIES}), Throttle(requests)
+        _stores[key] = kept
         if len(_stores) > _MOST_KEPT:
             del _stores[next(iter(_stores))]
-    return store
+    return kept
 
 
 def _endpoints(config: Mapping[str, Any], kind: str) -> list[str]:
@@ -215,14 +225,14 @@ def _why_not(error: Exception, options: Mapping[str, Any]) -> str:
     return f"the value of {' or '.join(invalid) or 'an option'} is not valid"
 
 
-def _without_retries(store: Any) -> Any:
+def _handed_in(store: Any, requests: int) -> tuple[Any, Throttle]:
     """The caller's store with our time-outs, and without retries of its own; unchanged if it cannot be made again."""
     try:
         (arguments, keywords) = store.__getnewargs_ex__()
         client = {**dict(keywords.get("client_options") or {}), **_TIMEOUTS}
-        return type(store)(*arguments, **{**keywords, "client_options": client, "retry_config": _NO_RETRIES})
+        return _kept(type(store), arguments, {**keywords, "client_options": client}, requests)
     except Exception:  # memory, a folder, credentials from a function
-        return store
+        return store, Throttle(requests)
 
 
 def _root_of(store: Any) -> str:

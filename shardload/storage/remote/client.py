@@ -15,9 +15,9 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from shardload.system.thread_pool import Pool
 _MOST_TRIES, _FIRST_TRIES = 8, 3  # of a request; of one to a store that has never answered
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
 _BUSY = {429, 503}
-_SMALL_NBYTES, _SMALL_IN_ONE = 1 << 16, 8  # up to so many bytes, an answer takes as long as an empty one
+_SMALL_NBYTES = 1 << 16  # up to so many, an answer takes as long as an empty one
 _PASSING = {408, 500, 502, 504, *_BUSY}
 
 
@@ -109,40 +109,6 @@ def counts() -> Counts:
     return Counts() if _process is None else Counts(**vars(_process.counts))
 
 
-class _Throttle:
-    """At most `most` requests at a time; eight small ones count as one. The limit is halved when a server is busy, and grows by
-    one after as many good answers.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most, self._limit, self._n_running = most, float(most), 0
-        self._changed, self._halved = threading.Condition(), 0.0
-
-    @contextmanager
-    def slot(self, is_small: bool = False) -> Iterator[None]:
-        """Wait until one more request may run, for a ``with`` statement around it."""
-        n = 1 if is_small else _SMALL_IN_ONE  # all are counted in small ones
-        with self._changed:
-            self._changed.wait_for(lambda: self._n_running + n <= _SMALL_IN_ONE * max(1, int(self._limit)))
-            self._n_running += n
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._n_running -= n
-                self._changed.notify_all()  # all: a large one may still have to wait where a small one need not
-
-    def good(self) -> None:
-        with self._changed:
-            self._limit = min(self._most, self._limit + 1 / self._limit)
-
-    def busy(self, since: float) -> None:
-        """Halve the limit, after an answer to a request that began at `since`, unless it was halved after that."""
-        with self._changed:
-            if since > self._halved:
-                self._limit, self._halved = max(1.0, self._limit / 2), time.monotonic()
-
-
 Answer = tuple[Bytes, Pin]
 """The bytes of a range, and the object's version."""
 
@@ -151,7 +117,7 @@ _Failure = tuple[int, str, bool]
 
 
 class Client:
-    """Requests to one store.
+    """Requests to one store. Of obstore it calls `get`, `put`, `delete`, `list` and `list_with_delimiter`, and nothing else.
 
     Parameters
     ----------
@@ -162,8 +128,7 @@ class Client:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self._store, self._base, self._name, most = address_of(url, options)
-        self._throttle, self._has_answered = _Throttle(most), False
+        self._store, self._throttle, self._base, self._name = address_of(url, options)
         import obstore  # here, because only `address_of` says that it is not installed
 
         self._obstore = obstore
@@ -275,14 +240,13 @@ class Client:
                     process.counts.requests += 1
                     process.counts.retries += n_tries > 1
             if failure is None:
-                self._has_answered = True
                 self._throttle.good()
                 return result
             status, text, passes = failure
-            self._has_answered = self._has_answered or status != 0
+            self._throttle.has_answered |= status != 0
             if status in _BUSY:
                 self._throttle.busy(began)
-            if not passes or n_tries >= (_MOST_TRIES if self._has_answered else _FIRST_TRIES):
+            if not passes or n_tries >= (_MOST_TRIES if self._throttle.has_answered else _FIRST_TRIES):
                 break
             time.sleep(random.uniform(0.5, 1) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (n_tries - 1)))
         if status == 412:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
-import re
 import threading
 import warnings
 from bisect import bisect_right
@@ -23,7 +22,6 @@ from shardload.storage.remote.ahead import PIECE_NBYTES, Wanted, plan_pieces
 from shardload.storage.remote.client import Answer, Client, Pin, ahead
 
 State = tuple[int, ...]
-_PLAIN = re.compile(r"[\w.-]*[\w-]", re.ASCII)  # names that no store escapes
 
 
 def expect(wanted: Iterator[tuple[StoredObject, Ints, Ints]]) -> None:
@@ -50,28 +48,6 @@ def open_remote(url: str, options: Mapping[str, Any] | None = None) -> RemoteFol
         If an option is not known, the URL names no bucket, a profile is not there, or obstore is not installed.
     """
     return RemoteFolder(Client(url, options or {}))
-
-
-class RemoteFolders:
-    """Folders of many objects at URLs: objects in one folder share its connections, and the limit of its requests.
-
-    Parameters
-    ----------
-    options : mapping
-        How the stores are reached.
-    """
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options, self._folders = options, dict[str, RemoteFolder]()
-
-    def place(self, url: str) -> tuple[RemoteFolder, str]:
-        """The folder of an object, and its key there. The object itself, and no key, if its name might be escaped once more."""
-        folder, _, key = url.rpartition("/")
-        if folder.endswith("/") or "?" in folder or not _PLAIN.fullmatch(key):  # (a query may have slashes)
-            folder, key = url, ""
-        if folder not in self._folders:
-            self._folders[folder] = open_remote(folder, self._options)
-        return self._folders[folder], key
 
 
 @dataclass(slots=True, eq=False)

@@ -562,12 +562,12 @@ def test_nothing_keeps_a_group_without_mpi_that_is_not_used_again(monkeypatch: p
     """Wrong if a program that is interrupted often, and goes on, ran out of threads, descriptors and memory."""
     monkeypatch.setattr(groups, "_of_jax", {})
     made = [groups._without_mpi(Store(), 0, 2)]
-    client, prefix, of_first = made[0]._client, made[0]._prefix, weakref.ref(made[0])
+    client, name, of_first = made[0]._client, made[0].name, weakref.ref(made[0])
     assert groups._without_mpi(client, 0, 2) is made[0]
     made[0].is_torn = True
     made[0] = groups._without_mpi(client, 0, 2)
     gc.collect()
-    assert of_first() is None and made[0]._prefix != prefix and not made[0].is_torn
+    assert of_first() is None and made[0].name != name and not made[0].is_torn
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])

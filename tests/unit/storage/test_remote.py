@@ -25,7 +25,6 @@ from shardload.storage.objects import Ranges
 from shardload.storage.remote import (
     RemoteChangedError,
     RemoteError,
-    RemoteFolders,
     StorageOptions,
     client,
     counts,
@@ -33,7 +32,8 @@ from shardload.storage.remote import (
     open_remote,
     with_store,
 )
-from shardload.storage.remote.client import _Throttle, ahead
+from shardload.storage.remote.client import ahead
+from shardload.storage.remote.throttle import Throttle
 from tests.servers import Faults, ObjectServer
 
 obstore, stores = pytest.importorskip("obstore"), pytest.importorskip("obstore.store")
@@ -333,7 +333,7 @@ def test_a_stalled_body_is_fetched_again_and_a_slow_one_is_not_an_error(server):
 
 
 def test_few_requests_while_a_store_is_busy():
-    throttle = _Throttle(16)
+    throttle = Throttle(16)
     for _ in range(5):
         throttle.busy(since=time.monotonic())
         began = time.monotonic()
@@ -544,17 +544,6 @@ def test_profiles(server, monkeypatch, tmp_path):
             open_remote("s3://bucket/run.h5", {"profile": profile})
 
 
-@pytest.mark.parametrize("scheme", ["http", "s3"])
-def test_the_connections_of_a_call_are_those_of_the_next(server, monkeypatch, scheme):
-    """Wrong if each made its own: that takes milliseconds here, and some hundred to a far store, with its certificates."""
-    url = "s3://bucket" if scheme == "s3" else f"{server.url}/bucket"
-    accepted, accept = [], server._server.get_request
-    monkeypatch.setattr(server._server, "get_request", lambda: accepted.append(None) or accept())
-    for _ in range(5):
-        assert open_remote(f"{url}/run.h5", server.storage if scheme == "s3" else {}).object().nbytes == len(DATA)
-    assert len(accepted) == 1
-
-
 def test_a_store_that_is_handed_in(server):
     memory = stores.MemoryStore()
     obstore.put(memory, "a/run.h5", DATA)
@@ -573,23 +562,29 @@ def test_a_store_that_is_handed_in(server):
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3", "store"])
-def test_objects_in_one_folder_share_its_connections(server, scheme):
-    """Wrong if a name were escaped twice, or asked for below another path: a slash too many is another key of S3."""
-    names = ["bucket/a/x.h5", "bucket/a/y.h5", "bucket/z.h5", "bucket/a/a b%41?.h5", "bucket/a/..h5"]
+def test_objects_in_one_folder_share_its_connections(server, scheme, monkeypatch):
+    """Wrong if each had its own, as a connection takes some hundred milliseconds to a far store, with its certificates, or a
+    limit of requests of its own. Wrong if a name were escaped twice, or asked for below another path: a slash too many is
+    another key of S3.
+    """
+    names = ["bucket/a/x.h5", "bucket/a/y.h5", "bucket/a/..h5", "bucket/z.h5", "bucket/a/a b%41?.h5"]
     server.objects |= {name: name.encode() for name in names}
-    root, options = f"{server.url}/bucket", {}
+    accepted, accept = [], server._server.get_request
+    monkeypatch.setattr(server._server, "get_request", lambda: accepted.append(None) or accept())
+    root, options, n_in_one = f"{server.url}/bucket", {}, 3  # over HTTP a folder is a store
     if scheme == "s3":
-        root, options = "s3://bucket", server.storage
+        root, options, n_in_one = "s3://bucket", server.storage, 5
     elif scheme == "store":
-        options = {"store": stores.HTTPStore(root, client_options={"allow_http": True})}
-    folders, folder_of = RemoteFolders(options), dict[str, object]()
-    for name in names:
+        options, n_in_one = {"store": stores.HTTPStore(root, client_options={"allow_http": True})}, 5
+    throttles = set()
+    for k, name in enumerate(names, 1):
         key = name.removeprefix("bucket/")
-        folder_of[name], key_below = folders.place(f"{root}/{quote(key) if scheme == 'http' else key}")
-        stored = folder_of[name].object(None, key_below)
+        folder = open_remote(f"{root}/{quote(key) if scheme == 'http' else key}", options)
+        stored = folder.object()
         assert stored.read_at_most(0, 100).decode() == name and stored.name.startswith(root)
+        throttles.add(folder._client._throttle)
+        assert len(accepted) == len(throttles) == max(1, k + 1 - n_in_one)
     assert [request.key for request in server.log] == names
-    assert folder_of[names[0]] is folder_of[names[1]] is folder_of[names[4]] and len(set(folder_of.values())) == 3
 
 
 def test_an_empty_object_that_stands_for_a_folder_is_no_store(server):
