@@ -3,7 +3,7 @@
 ::
 
     mpiexec -n 4 python examples/many_arrays.py               # 10,007 particles that are made for it
-    mpiexec -n 4 python examples/many_arrays.py snap.h5       # your own, in Gadget's layout
+    mpiexec -n 4 python examples/many_arrays.py snap.h5       # your own, in Gadget's layout (64-bit ids: JAX_ENABLE_X64=1)
     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 python examples/many_arrays.py      # without MPI: eight simulated devices
 
 10,007 is a prime number: it divides over no number of devices, so ``pad=0`` adds particles at the origin until it does.

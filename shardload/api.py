@@ -853,7 +853,8 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
 def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False) -> Any:
     """Return the file's elements of a loaded array alone, in their own shape: without padding and without halos.
 
-    Collective: yes, over the processes of the mesh of `x`. (No if `x` has neither padding nor halos.)
+    Collective: yes, over the processes of the mesh of `x`. (No if it has neither padding nor halos,
+    and neither `numpy` nor `sharding` is passed.)
 
     Parameters
     ----------
