@@ -64,7 +64,7 @@ def load_dataset(
     ----------
     files : str, PathLike, or sequence of them
         A file, a group in it (``"run.nc:/atmosphere"``), a URL; or several files or a pattern, ``"era5_*.nc"``, as for
-        `concat`.
+        `concat`; or what that has returned, of those variables alone that agree in all files.
     mesh : jax.sharding.Mesh
         The mesh of devices.
     spec : dict or PartitionSpec, optional
