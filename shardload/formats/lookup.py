@@ -590,6 +590,16 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
     return file_format or format_of(path)
 
 
+def import_format(info: ArrayInfo, access: Access) -> None:
+    """Import what reads an array that perhaps another rank has found, if this process will read it.
+
+    A thread is a wrong place for that: a library that is imported there while the program ends registers what is to be done at
+    the end too late. HDF5 then calls a function of h5py after the interpreter has ended, and the process crashes.
+    """
+    if access.untrusted is None:
+        registry.claiming(lambda candidate: candidate.describes(info))
+
+
 def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[Format | None, str]:
     """`registry.claiming` for a URL. If no format claims its text, its first bytes are fetched."""
     file_format, failures = registry.claiming(lambda candidate: candidate.claims_url(url), plugins_first=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 from tests.jobs.launch import ROOT, Job, run_job
@@ -44,6 +46,32 @@ def test_a_stream_that_is_left_open(tmp_path: Path, case: str, prefetch: int, mp
     job = run(case, tmp_path, prefetch, mpi).check()
     assert [said_by(job, rank)["batch"] for rank in range(N)] == [1] * N
     assert "rror" not in job.stderr, job.stderr
+
+
+IMPORTS = """
+import sys, threading
+import jax, numpy as np, shardload
+from jax.sharding import Mesh, PartitionSpec as P
+
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "h5py":
+            print('{"thread": "%s"}' % threading.current_thread().name, flush=True)
+
+shardload.initialize()
+sys.meta_path.insert(0, Watch())
+mesh = Mesh(np.array(jax.devices()), ("data",))
+with iter(shardload.stream(sys.argv[1], mesh, P("data"), dataset="x", batch=4)) as batches:
+    next(batches)
+"""
+
+
+def test_libraries_are_imported_before_threads_begin(tmp_path: Path) -> None:
+    """Wrong if a thread did: the process that ends meanwhile crashes in h5py, which HDF5 calls when Python is gone."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(64.0, dtype="f4").reshape(16, 4), chunks=(1, 4))
+    job = run_job(["-c", IMPORTS, tmp_path / "x.h5"], 2, timeout=90, preloaded=False).check()
+    assert job.said() == [[{"thread": "MainThread"}]] * 2
 
 
 @PREFETCH

@@ -39,7 +39,8 @@ from shardload.comm.mpi import call_before_finalize, thread_level
 from shardload.engine.call import watched
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
-from shardload.jobs.consistency import check_same_objects
+from shardload.formats.lookup import import_format
+from shardload.jobs.consistency import check_same_objects, is_open
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
@@ -137,6 +138,9 @@ class RoundReader:
         n_batches: int | None = None,
     ) -> None:
         self.plan, self._group, self._timeout, self._digest = plan, group, timeout, digest
+        for array in plan.arrays:
+            if not is_open(array.handle):
+                import_format(array.info, array.options.access)
         self._target = BatchTarget(plan, group.rank)
         self._runs = _runs(plan, epoch, first_sample, n_batches)
         self._next_run = next(self._runs, None)  # that is not planned yet
