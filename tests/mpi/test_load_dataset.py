@@ -89,6 +89,14 @@ def test_files_are_one_dataset(comm: Any, shared_tmp_path: Path) -> None:
         assert isinstance(ds.t.data, jax.Array) and ds.t.data.sharding.spec == P(None, "a", "b")
         assert ds.orog.data.sharding.spec == P("a", "b")
         xr.testing.assert_identical(gathered(ds), wanted)
+
+    def without_orog() -> None:
+        with h5py.File(paths[-1], "r+") as file:
+            del file["orog"]
+
+    on_root(comm, without_orog)
+    named = shardload.load_dataset(paths, mesh, {"lon": "b"}, along="time", dataset=["t"])  # which all files have
+    assert gathered(named).t.equals(wanted.t)
     odd = str(shared_tmp_path / "run[0].nc")
     on_root(comm, lambda: shutil.copy(paths[0], odd))
     one = shardload.load_dataset(f"{odd}:/", mesh, {"lon": "b"}, dataset="t", select={"time": near("2000-01-31"), "lat": 1})

@@ -64,7 +64,7 @@ def load_dataset(
     ----------
     files : str, PathLike, or sequence of them
         A file, a group in it (``"run.nc:/atmosphere"``), a URL; or several files or a pattern, ``"era5_*.nc"``, as for
-        `concat`; or what that has returned, of those variables alone that agree in all files.
+        `concat`; or what that has returned.
     mesh : jax.sharding.Mesh
         The mesh of devices.
     spec : dict or PartitionSpec, optional
@@ -72,8 +72,8 @@ def load_dataset(
     along : str or int, optional
         The axis along which several files follow each other.
     dataset : str or sequence of str, optional
-        The variables. By default all of the file (of the group) that hold numbers and are no coordinates, nor the bounds of
-        one.
+        The variables; of several files, those that must agree in all. By default all of the file (of the group) that hold
+        numbers and are no coordinates, nor the bounds of one.
     select : dict, optional
         As in `load`, by names of axes; each variable takes what it has of them.
     decode : bool, "valid" or None
@@ -115,7 +115,8 @@ def load_dataset(
     keywords = with_defaults("load_dataset", options)
     files, keywords["storage"] = with_store(files, keywords["storage"])
     if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
-        files = concat(files, along, **{name: keywords[name] for name in ("allow_external", "storage", "timeout", "comm")})
+        of_files = {name: keywords[name] for name in ("allow_external", "storage", "timeout", "comm")}
+        files = concat(files, along, dataset=dataset, **of_files)
     with DatasetCall(files, dataset, mesh, spec, keywords).begin() as call:
         plan: Any = call.hand_out(call.plan())
     return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)

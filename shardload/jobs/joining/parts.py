@@ -559,6 +559,13 @@ class JoinedParts:
         not_empty = [(k, block) for k, block in zip(member.shapes, blocks, strict=True) if len(block)]
         rises = direction_of([block for _, block in not_empty])
         if rises is None:
+            directions = {direction_of([block]): k for k, block in not_empty if len(block) > 1}
+            if True in directions and False in directions:
+                raise ConfigError(
+                    f"'{printable(member.name)}' rises in '{self._paths[directions[True]]}' and falls in "
+                    f"'{self._paths[directions[False]]}': such parts do not go on from one to the next. Write one of them in "
+                    "the other direction, or load each for itself"
+                )
             return
         for (k, block), (k_next, after) in itertools.pairwise(not_empty):
             border = np.concatenate([block[-1:], after[:1]])

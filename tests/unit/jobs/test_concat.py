@@ -85,6 +85,9 @@ def test_a_pattern_is_put_into_the_order_of_the_coordinate(tmp_path: Path) -> No
     np.testing.assert_array_equal(load(whole, select={"z": shardload.near(6)}), [60, 61])
     with pytest.raises(ConfigError, match=r"'/z' does not go on from part to part: '.*0.nc' ends with 1.0, and '.*1.nc'"):
         shardload.concat(files, along="z")
+    levels(tmp_path / "rises.nc", [10, 11])
+    with pytest.raises(ConfigError, match=r"'/z' rises in '.*rises.nc' and falls in '.*0.nc'"):
+        shardload.concat([tmp_path / "rises.nc", files[0]], along="z")
     with h5py.File(shardload.join(tmp_path / "whole.h5", str(tmp_path / "?.nc"), axis="z").path) as file:
         np.testing.assert_array_equal(file["z"][...], z)
         np.testing.assert_array_equal(file["x"][...], [10 * z, 10 * z + 1])
