@@ -187,10 +187,14 @@ def _store_around(path: str) -> str:
     return "" if store is None else f" It is a part of the Zarr store '{store}': pass that path."
 
 
-def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayInfo:
+MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean; of one more, that there are others
+
+
+def only_array(path: str, infos: Sequence[ArrayInfo]) -> ArrayInfo:
     """The single array that the caller can mean without a name: not refused, and no coordinate. An error if there is none, or
     there may be several.
     """
+    infos, has_more = infos[:MOST_LISTED], len(infos) > MOST_LISTED
     arrays = [info for info in infos if info.refused is None and not info.is_coordinate]
     if len(arrays) == 1 and not has_more:
         return arrays[0]
@@ -208,15 +212,11 @@ def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayIn
     raise SourceError(f"'{path}' holds no array that can be loaded without being named. {content}", path=path)
 
 
-def no_such_array(
-    path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool, group_attrs: Iterable[str] | None
-) -> ConfigError:
+def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], group_attrs: Iterable[str] | None) -> ConfigError:
     """The error about a name that no array has. A group may have it: `infos` then has arrays in it, or `group_attrs` are the
     names of its attributes.
-
-    With `has_more`, `infos` has only some of the arrays.
     """
-    more = "many" * has_more
+    infos, more = infos[:MOST_LISTED], "many" * (len(infos) > MOST_LISTED)
     below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
     if below:
         texts = some([_text_of(info) for info in below], more)

@@ -31,6 +31,7 @@ from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of
 from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
 from shardload.formats.contract.format import Format, OpenFile, Source, open_alone
 from shardload.formats.diagnosis import (
+    MOST_LISTED,
     as_source_error,
     check_loadable,
     check_readable,
@@ -55,7 +56,6 @@ State = tuple[int, ...] | None
 
 _HEAD_NBYTES = 1 << 12  # of an object whose name does not tell its format
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
-_MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
 def split_path(path: str) -> tuple[str, str | None]:
@@ -422,17 +422,15 @@ class Finder:
             path, dataset = split_path(path)
         file = self.file(path, is_loaded=True)
         if dataset is None:
-            infos = file.sketch(_MOST_LISTED)
-            info = only_array(path, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED)
+            info = only_array(path, file.sketch(MOST_LISTED))
             return self._found_unopened(path, file, info, look)
         name = _full_name(dataset)
         try:
             source = file.open(name)
         except KeyError:
-            infos = file.sketch(_MOST_LISTED, name)
-            has_more = len(infos) > _MOST_LISTED
-            attrs = None if has_more else file.groups()[0].get(name)
-            raise no_such_array(path, name, infos[:_MOST_LISTED], has_more, attrs) from None
+            infos = file.sketch(MOST_LISTED, name)
+            attrs = None if len(infos) > MOST_LISTED else file.groups()[0].get(name)
+            raise no_such_array(path, name, infos, attrs) from None
         with closing(source):
             check_loadable(source.info)
             return self._found_open(path, source, look)

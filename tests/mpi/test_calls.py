@@ -83,7 +83,7 @@ def test_small_array_comes_with_its_metadata(
         raise PermissionError("nobody but rank 0 opens it")
 
     monkeypatch.setattr(importlib.import_module("shardload.jobs.loading.endpoints"), "open_source", opens)
-    tune(small_nbytes=values.nbytes)
+    tune(small_nbytes=1 << 20)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))
     picked = padded(values[1:, 2], mesh, P("a"), 7)

@@ -213,7 +213,7 @@ CODECS = (
           decoder=lambda p: algorithms.decode_zlib(), encoder=lambda p: algorithms.encode_zlib(p.level)),
     Codec("gzip", None, "gzip", "23n", _LEVEL, True, levels=(4, 0, 9),
           decoder=lambda p: algorithms.decode_gzip(), encoder=lambda p: algorithms.encode_gzip(p.level)),
-    Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, -(1 << 17), 22),
+    Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, -131072, 22),
           is_believed=True, plugin="Zstd",
           decoder=lambda p: algorithms.decode_zstd(), encoder=lambda p: algorithms.encode_zstd(p.level)),
     Codec("blosc", 32001, "blosc", "23n", _BLOSC_OPTIONS, True, levels=(5, 0, 9), is_believed=True, plugin="Blosc",

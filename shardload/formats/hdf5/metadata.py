@@ -67,6 +67,7 @@ _HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABEL
 _MOST_ATTRIBUTE_NBYTES = 1 << 16
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text, in a copy
 _IN_HEADER = 8  # attributes: more may lie in a heap, and for a list of their names HDF5 reads them whole
+_READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))  # the attributes that change what values mean
 
 _HELPERS = (SHUFFLE, CHECKSUM)  # filters that rearrange or check bytes; listed after the filter that compresses
 _OF_TEXT = {GZIP, SHUFFLE, CHECKSUM}  # filters of text: HDF5 has them itself
@@ -426,8 +427,8 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
     shown: dict[str, Any] = {}
     packing: dict[str, Any] = {}
     are_few = h5py.h5a.get_num_attrs(dataset.id) <= _IN_HEADER
-    names = names_of(dataset) if are_few else [key for key in TOLD if has_attribute(dataset, key)]
-    for key in TOLD:
+    names = names_of(dataset) if are_few else [key for key in _READ if has_attribute(dataset, key)]
+    for key in _READ:
         if key not in names:
             continue
         if not (texts or is_plain(dataset, key) or (key in TEXTS and _is_one(dataset, key))):
@@ -438,7 +439,8 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
         if isinstance(value, h5py.Empty):  # so the netCDF library stores a list of no numbers
             value = np.zeros(0, value.dtype) if value.dtype.kind in "iuf" else None
         why = str(value) if isinstance(value, Note) else ""
-        shown[key] = why or json_value(value)
+        if key in TOLD:
+            shown[key] = why or json_value(value)
         if key in ATTRIBUTES and value is not None:
             packing[key] = ["unreadable", [why]] if why else typed(value)
     return shown, packing

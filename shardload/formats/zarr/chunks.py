@@ -34,8 +34,7 @@ from shardload.system.thread_pool import call_together
 # The most shards that are kept, each with its open file and its index. Many systems allow 1024 open files. An object of a store
 # is no open file, and must be kept if it was fetched ahead.
 _MOST_SHARDS, _MOST_REMOTE_SHARDS = 64, 4096
-_MOST_OPENED_AHEAD, _MOST_AHEAD_NBYTES = 32, 1 << 22  # shards of a store whose indices are fetched together, and their bytes
-_MOST_BOXES_AHEAD = 1024  # for which these are looked for
+_MOST_OPENED_AHEAD, _MOST_BOXES_AHEAD = 32, 1024  # shards of a store whose indices are fetched together, and their boxes
 
 # Offset and length, in a shard's index, of a missing chunk.
 _MISSING = 2**64 - 1
@@ -213,7 +212,7 @@ class ShardFiles(ZarrChunks):
 
     def _opened_ahead(self, boxes: Iterator[Sequence[range]]) -> Iterator[Sequence[range]]:
         """The same boxes. The indices of the next few shards are fetched together: each answer takes long."""
-        n = max(1, min(_MOST_OPENED_AHEAD, self._most_kept, _MOST_AHEAD_NBYTES // self._index_nbytes))
+        n = min(_MOST_OPENED_AHEAD, self._most_kept)
         while not self._is_closed:
             batch, positions = list[Sequence[range]](), dict[tuple[int, ...], None]()
             for box in boxes:

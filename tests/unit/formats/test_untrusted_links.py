@@ -20,7 +20,6 @@ import zarr
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-import shardload.formats.lookup as sources_module
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.hdf5 import file as hdf5_module
@@ -433,7 +432,8 @@ def test_a_name_among_many_is_looked_up_and_few_are_described(tmp_path: Path, mo
     described: list[str] = []
     plain = hdf5_module.describe
     monkeypatch.setattr(hdf5_module, "describe", lambda *args: described.append(args[2]) or plain(*args))
-    monkeypatch.setattr(sources_module, "_MOST_LISTED", 20)
+    for module in ("lookup", "diagnosis"):
+        monkeypatch.setattr(f"shardload.formats.{module}.MOST_LISTED", 20)
     path = str(tmp_path / "a.h5")
     assert find_array(path, "/z/last").shape == (3,) and described == ["/z/last"]
     for name, match in (
