@@ -66,7 +66,6 @@ _ERRORS = (TypeError, *HDF5_ERRORS)
 _HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
 _MOST_ATTRIBUTE_NBYTES = 1 << 16
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text, in a copy
-_IN_HEADER = 8  # attributes: more may lie in a heap, and for a list of their names HDF5 reads them whole
 
 _HELPERS = (SHUFFLE, CHECKSUM)  # filters that rearrange or check bytes; listed after the filter that compresses
 _OF_TEXT = {GZIP, SHUFFLE, CHECKSUM}  # filters of text: HDF5 has them itself
@@ -425,10 +424,8 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
     """The attributes of `TOLD`, for people and for decoding. No other is read."""
     shown: dict[str, Any] = {}
     packing: dict[str, Any] = {}
-    are_few = h5py.h5a.get_num_attrs(dataset.id) <= _IN_HEADER
-    names = names_of(dataset) if are_few else [key for key in TOLD if has_attribute(dataset, key)]
-    for key in TOLD:
-        if key not in names:
+    for key in TOLD if h5py.h5a.get_num_attrs(dataset.id) else ():
+        if not has_attribute(dataset, key):
             continue
         if not (texts or is_plain(dataset, key) or (key in TEXTS and _is_one(dataset, key))):
             if key in ATTRIBUTES:
