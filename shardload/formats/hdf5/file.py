@@ -109,15 +109,14 @@ class Hdf5File(OpenFile):
         """Opens the parts of a virtual dataset, each by its name in HDF5 (not that in netCDF), as if it were loaded from its
         own file. They are inside of the fence of this file.
         """
-        folders = RemoteFolders(self._access.storage)
-        search_path = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # made when the first is opened
+        folders, search_path = RemoteFolders(self._access.storage), SearchPath("HDF5_VDS_PREFIX", virtual.facts)
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
             if (name, dataset) in virtual.facts.in_store:
                 file = StoreFile(name, self._access, folders)
                 source, state = file.open(dataset, virtual.facts.in_store[name, dataset].info), file.state()
                 return source, {} if state is None else {name: state}
-            path, _ = search_path().find(name)
+            path, _ = search_path.find(name)
             reference, version = f"values of another file, '{printable(name)}'", state_of(path) or (0, 0)
             with contextlib.ExitStack() as closing:
                 opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
