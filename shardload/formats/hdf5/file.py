@@ -46,7 +46,7 @@ from shardload.formats.hdf5.opened import (
 )
 from shardload.formats.hdf5.skeleton import SkeletonSource, StoreSource
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.hdf5.tiles import PartMetadata, PartOpener, Versions, find_boxes, tell_parts
+from shardload.formats.hdf5.tiles import PartOpener, Versions, tell_parts
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.local import Fence, NotAFileError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, RemoteFolders, is_remote, open_remote, without_secrets
@@ -346,9 +346,7 @@ def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, plann
     """Add what other ranks must know of the parts of a virtual dataset; from `planned`, if a rank has looked at them before."""
     if planned is not None and planned.parts is not None:
         return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
-    names, metadata = others.names, others.metadata
-    boxes = find_boxes(dataset, names, [metadata[name].shape if name in metadata else None for name in names])
-    parts = None if boxes is None else tell_parts(boxes, names, metadata, PartMetadata.of(dataset, ()), info.chunks)
+    parts = tell_parts(dataset, others.names, others.metadata, info.chunks)
     if any(names in dataset.facts.in_store for names in others.names):
         if parts is None:
             why = (
