@@ -43,11 +43,12 @@ from shardload.formats.contract.array import (
 from shardload.formats.hdf5.filters import (
     CHECKSUM,
     GZIP,
+    HELPERS,
     SHUFFLE,
     Filters,
     changes_values,
+    codec_text,
     filter_of,
-    name_of,
     parameters_of,
     refuse_filters,
 )
@@ -67,7 +68,6 @@ _HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABEL
 _MOST_ATTRIBUTE_NBYTES = 1 << 16
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text, in a copy
 
-_HELPERS = (SHUFFLE, CHECKSUM)  # filters that rearrange or check bytes; listed after the filter that compresses
 _OF_TEXT = {GZIP, SHUFFLE, CHECKSUM}  # filters of text: HDF5 has them itself
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
@@ -274,7 +274,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
         shape=shape,
         dtype=dtype,
         chunks=chunks,
-        codec=_codec(filters),
+        codec=codec_text(filters),
         nbytes_stored=None
         if is_virtual or (chunks and (not in_full or dataset.facts.is_in_store))
         else int(dataset.id.get_storage_size()),
@@ -414,12 +414,6 @@ def _type_of(kind: Any) -> tuple[str, str | None]:
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
 
-def _codec(filters: Filters) -> str:
-    """The filter pipeline for people: compressors first, then shuffle and checksum."""
-    ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
-    return "+".join(name_of(number, label) for number, _, _, label in ordered) or "none"
-
-
 def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
     """The attributes of `TOLD`, for people and for decoding. No other is read."""
     shown: dict[str, Any] = {}
@@ -546,7 +540,7 @@ def _typed_attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]
 def _compression(filters: Filters, kind: str) -> tuple[dict[str, Any] | str | None, bool]:
     """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
-    compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in _HELPERS]
+    compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in HELPERS]
     names = [filter_of(number).word for number, _ in compressors]
     why = _changing(compressors[0][0], kind) if len(compressors) == 1 else ""
     return why or compression_keywords(names, SHUFFLE in numbers, lambda: _options(*compressors[0])), CHECKSUM in numbers
