@@ -134,7 +134,7 @@ def is_listed(name: str) -> bool:
     own, _, where = name.rstrip(")").partition(" (")
     if where.startswith("Zarr"):
         return own == "none" or own.removeprefix("numcodecs.") in zarr_metadata.SURVIVED
-    return own == "none" or int(where.rpartition(" ")[2]) in hdf5_filters.SURVIVED
+    return own == "none" or hdf5_filters.filter_of(int(where.rpartition(" ")[2])).is_safe
 
 
 def fuzz_filters(
