@@ -34,7 +34,7 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.errors import ConfigError
-from shardload.formats.access import STRICT, Access
+from shardload.formats.access import Access
 from shardload.formats.codecs.algorithms import Stage, Step, encode_fletcher32, encode_shuffle
 from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
 from shardload.formats.contract.array import is_added, native_dtype
@@ -60,7 +60,7 @@ def _is_built_in(number: int) -> bool:
     return number < 256 or number == h5py.h5z.FILTER_LZF
 
 
-def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
+def n_compressors(numbers: Iterable[int], access: Access) -> int:
     """How many of these filters count as compressors, each of which can expand one byte to a thousand.
 
     Filters that the caller allows are not always counted: see `Access.counts`.
