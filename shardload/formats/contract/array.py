@@ -25,7 +25,7 @@ from shardload.errors import printable
 from shardload.planning.region import Region
 from shardload.storage.remote import is_remote
 from shardload.system.caller import warnings_caught
-from shardload.values.decoding import TEXTS, VALID_RANGE, Packing
+from shardload.values.decoding import ATTRIBUTES, Packing
 
 Dims = tuple[str | None, ...]
 LONGEST_NAME, MOST_ATTRS = 4096, 256  # that a rank takes from a helper process

@@ -46,7 +46,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 from shardload.formats.codecs.algorithms import Chain, decode_byte_order
 from shardload.formats.contract.array import is_added
 from shardload.formats.contract.chunk_reader import chunks_met
-from shardload.formats.hdf5.filters import CHECKSUM, SHUFFLE, stage_of
+from shardload.formats.hdf5.filters import CHECKSUM, HELPERS, stage_of
 from shardload.formats.hdf5.opened import OpenDataset, are_edges_plain, cached, file_in_memory, number_of, swap_size
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
 from shardload.planning.region import Region, cut_box
@@ -478,7 +478,7 @@ class ChunkPlaces:
         for mask in np.unique(masks).tolist():
             applied = [number for k, number in enumerate(self.filters) if not mask >> k & 1]
             least = most = self._nbytes + 4 * applied.count(CHECKSUM)  # a shuffle gives as many bytes as it takes
-            if not set(applied) <= {SHUFFLE, CHECKSUM}:
+            if not set(applied) <= {*HELPERS}:
                 least, most = 4 * applied.count(CHECKSUM) + 1, self._nbytes + self._nbytes // 2 + 4096
             with_mask = sizes[masks == mask]
             wrong = with_mask[(with_mask < least) | (with_mask > most)]

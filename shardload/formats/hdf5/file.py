@@ -46,7 +46,7 @@ from shardload.formats.hdf5.opened import (
 )
 from shardload.formats.hdf5.skeleton import SkeletonSource, StoreSource
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.hdf5.tiles import PartMetadata, PartOpener, Versions, find_boxes, tell_parts
+from shardload.formats.hdf5.tiles import PartOpener, Versions, tell_parts
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.local import Fence, NotAFileError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
@@ -109,14 +109,14 @@ class Hdf5File(OpenFile):
         """Opens the parts of a virtual dataset, each by its name in HDF5 (not that in netCDF), as if it were loaded from its
         own file. They are inside of the fence of this file.
         """
-        search_path = functools.cache(lambda: SearchPath("HDF5_VDS_PREFIX", virtual.facts))  # made when the first is opened
+        search_path = SearchPath("HDF5_VDS_PREFIX", virtual.facts)
 
         def open_part(name: str, dataset: str) -> tuple[Source, Versions]:
             if (name, dataset) in virtual.facts.in_store:
                 file = StoreFile(name, self._access)
                 source, state = file.open(dataset, virtual.facts.in_store[name, dataset].info), file.state()
                 return source, {} if state is None else {name: state}
-            path, _ = search_path().find(name)
+            path, _ = search_path.find(name)
             reference, version = f"values of another file, '{printable(name)}'", state_of(path) or (0, 0)
             with contextlib.ExitStack() as closing:
                 opening = virtual.facts.parts.open(path, version, lambda: open_other(path, reference, self._fence))
@@ -344,9 +344,7 @@ def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, plann
     """Add what other ranks must know of the parts of a virtual dataset; from `planned`, if a rank has looked at them before."""
     if planned is not None and planned.parts is not None:
         return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
-    names, metadata = others.names, others.metadata
-    boxes = find_boxes(dataset, names, [metadata[name].shape if name in metadata else None for name in names])
-    parts = None if boxes is None else tell_parts(boxes, names, metadata, PartMetadata.of(dataset, ()), info.chunks)
+    parts = tell_parts(dataset, others.names, others.metadata, info.chunks)
     if any(names in dataset.facts.in_store for names in others.names):
         if parts is None:
             why = (

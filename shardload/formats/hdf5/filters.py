@@ -34,7 +34,7 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.errors import ConfigError
-from shardload.formats.access import STRICT, Access
+from shardload.formats.access import Access
 from shardload.formats.codecs.algorithms import Stage, Step, encode_fletcher32, encode_shuffle
 from shardload.formats.codecs.table import BLOSC_CODES, HDF5_CODECS, Codec, Parameters
 from shardload.formats.contract.array import is_added, native_dtype
@@ -46,6 +46,7 @@ Filters = list[tuple[int, int, Any, bytes]]
 """Number, flags, parameters and name of each filter of a dataset, in the order in which they are applied."""
 
 GZIP, SHUFFLE, CHECKSUM = h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32
+HELPERS = (SHUFFLE, CHECKSUM)  # filters that rearrange or check bytes
 _NUMBERS = {codec.word: number for number, codec in HDF5_CODECS.items()}
 _MOST_NBYTES = 2**32 - 1  # of a chunk
 
@@ -60,7 +61,7 @@ def _is_built_in(number: int) -> bool:
     return number < 256 or number == h5py.h5z.FILTER_LZF
 
 
-def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
+def n_compressors(numbers: Iterable[int], access: Access) -> int:
     """How many of these filters count as compressors, each of which can expand one byte to a thousand.
 
     Filters that the caller allows are not always counted: see `Access.counts`.
@@ -98,6 +99,12 @@ def changes_values(number: int, kind: str) -> bool:
 def name_of(number: int, label: bytes) -> str:
     """What people call a filter, which has this label in the file."""
     return filter_of(number).word if number in HDF5_CODECS else f"{label.decode(errors='replace')}#{number}"
+
+
+def codec_text(filters: Filters) -> str:
+    """Filters for people: compressors first, then shuffle and checksum."""
+    ordered = sorted(filters, key=lambda f: f[0] in HELPERS)
+    return "+".join(name_of(number, label) for number, _, _, label in ordered) or "none"
 
 
 def _is_unused(dataset: h5py.Dataset, k: int) -> bool:
@@ -293,10 +300,9 @@ class Hdf5Encoder(Encoder):
         # Without filters all chunks have one size, so HDF5 gives each its place when the dataset is made.
         is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
-        numbers = [number for number, *_ in filters_of(self.creation)]
-        codec = "+".join(filter_of(number).word for number in sorted(numbers, key=lambda number: number == SHUFFLE))
         steps_here = () if self._by_library else known_steps
-        super().__init__(path, name, spec, flavour, codec or "none", steps_here, is_placed_by_root=is_placed_by_root)
+        codec = codec_text(filters_of(self.creation))
+        super().__init__(path, name, spec, flavour, codec, steps_here, is_placed_by_root=is_placed_by_root)
 
     def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
         """See `Encoder`."""
@@ -322,9 +328,9 @@ class Hdf5Encoder(Encoder):
         name, step, is_named = compression.name, None, compression.name in _NUMBERS
         number = _NUMBERS.get(name, int(name) if name.isascii() and name.isdecimal() else None)
         values = None if number == GZIP else compression.options.get("cd_values")
-        is_no_compressor = number in (0, SHUFFLE, CHECKSUM) or (number == GZIP and not is_named)
+        is_no_compressor = number in (0, *HELPERS) or (number == GZIP and not is_named)
         if number is None or is_no_compressor or number > h5py.h5z.FILTER_MAX:
-            known = [codec.word for k, codec in HDF5_CODECS.items() if k not in (SHUFFLE, CHECKSUM) and not codec.is_lossy]
+            known = [codec.word for k, codec in HDF5_CODECS.items() if k not in HELPERS and not codec.is_lossy]
             names = ", ".join(sorted(known))
             raise ConfigError(
                 f"compression of '{self.name}' is {name!r}; expected one of {names}, or a filter's number as text. "

@@ -43,11 +43,12 @@ from shardload.formats.contract.array import (
 from shardload.formats.hdf5.filters import (
     CHECKSUM,
     GZIP,
+    HELPERS,
     SHUFFLE,
     Filters,
     changes_values,
+    codec_text,
     filter_of,
-    name_of,
     parameters_of,
     refuse_filters,
 )
@@ -66,10 +67,7 @@ _ERRORS = (TypeError, *HDF5_ERRORS)
 _HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
 _MOST_ATTRIBUTE_NBYTES = 1 << 16
 _MOST_NBYTES = 1 << 20  # of one attribute, or the values of an array of text, in a copy
-_IN_HEADER = 8  # attributes: more may lie in a heap, and for a list of their names HDF5 reads them whole
-_READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))  # the attributes that change what values mean
 
-_HELPERS = (SHUFFLE, CHECKSUM)  # filters that rearrange or check bytes; listed after the filter that compresses
 _OF_TEXT = {GZIP, SHUFFLE, CHECKSUM}  # filters of text: HDF5 has them itself
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
@@ -276,7 +274,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
         shape=shape,
         dtype=dtype,
         chunks=chunks,
-        codec=_codec(filters),
+        codec=codec_text(filters),
         nbytes_stored=None
         if is_virtual or (chunks and (not in_full or dataset.facts.is_in_store))
         else int(dataset.id.get_storage_size()),
@@ -416,20 +414,12 @@ def _type_of(kind: Any) -> tuple[str, str | None]:
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
 
-def _codec(filters: Filters) -> str:
-    """The filter pipeline for people: compressors first, then shuffle and checksum."""
-    ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
-    return "+".join(name_of(number, label) for number, _, _, label in ordered) or "none"
-
-
 def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
     """The attributes of `TOLD`, for people and for decoding. No other is read."""
     shown: dict[str, Any] = {}
     packing: dict[str, Any] = {}
-    are_few = h5py.h5a.get_num_attrs(dataset.id) <= _IN_HEADER
-    names = names_of(dataset) if are_few else [key for key in _READ if has_attribute(dataset, key)]
-    for key in _READ:
-        if key not in names:
+    for key in TOLD if h5py.h5a.get_num_attrs(dataset.id) else ():
+        if not has_attribute(dataset, key):
             continue
         if not (texts or is_plain(dataset, key) or (key in TEXTS and _is_one(dataset, key))):
             if key in ATTRIBUTES:
@@ -439,8 +429,7 @@ def _meaning(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packin
         if isinstance(value, h5py.Empty):  # so the netCDF library stores a list of no numbers
             value = np.zeros(0, value.dtype) if value.dtype.kind in "iuf" else None
         why = str(value) if isinstance(value, Note) else ""
-        if key in TOLD:
-            shown[key] = why or json_value(value)
+        shown[key] = why or json_value(value)
         if key in ATTRIBUTES and value is not None:
             packing[key] = ["unreadable", [why]] if why else typed(value)
     return shown, packing
@@ -551,7 +540,7 @@ def _typed_attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]
 def _compression(filters: Filters, kind: str) -> tuple[dict[str, Any] | str | None, bool]:
     """The compression of values of this kind, as in `Properties`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
-    compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in _HELPERS]
+    compressors = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in HELPERS]
     names = [filter_of(number).word for number, _ in compressors]
     why = _changing(compressors[0][0], kind) if len(compressors) == 1 else ""
     return why or compression_keywords(names, SHUFFLE in numbers, lambda: _options(*compressors[0])), CHECKSUM in numbers

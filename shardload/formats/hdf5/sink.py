@@ -181,8 +181,7 @@ class LedgerSink(Sink):
     def _check_apart(self) -> None:
         if not self.chunks:
             return
-        stored = [chunks.stored() for chunks in self.chunks.values()]
-        offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(column) for column in zip(*stored, strict=True)]
+        offsets, sizes = map(np.concatenate, zip(*(chunks.stored() for chunks in self.chunks.values()), strict=True))
         order = np.argsort(offsets)
         starts, sizes = offsets[order], sizes[order]
         clash = np.flatnonzero(starts[:-1] + sizes[:-1] > starts[1:])
@@ -395,7 +394,7 @@ class Hdf5PlacedChunks(PlacedChunks):
     def stored(self) -> tuple[Ints, np.ndarray[Any, Any]]:
         """Offsets and sizes of the chunks that have a place."""
         has_place = self.sizes > 0
-        return (self.offsets, self.sizes) if np.all(has_place) else (self.offsets[has_place], self.sizes[has_place])
+        return self.offsets[has_place], self.sizes[has_place]
 
     def starts(self, numbers: Ints) -> Ints:
         """The first element of chunks in the file: a row for each."""

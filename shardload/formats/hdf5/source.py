@@ -79,9 +79,6 @@ class Hdf5Contiguous:
         OSError
             If the file is too short or cannot be read.
         """
-        if not self._swap and region.shape == self._shape:  # most small arrays are read whole
-            self._raw.read_into(out.reshape(-1).view(np.uint8), self._offset)
-            return
         axes, strides, near = self._axes_of(region, out.dtype)
         target = out.reshape(-1).view(f"u{strides[-1]}").reshape([n for _, _, n in axes])
         for index, offset in self._starts(axes, strides, near):

@@ -172,35 +172,30 @@ def find_boxes(dataset: OpenDataset, names: Sequence[Names], shapes: Sequence[Se
 
 
 def tell_parts(
-    boxes: Sequence[Box],
-    names: Sequence[Names],
-    metadata: Mapping[Names, PartMetadata],
-    virtual: PartMetadata,
-    chunks: tuple[int, ...] | None,
+    dataset: OpenDataset, names: Sequence[Names], metadata: Mapping[Names, PartMetadata], chunks: tuple[int, ...] | None
 ) -> dict[str, Any] | None:
     """What ranks that read must know of the parts, as plain JSON (`ArrayInfo.parts`); None if HDF5 has to read them.
 
     Parameters
     ----------
-    boxes : sequence of Box
-        From `find_boxes`.
+    dataset : OpenDataset
+        The virtual dataset.
     names : sequence
         The names of each mapping.
     metadata : mapping
         Of the part at each of their names.
-    virtual : PartMetadata
-        Of the virtual dataset itself.
     chunks : tuple of int or None
         The grid by which it is read.
     """
-    parts = [metadata[box.names] for box in boxes if box.names in metadata]
-    if len(parts) < len(boxes) or not all(_same_kind(part.kind, virtual.kind) for part in parts):
+    shapes = [metadata[name].shape if name in metadata else None for name in names]
+    boxes = find_boxes(dataset, names, shapes)
+    if boxes is None:
+        return None
+    parts, virtual = [metadata[box.names] for box in boxes], PartMetadata.of(dataset, ())
+    if not all(_same_kind(part.kind, virtual.kind) for part in parts):
         return None  # HDF5 converts types
-    return {
-        "versions": [list(part.version) for part in parts],
-        "shapes": [list(metadata[name].shape) if name in metadata else None for name in names],
-        "is_one_grid": _is_one_grid(boxes, parts, virtual, chunks),
-    }
+    versions, is_one_grid = [list(part.version) for part in parts], _is_one_grid(boxes, parts, virtual, chunks)
+    return {"versions": versions, "shapes": shapes, "is_one_grid": is_one_grid}
 
 
 def _same_kind(kind: bytes, other: bytes) -> bool:
@@ -319,7 +314,7 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected = expected or Region.whole(info.shape)
         self._decoder: Any = None
-        self._is_read_plain = False
+        self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
         self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
         self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
@@ -348,9 +343,10 @@ class Tiles(ChunkReader):
             part = self._open.pop(k, None) or self._opened(k)
             self._open[k] = part
             part.n_users += 1
-            closable = [n for n, candidate in self._open.items() if self._may_close(candidate)]
-            for n in closable[: max(0, len(closable) - _MOST_OPEN)]:
-                if not self._open[n].n_users:
+            n_more = len(self._open) - _MOST_OPEN - (0 if self._is_read_plain else self._n_at_urls)
+            if n_more > 0:
+                idle = [n for n, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
+                for n in idle[:n_more]:
                     self._open.pop(n).source.close()
         try:
             yield part
@@ -377,6 +373,7 @@ class Tiles(ChunkReader):
             wanted = box.region.intersect(self._expected)
             if wanted is not None:
                 source.expect(box.inside(wanted))
+            self._n_at_urls += is_remote(source.info.path)
             return _Part(source)
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:

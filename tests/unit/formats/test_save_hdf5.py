@@ -91,8 +91,8 @@ def test_every_type_is_read_back_by_h5py(tmp_path: Path, name: str) -> None:
                 assert head[3] == expected.itemsize, "by which it shuffles"
             if name.startswith("gzip"):
                 assert head[1] >> 6 == {"gzip": 1, "gzip9+shuffle": 3, "gzip0": 0}[name], "how well, by the stream's own words"
-    for key, expected in values.items() if name not in ("bzip2", "bitshuffle") else ():
-        # Our own reader, and what the encoder said of the array.
+    for key, expected in [*values.items()][:2] if name not in ("bzip2", "bitshuffle") else ():
+        # Our own reader, and what the encoder said of the array: of one without a checksum, and one with. The types are alike.
         source = open_source(str(tmp_path / "x.h5"), key)
         np.testing.assert_array_equal(read_all(source), expected)
         said = sink.arrays[key].info
@@ -104,7 +104,6 @@ def test_every_type_is_read_back_by_h5py(tmp_path: Path, name: str) -> None:
         )
         assert not source.missing(Region.whole(SHAPE))
         source.close()
-        break  # the codecs are the same for all types
 
 
 def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
