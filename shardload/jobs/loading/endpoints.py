@@ -335,8 +335,7 @@ class ShardedArray:
         regions = ((p.region, p.data) for p in self.pieces.shards.values())
         plan, layout = self.load.plan, self.load.layout
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, regions, self._early)
-        is_decoded = layout.source.decoding is not None or (False if plan.info.packing else None)
-        remember(self.array, layout.extent, is_decoded)
+        remember(self.array, layout.extent, plan.is_decoded if plan.info.packing else None)
         self.device_seconds = time.perf_counter() - started
 
 
