@@ -45,7 +45,6 @@ from shardload.transfer.read_errors import Naming
 State = tuple[int, ...] | None
 _N_COMPARED = 2  # size and time: the numbers after them tell files apart only on one machine
 _BITS, _N_NUMBERS = 20, 3
-N_SUMS = 1 + 2 * _N_NUMBERS
 Version = tuple[int, ...]
 _N_BOXES = 8
 _FIX = "Load it again when nothing writes to it any more; write a new version beside the old one and rename it"
@@ -135,7 +134,7 @@ def to_sums(state: State) -> list[int]:
     [0, 0, 0, 0, 0, 0, 0]
     """
     if state is None:
-        return [0] * N_SUMS
+        return [0] * (1 + 2 * _N_NUMBERS)
     numbers = version_of_state(state)
     return [1, *numbers, *(number * number for number in numbers)]
 

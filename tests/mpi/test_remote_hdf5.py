@@ -133,6 +133,13 @@ def test_a_plan_says_what_lies_between_rows(shared: Shared) -> None:
         assert sum(request.nbytes for request in asked) == nbytes
 
 
+def test_an_array_in_a_store_beside_one_on_disk(shared: Shared) -> None:
+    """Wrong if two arrays alike, one in a store, shared a plan: what is fetched ahead was not in it."""
+    url, path = shared.write("a.h5", filled(chunks=CHUNKS, compression="gzip"))
+    plan = shardload.plan({"a": path, "b": url}, mesh_of(), P("a"), dataset=NAME, storage=shared.of_http)
+    assert [leaf.ahead_nbytes > 0 for leaf in plan.leaves] == [False, True]
+
+
 def test_a_file_of_the_netcdf_library(comm: Any, shared: Shared) -> None:
     (shared.folder / "b").mkdir(exist_ok=True)
     path = on_root(comm, lambda: netcdf4(shared.folder / "b", cube()))

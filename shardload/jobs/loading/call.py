@@ -346,7 +346,7 @@ class LoadCall:
         values = MemorySource(array.values, info, array.read_in, begin) if array.values is not None else None
         packing = json.dumps(dict(info.packing)) if options.decode else ""  # with the types
         dims = () if request.by_name is None else info.dims
-        kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format, packing, dims)
+        kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format, info.is_in_store, packing, dims)
         key = (id(request), is_sent, selection, kind)
         if key not in self._planned:
             request_for_axes = self._for_axes(request, info, selection)

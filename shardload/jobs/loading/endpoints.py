@@ -130,11 +130,7 @@ class ArrayLoad:
 
     def open_source(self, access: Access | None = None) -> Source:
         """Open the array by its handle. SourceError if it is not as it was planned."""
-        return self.as_planned(open_source(self.handle, self.info.dataset, access or self.options.access, self.info))
-
-    def as_planned(self, source: Source) -> Source:
-        """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
-        return as_planned(source, self.info)
+        return as_planned(open_source(self.handle, self.info.dataset, access or self.options.access, self.info), self.info)
 
 
 def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
@@ -181,7 +177,7 @@ class OpenSources:
         return (file_of(os.fspath(load.handle)), load.options.access) if is_path else None
 
     def open(self, load: ArrayLoad) -> Source:
-        """Open the source of an array by its handle. SourceError if its shape, dtype or chunks differ from the plan's."""
+        """Open the source of an array by its handle. SourceError if it is not as it was planned."""
         key, access = self._file_of(load), load.options.access.shared_by(len(self._n_arrays))
         if key is None or self._n_arrays[key] == 1:
             source = load.open_source(access)
@@ -190,7 +186,7 @@ class OpenSources:
                 file = self._files[key] = open_file(load.handle, access, load.info)
                 self._opened.push(partial(_close, file))
                 self.states[load.info.path] = file.state()
-            source = load.as_planned(self._files[key].open(load.info.dataset, load.info))
+            source = as_planned(self._files[key].open(load.info.dataset, load.info), load.info)
         self._opened.push(partial(_close, source))
         return source
 
@@ -339,8 +335,7 @@ class ShardedArray:
         regions = ((p.region, p.data) for p in self.pieces.shards.values())
         plan, layout = self.load.plan, self.load.layout
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, regions, self._early)
-        is_decoded = layout.source.decoding is not None or (False if plan.info.packing else None)
-        remember(self.array, layout.extent, is_decoded)
+        remember(self.array, layout.extent, plan.is_decoded if plan.info.packing else None)
         self.device_seconds = time.perf_counter() - started
 
 

@@ -89,23 +89,6 @@ def test_state_of_an_open_file() -> None:
         assert open_source(file["x"], "/x").state() is None
 
 
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_state_of_zarr(tmp_path: Path, zarr_format: int) -> None:
-    """Wrong if another store under the same name were taken for the one that was opened."""
-    path, other = tmp_path / "x.zarr", tmp_path / "y.zarr"
-    for where in (path, other):
-        root = zarr.create_group(where, zarr_format=zarr_format)
-        root.create_array("g/x", data=np.arange(9.0))
-    source = open_source(str(path), "/g/x")
-    before = source.state()
-    assert before is not None and before == open_source(str(path), "/g/x").state()
-    shutil.move(path, tmp_path / "old.zarr")
-    assert source.state() is None
-    shutil.move(other, path)
-    assert source.state() not in (before, None)
-    source.close()
-
-
 def test_state_of_a_zip(tmp_path: Path) -> None:
     """Wrong if one archive could take another's place between two ranks that open it."""
     path, other = tmp_path / "x.zip", tmp_path / "y.zip"
