@@ -112,6 +112,16 @@ def test_chunks_that_follow_each_other_are_decoded_in_the_slot() -> None:
     assert len(inside) == 7 and sorted(inside) == sorted(wanted)
 
 
+def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
+    source = chunked(TABLE, (2, 4))
+    pieces = {0: piece_of(rows(0, 3)), 2: piece_of(rows(6, 8))}
+    with reader_of(source, pieces) as reader:
+        fetch(reader, Block(rows(0, 8), (Part(rows(0, 3), 0, 0), Part(rows(6, 8), 2, 0))))
+    assert chunks_of(source).fetched == [(0, 0), (1, 0), (3, 0)] and reader.counters.chunks_decoded == 3
+    np.testing.assert_array_equal(pieces[0].data, TABLE[:3])
+    np.testing.assert_array_equal(pieces[2].data, TABLE[6:])
+
+
 def test_chunks_that_were_never_written_are_the_fill_value() -> None:
     """Wrong, too, if they were not counted, or counted as bytes of the file."""
     source = chunked(TABLE, (2, 4), missing=frozenset([(1, 0), (2, 0)]))
