@@ -454,7 +454,7 @@ def plan_blocks(
     within: Sequence[int] | None = None,
     max_cells: int = 1 << 62,
     per_owner: int = BLOCKS_PER_OWNER,
-    per_shard: Sequence[int] | None = None,
+    per_object: Sequence[int] | None = None,
 ) -> Grid:
     """Group chunks into blocks, which a rank reads or writes at once.
 
@@ -478,7 +478,7 @@ def plan_blocks(
     per_owner : int
         Fewest blocks for each owner. With fewer than `BLOCKS_PER_OWNER` all owners have equally many blocks, or there are as
         many blocks as otherwise.
-    per_shard : sequence of int, optional
+    per_object : sequence of int, optional
         Chunks along each axis of an object in a store: a block lies in one, where a cube of chunks mostly is one run of bytes.
 
     Examples
@@ -488,7 +488,7 @@ def plan_blocks(
     (16, 512, 512)
     >>> plan_blocks(planes, 4, max_nbytes=64 << 20, n_owners=8, per_owner=1).cell
     (64, 512, 512)
-    >>> plan_blocks(Grid((8, 8), (1, 1), (0, 0)), 4, max_nbytes=16, n_owners=1, per_shard=(4, 4)).cell
+    >>> plan_blocks(Grid((8, 8), (1, 1), (0, 0)), 4, max_nbytes=16, n_owners=1, per_object=(4, 4)).cell
     (2, 2)
     """
     counts = chunks.counts
@@ -498,8 +498,8 @@ def plan_blocks(
     reach = list(counts)  # chunks along each axis that one block can meet: all of them, or those that one shard meets
     if within is not None:
         reach = [min(n, -(-e // c) + 1) for n, e, c in zip(counts, extent, chunks.cell, strict=True)]
-    if per_shard is not None:
-        grouped = _cube(per_shard, most if n_owners is None else min(most, chunks.n_cells // (BLOCKS_PER_OWNER * n_owners)))
+    if per_object is not None:
+        grouped = _cube(per_object, most if n_owners is None else min(most, chunks.n_cells // (BLOCKS_PER_OWNER * n_owners)))
     elif n_owners is None:
         grouped = _group(counts, reach, most)
     else:
@@ -524,16 +524,16 @@ def _group(counts: Sequence[int], reach: Sequence[int], most: int) -> list[int]:
     return grouped
 
 
-def _cube(per_shard: Sequence[int], most: int) -> list[int]:
-    """How many chunks along each axis form a block of at most `most` of them: nearly a cube, and a divisor of the shard.
+def _cube(per_object: Sequence[int], most: int) -> list[int]:
+    """How many chunks along each axis form a block of at most `most` of them: nearly a cube, and a divisor of the object.
 
     >>> _cube((4, 4, 4), 20), _cube((3, 10), 31), _cube((4, 4), 1)
     ([4, 2, 2], [3, 10], [1, 1])
     """
-    cube, axes = [1] * len(per_shard), list(range(len(per_shard)))
+    cube, axes = [1] * len(per_object), list(range(len(per_object)))
     while axes:
         axis = axes.pop(0)
-        rest = per_shard[axis] // cube[axis]
+        rest = per_object[axis] // cube[axis]
         factor = next((k for k in range(2, rest + 1) if rest % k == 0), most + 1)
         if math.prod(cube) * factor <= most:
             cube[axis] *= factor

@@ -59,6 +59,8 @@ class SourceLayout:
         Encoding of the chunks: ``"none"``, ``"gzip+shuffle"``.
     decoding : Decoding or None
         How stored numbers become values (`shardload.values.decoding`); None if they are only cast.
+    per_object : tuple of int or None
+        Chunks along each axis of an object in a store that has several; None if a chunk is an object, or the file is local.
     """
 
     selection: Selection
@@ -68,6 +70,7 @@ class SourceLayout:
     dtype: np.dtype[Any]
     codec: str = "none"
     decoding: Any = None
+    per_object: tuple[int, ...] | None = None
 
     @classmethod
     def cut(
@@ -78,8 +81,11 @@ class SourceLayout:
         dtype: np.dtype[Any],
         codec: str = "none",
         decoding: Any = None,
+        object_shape: tuple[int, ...] | None = None,
     ) -> SourceLayout:
         """Make the layout, with the grid of chunks that a selection of a file's array has.
+
+        `object_shape`: elements along each axis of an object in a store that has several chunks.
 
         >>> from shardload.planning.selection import select_axes
         >>> f4 = np.dtype("f4")
@@ -92,7 +98,10 @@ class SourceLayout:
             cell = tuple(chunk_shape[k] for k in selection.kept)
             phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
         chunks = Grid(selection.shape, cell, phase)
-        return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, decoding)
+        per_object = None
+        if object_shape is not None:
+            per_object = tuple(object_shape[k] // n for k, n in zip(selection.kept, cell, strict=True))
+        return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, decoding, per_object)
 
     @staticmethod
     def pattern(selection: Selection, chunk_shape: tuple[int, ...] | None) -> tuple[Any, ...]:
@@ -233,7 +242,7 @@ class Schedule:
     owners : Owners or None
         Which ranks own the blocks. None: every rank reads what it holds.
     max_message_nbytes : int
-        Cap on a message, in addition to `MAX_MESSAGE_NBYTES`.
+        Cap on a message, at most `MAX_MESSAGE_NBYTES`.
     is_merged : bool
         Without owners: whether a rank reads a block once for all of its shards, or once for each shard.
     """
@@ -380,8 +389,7 @@ class Schedule:
     def messages(self, region: Region, section: int) -> Iterator[Region]:
         """The region that a block and a section have in common, cut into messages."""
         common = region.intersect(self.shards.grid.region(section))
-        cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
-        return iter(()) if common is None else common.split(max(1, cap // self.itemsize))
+        return iter(()) if common is None else common.split(max(1, self.max_message_nbytes // self.itemsize))
 
 
 def _box_around(regions: Sequence[Region]) -> Region:
@@ -394,9 +402,7 @@ ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
 
 
-def plan_direct(
-    layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbytes: int, per_shard: Sequence[int] | None = None
-) -> Schedule:
+def plan_direct(layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbytes: int) -> Schedule:
     """Every rank reads what it holds. Blocks are read once for all shards of a rank if reading each shard by itself costs more.
 
     That is so if a chunk may lie in two shards, or if runs are so close that the gaps between them are read too. Otherwise each
@@ -412,11 +418,9 @@ def plan_direct(
         Number of ranks in the job.
     max_nbytes : int
         Cap on a block.
-    per_shard : sequence of int, optional
-        As for `plan_blocks`.
     """
     is_merged = shards.sections_held > 1 and _shares_reads(layout, shards)
-    blocks = _cut_blocks(layout, max_nbytes, within=shards.reach if is_merged else shards.section_shape, per_shard=per_shard)
+    blocks = _cut_blocks(layout, max_nbytes, within=shards.reach if is_merged else shards.section_shape)
     return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, None, is_merged=is_merged)
 
 
@@ -440,7 +444,6 @@ def plan_shared(
     *,
     max_nbytes: int,
     per_owner: int = BLOCKS_PER_OWNER,
-    per_shard: Sequence[int] | None = None,
 ) -> Schedule:
     """Some ranks own the blocks, and parts are sent between them and the ranks that hold the pieces.
 
@@ -452,17 +455,16 @@ def plan_shared(
         The ranks that own blocks.
     per_owner : int
         Fewest blocks for each of them.
-    per_shard : sequence of int, optional
-        As for `plan_blocks`.
     """
-    blocks = _cut_blocks(layout, max_nbytes, n_owners=owners.n, per_owner=per_owner, per_shard=per_shard)
+    blocks = _cut_blocks(layout, max_nbytes, n_owners=owners.n, per_owner=per_owner)
     return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, owners)
 
 
 def _cut_blocks(layout: SourceLayout, max_nbytes: int, **options: Any) -> Grid:
     """Blocks that fit into a staging buffer of `max_nbytes`, with all chunks that they meet."""
     max_cells = most_chunks(layout.chunk_size * layout.wide_itemsize, max_nbytes) if layout.has_chunks else 1 << 62
-    blocks = plan_blocks(layout.chunks, layout.wide_itemsize, max_nbytes=max_nbytes, max_cells=max_cells, **options)
-    if options.get("per_shard") is None:
+    options |= {"max_nbytes": max_nbytes, "max_cells": max_cells, "per_object": layout.per_object}
+    blocks = plan_blocks(layout.chunks, layout.wide_itemsize, **options)
+    if layout.per_object is None:
         return blocks
     return replace(blocks, phase=tuple(o % c for o, c in zip(layout.selection.offset, blocks.cell, strict=True)))

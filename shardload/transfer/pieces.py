@@ -4,8 +4,7 @@ What this rank has read itself is copied there by the thread that read it (`Loca
 
 Both fill the sections of a shard: views of the shard's buffer, each a `Piece` of its own in the coordinates of the file's
 array. Without a halo a shard is one section. What is not in the file is filled in here: values before the exchange
-(`ShardPieces.fill`), and rows that are repeated when all sections of the shard have arrived (`ShardPieces.completed`,
-`ShardPieces.finish`).
+(`ShardPieces.fill`), and rows that are repeated when all sections of the shard have arrived (`ShardPieces.completed`).
 """
 
 from __future__ import annotations
@@ -116,14 +115,14 @@ class ShardPieces:
         self.shards: dict[int, Piece] = {}
         self.sections: dict[int, Piece] = {}
         self._shard_of: dict[int, int] = {}  # by the id of a section
-        self._n_left: dict[int, int] = {}  # sections that have not arrived
+        self._n_left: dict[int, int] = {}  # sections with elements of the file that have not arrived
+        whole = Region.whole(shape)
         for shard, data in zip(self._held_shards.values(), memory, strict=True):
             piece = self.shards[shard.number] = Piece(shard.region, data)
-            self._n_left[shard.number] = len(shard.sections)
+            self._n_left[shard.number] = sum(region.intersect(whole) is not None for _, region, _ in shard.sections)
             for number, region, place in shard.sections:
                 section = self.sections[number] = Piece(region, piece.view(place))
                 self._shard_of[id(section)] = shard.number
-        self._unfinished = set(self.shards)
 
     def fill(self, value_of: Callable[[Any], Any]) -> None:
         """Fill what is not in the file with values. `value_of` takes `Content.fill`.
@@ -144,24 +143,17 @@ class ShardPieces:
                 raise ShardloadError(f"{n_left} elements of the shard {piece.region} were not filled: a defect in shardload")
 
     def completed(self, section: Piece) -> Piece | None:
-        """Return the shard of a section that has arrived, if it was the last one of that shard; else None."""
+        """Return the shard of a section that has arrived, if it was the last one of that shard; else None.
+
+        The last rows of the array are then repeated beyond its ends.
+        """
         shard = self._shard_of[id(section)]
         self._n_left[shard] -= 1
         if self._n_left[shard]:
             return None
-        self._repeat(shard)
-        return self.shards[shard]
-
-    def finish(self) -> None:
-        """Finish all shards, also those of which a section is empty."""
-        for shard in sorted(self._unfinished):
-            self._repeat(shard)
-
-    def _repeat(self, shard: int) -> None:
-        """Repeat the last rows of the array beyond its ends."""
-        self._unfinished.discard(shard)
         sections = [self.sections[number] for number, _, _ in self._held_shards[shard].sections]
         for content in self._held_shards[shard].contents:
             if content.is_repeated and content.source is not None:
                 section = next(section for section in sections if section.region.contains(content.source))
                 self.shards[shard].view(content.place)[...] = section.view(content.source)
+        return self.shards[shard]

@@ -89,12 +89,3 @@ def test_the_next_ones_are_handed_over_while_a_step_runs(path: Path, monkeypatch
 
 def _example() -> jax.Array:
     return jax.device_put(np.zeros((BATCH, *shape()[1:]), "f4"), NamedSharding(mesh(), P(None, "lat")))
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_batch_that_is_kept_never_changes(path: Path, prefetch: int) -> None:
-    """Wrong if memory that JAX uses as it is were used again."""
-    with iter(shardload.stream(path, mesh(), P(None, "lat"), dataset="x", batch=BATCH, prefetch=prefetch, epochs=2)) as batches:
-        kept = [(batch, batches.index) for batch in batches]
-    for batch, index in kept:
-        check_batch(batch, index)

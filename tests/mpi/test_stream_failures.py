@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import operator
 import os
 import threading
 import time
@@ -459,14 +458,3 @@ def test_a_state_counts_samples(path: Path, prefetch: int, shuffle: int | None) 
     batches = iter(data)
     batches.set_state(end)
     assert next(batches, None) is None
-
-
-def test_epochs_without_end(path: Path, groups: list[Group]) -> None:
-    data = stream(path, prefetch=2, shuffle=1, epochs=None)
-    with pytest.raises(TypeError, match="no end"):
-        len(data)
-    assert operator.length_hint(data, 7) == 7  # as rich and tqdm ask
-    with iter(data) as batches:
-        seen = [batches.index.tolist() for batch in (next(batches) for _ in range(3 * (N_STEPS // BATCH)))]
-        assert batches.get_state()["epoch"] == 3
-    assert np.concatenate(seen).tolist() == [*data.order(0), *data.order(1), *data.order(2)]

@@ -48,7 +48,9 @@ def mesh_of() -> Mesh:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_new_axis(comm: Any, path: str, prefetch: int) -> None:
-    """Wrong if the parts of one shard were put beside those of another, or padding between the arrays."""
+    """Wrong if the parts of one shard were put beside those of another, or padding between the arrays; or if a scale were that
+    of another one.
+    """
     mesh, spec, data = mesh_of(), P("a", None, None, None, "b"), arrays()
     ds = shardload.stream(
         path,
@@ -56,6 +58,7 @@ def test_a_new_axis(comm: Any, path: str, prefetch: int) -> None:
         spec,
         dataset=["t", "q", "t"],
         stack="channel",
+        scale=[(1.0, 2.0), None, None],
         batch=BATCH,
         window=(-1, 0),
         shuffle=3,
@@ -65,17 +68,28 @@ def test_a_new_axis(comm: Any, path: str, prefetch: int) -> None:
     with iter(ds) as it:
         for batch in it:
             samples = [data[name][it.index[:, None] + np.array((-1, 0))] for name in ("t", "q", "t")]
+            samples[0] = (samples[0] - 1) / 2
             check(batch, padded(np.stack(samples, axis=2), mesh, spec, -1), mesh, spec)
 
 
 def test_an_axis_that_they_have(comm: Any, path: str) -> None:
-    """The last levels before the first one: two arrays of different length along it."""
-    mesh, spec, u = mesh_of(), P("a", None, "b"), arrays()["u"]
-    levels = [{"level": slice(1, 3)}, {"level": slice(0, 1)}]
-    ds = shardload.stream(path, mesh, spec, dataset=["u", "u"], stack="level", select=levels, batch=BATCH, pad=-1)
+    """The last levels before the first one: two arrays of different length along it, beside one that is in no stack."""
+    mesh, spec, data = mesh_of(), P("a", None, "b"), arrays()
+    names = {"x": ["u", "u"], "y": "t"}
+    select = {"x": [{"level": slice(1, 3)}, {"level": slice(0, 1)}], "y": None}
+    stack = {"x": "level", "y": None}
+    ds = shardload.stream(path, mesh, spec, dataset=names, stack=stack, select=select, batch=BATCH, pad=-1)
     with iter(ds) as it:
         for batch in it:
-            check(batch, padded(u[it.index][:, [1, 2, 0]], mesh, spec, -1), mesh, spec)
+            check(batch["x"], padded(data["u"][it.index][:, [1, 2, 0]], mesh, spec, -1), mesh, spec)
+            check(batch["y"], padded(data["t"][it.index], mesh, spec, -1), mesh, spec)
+
+
+def test_single_steps(comm: Any, path: str) -> None:
+    """Wrong if the new axis were not the first one of a step, as where there are samples."""
+    mesh, spec, data = mesh_of(), P(None, None, "b"), arrays()
+    ds = shardload.stream(path, mesh, spec, dataset=["q", "t"], stack="channel", pad=-1)
+    check(ds[7], padded(np.stack([data["q"][7], data["t"][7]]), mesh, spec, -1), mesh, spec)
 
 
 def test_arrays_that_only_padding_makes_alike(comm: Any, path: str) -> None:

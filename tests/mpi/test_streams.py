@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -419,6 +420,7 @@ def test_epochs(comm: Any, files: dict[str, str]) -> None:
     endless = stream(path, mesh, P("a", "b"), epochs=None, **options)
     assert take(comm, endless, compare, 14).index == given.index + batches_of(orders[2])[:2]
     same_error(comm, lambda: len(endless), TypeError, "epochs=None", "no length")
+    assert operator.length_hint(endless, 7) == 7  # as rich and tqdm ask
 
 
 def test_remainders(comm: Any, files: dict[str, str]) -> None:
@@ -554,16 +556,19 @@ def test_scale_is_what_numpy_computes(comm: Any, files: dict[str, str]) -> None:
 
 
 def test_batches_that_are_kept_never_change(comm: Any, files: dict[str, str]) -> None:
-    """(3) Wrong if a batch lay in memory that the next ones are made in, or that goes when the stream is closed."""
-    path, mesh, spec = files["a.h5"], mesh_of(), P("a", None, "b")
+    """(3) Wrong if a batch lay in memory that the next ones are made in, or that goes when the stream is closed. Single steps
+    are read straight into it.
+    """
+    path, mesh = files["a.h5"], mesh_of()
     data = h5(path, "steps")
-    for prefetch in (0, 3):
-        with iter(stream(path, mesh, spec, dataset="steps", window=(0, 1), epochs=2, prefetch=prefetch)) as it:
+    windows: list[tuple[Any, P]] = [((0, 1), P("a", None, "b")), (1, P("a", "b"))]
+    for (window, spec), prefetch in itertools.product(windows, (0, 3)):
+        with iter(stream(path, mesh, spec, dataset="steps", window=window, epochs=2, prefetch=prefetch)) as it:
             kept = [(batch, it.index) for batch in it]
         junk = [np.full((6, 2, LAT, LON), -1, "f4") for _ in range(32)]
         assert len(kept) == 12 and junk
         for batch, index in kept:
-            check(batch, samples(data, index, (0, 1)), mesh, spec, index)
+            check(batch, samples(data, index, window), mesh, spec, index)
 
 
 def test_batches_by_number(comm: Any, files: dict[str, str]) -> None:

@@ -82,16 +82,12 @@ class Case:
         is_merged = self.is_merged and owners is None
         return kind(blocks, shards, self.itemsize, self.n_ranks, owners, max_message_nbytes, is_merged)
 
-    def layout(
-        self, has_chunks: bool = True, file_itemsize: int | None = None, codec: str = "gzip", casts: bool = False, rows: int = 1
-    ) -> SourceLayout:
+    def layout(self, has_chunks: bool = True, itemsize: int | None = None, rows: int = 1) -> SourceLayout:
         """How the array lies in a file. `rows`: along an axis that the selection drops, in each chunk."""
-        file_itemsize = file_itemsize or self.itemsize
-        n, width = len(self.shape), file_itemsize if not casts else self.itemsize
+        n, dtype = len(self.shape), np.dtype(f"V{itemsize or self.itemsize}")
         selection = Selection(Region((0,) * (n + 1), (*self.shape, 1)), tuple(range(n)))
         chunk_shape = (*self.cell, rows) if has_chunks else None
-        file_dtype, dtype = np.dtype(f"V{file_itemsize}"), np.dtype(f"{'S' if casts else 'V'}{width}")
-        return SourceLayout(selection, self.chunks, chunk_shape, file_dtype, dtype, codec)
+        return SourceLayout(selection, self.chunks, chunk_shape, dtype, dtype, "gzip")
 
 
 def every_way(

@@ -325,13 +325,12 @@ class ShardedArray:
                 settle_bools(target)
                 counters.nbytes_read += target.nbytes
                 counters.chunks_decoded += layout.source.chunks.n_meeting(region) if layout.source.has_chunks else 0
-            self.start_early(piece)
+                self.start_early(piece)
         counters.read_seconds += time.perf_counter() - started
 
     def assemble(self) -> None:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
-        self.pieces.finish()
         regions = ((p.region, p.data) for p in self.pieces.shards.values())
         plan, layout = self.load.plan, self.load.layout
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, regions, self._early)

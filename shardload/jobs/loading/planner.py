@@ -126,11 +126,8 @@ def plan_array(
     nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
     most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, ranks.tuning.reader_nbytes)
     n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
-    caps: dict[str, Any] = {"max_nbytes": max_nbytes}
-    if info.shards is not None and info.chunks is not None and info.is_in_store:
-        caps["per_shard"] = [info.shards[k] // info.chunks[k] for k in source.selection.kept]
-    schedules = {DIRECT: plan_direct(source, shards, ranks.n, **caps)}
-    caps["per_owner"] = ranks.tuning.blocks_per_owner
+    schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
+    caps = {"max_nbytes": max_nbytes, "per_owner": ranks.tuning.blocks_per_owner}
     owners = {mode: Owners(n_readers) if mode == PARALLEL else Owners() for mode in modes if mode != DIRECT}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
     ahead_nbytes = MOST_AHEAD_NBYTES if info.is_in_store else 0
@@ -247,7 +244,8 @@ def source_layout_of(options: Options, info: ArrayInfo, selection: Selection) ->
     if options.decode:
         decoding = decoding_of(stored_dtype, info.packing, str(info), with_valid=options.decode == VALID)
     dtype = _target_dtype(options.dtype, info, stored_dtype if decoding is None else decoding.dtype)
-    return SourceLayout.cut(selection, info.chunks, stored_dtype, dtype, info.codec, decoding)
+    object_shape = info.shards if info.is_in_store else None
+    return SourceLayout.cut(selection, info.chunks, stored_dtype, dtype, info.codec, decoding, object_shape)
 
 
 def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, source_dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -25,11 +25,11 @@ from shardload.jobs.consistency import State
 from shardload.jobs.loading.planner import PlannedRanks, lay_out_shards, max_block_nbytes, source_layout_of, staging_for
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
-from shardload.options import OPTIONS, pad_value
+from shardload.options import AUTO, OPTIONS, pad_value
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
-from shardload.planning.schedule import Owners, SourceLayout
+from shardload.planning.schedule import PARALLEL, ROOT, Owners, SourceLayout
 from shardload.planning.selection import Selection
 from shardload.planning.shards import Shards
 from shardload.units import format_nbytes
@@ -290,7 +290,8 @@ class StreamPlanner:
         axis, staging_nbytes = leaf.axis, staging_for(request, ranks, info, source)
         blocks = self._blocks(source, axis, staging_nbytes)
         readers = request.options.readers
-        owners = Owners(min(readers, ranks.n) if isinstance(readers, int) else 1 if readers == "root" else ranks.n)
+        n_readers = readers if isinstance(readers, int) else {ROOT: 1, PARALLEL: ranks.n, AUTO: ranks.n}[readers]
+        owners = Owners(min(n_readers, ranks.n))
         array = StreamArray(
             info=info,
             handle=leaf.handle,
@@ -379,10 +380,18 @@ class StreamPlanner:
                 f"pool={_typed(_LEAST_POOL * block_nbytes)} for {_LEAST_POOL} blocks, or write shorter chunks "
                 "(shardload copy --chunks)"
             )
-        spread = spread_in(pool // max(1, step_nbytes), block, chunk, n_steps)
-        crosses = sampling.border == "reread" or sampling.shuffle is None
-        breaks = self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64)
-        return SampleOrder(n_steps, first, last, block, longest.start % block, sampling.shuffle, spread, breaks, crosses), pool
+        order = SampleOrder(
+            n_steps=n_steps,
+            first=first,
+            last=last,
+            block=block,
+            phase=longest.start % block,
+            seed=sampling.shuffle,
+            spread=spread_in(pool // max(1, step_nbytes), block, chunk, n_steps),
+            breaks=self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64),
+            crosses_blocks=sampling.border == "reread" or sampling.shuffle is None,
+        )
+        return order, pool
 
     def _breaks(self, arrays: Sequence[StreamArray]) -> IntArray:
         """The steps before which there is a gap. ConfigError if gaps are forbidden."""

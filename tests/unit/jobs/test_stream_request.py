@@ -18,7 +18,7 @@ import h5py
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -368,59 +368,6 @@ def test_missing_chunks(path: str) -> None:
 
 
 # --- what a batch is
-
-
-def test_specs_and_shapes_of_a_batch(path: str) -> None:
-    ds = stream(path, {"x": "t", "y": "t"}, P("data", None, None, "lat"), window={"x": (-1, 0), "y": 1}, gaps="skip")
-    (x, y) = ds.plan.leaves
-    assert (x.shape, x.sharding.spec) == ((4, 2, N_LEVELS, N_LAT), P("data", None, None, "lat"))
-    assert (y.shape, y.sharding.spec) == ((4, N_LEVELS, N_LAT), P("data", None, "lat"))
-    assert len(ds.plan.arrays) == 1  # it is read once
-    sharding = NamedSharding(mesh(), P("lat"))
-    step = shardload.stream(path, sharding, dataset="t", prefetch=0)  # single steps: the spec is that of a step
-    assert step[3].shape == (N_LEVELS, N_LAT) and step[3].sharding.spec[0] == "lat"
-    np.testing.assert_array_equal(step[3], np.arange(36, 48, dtype="f4").reshape(N_LEVELS, N_LAT))
-    levels = shardload.stream(path, mesh(), P(), dataset="t", along="level", select={"time": slice(2, 5)}, prefetch=0)
-    assert len(levels) == N_LEVELS
-    np.testing.assert_array_equal(levels[1], np.arange(288, dtype="f4").reshape(24, 3, 4)[2:5, 1])
-
-
-def test_a_stack_along_a_new_axis(path: str) -> None:
-    """In the order of a list. Wrong if the axis were elsewhere, or a spec, a scale or a window that of another array."""
-    data = np.arange(N_STEPS * N_LEVELS * N_LAT, dtype="f4").reshape(N_STEPS, N_LEVELS, N_LAT)
-    more: dict[str, Any] = {"window": (0, 1), "gaps": "skip", "scale": [(1.0, 2.0), None], "stack": "channel"}
-    ds = stream(path, ["unnamed", "t"], P("data", None, None, None, "lat"), **more)
-    x = ds[1]
-    anchors = ds.order()[4:8]
-    samples = np.stack([data[anchors], data[anchors + 1]], axis=1)
-    np.testing.assert_array_equal(x, np.stack([(samples - 1) / 2, samples], axis=2), strict=True)
-    assert x.sharding.spec == P("data", None, None, None, "lat")
-    single = stream(path, ["u", "u"], P(None, "lat"), batch=None, stack="channel")[7]
-    np.testing.assert_array_equal(single, np.stack([data[7], data[7]]), strict=True)
-
-
-def test_a_stack_along_an_axis_that_arrays_have(path: str) -> None:
-    """Some arrays of the tree, and of different length along that axis."""
-    data = np.arange(N_STEPS * N_LEVELS * N_LAT, dtype="f4").reshape(N_STEPS, N_LEVELS, N_LAT)
-    names = {"x": {"a": "t", "b": "t"}, "y": "u"}
-    select = {"x": {"a": {"time": slice(0, 20), "level": slice(1, 3)}, "b": {"time": slice(0, 20)}}, "y": None}
-    ds = stream(path, names, stack={"x": "level", "y": None}, select=select)
-    batch = ds[2]
-    np.testing.assert_array_equal(batch["x"], np.concatenate([data[8:12, 1:3], data[8:12]], axis=1), strict=True)
-    np.testing.assert_array_equal(batch["y"], data[8:12], strict=True)
-    assert "['x']['a'], ['x']['b'] as one: [4, 5, 4]" in str(ds.plan)
-
-
-def test_the_plan_says_what_a_person_wants_to_know(path: str) -> None:
-    text = str(stream(path, window=(-1, 0), gaps="skip", shuffle=3, pool="1KiB").plan)
-    for part in (
-        "stream of '/t' in",
-        "float32 [4, 2, 3, 4], P('data')",
-        ", window -1, 0",
-        "samples, 5 batches of 4 an epoch",
-        "seed 3",
-    ):
-        assert part in text
 
 
 def test_a_plan_counts_what_the_order_of_many_steps_takes() -> None:

@@ -60,7 +60,7 @@ def test_a_rank_of_several_devices_decodes_a_chunk_once(per_rank: int, decoded: 
 def test_without_chunks_no_byte_that_is_read_is_left_out(case: Case) -> None:
     """The bytes between near runs come on top. Where ranks read for all of their shards at once, it is an estimate."""
     plan = case.plan()
-    cost = plan_cost(plan, case.layout(has_chunks=False, file_itemsize=2))
+    cost = plan_cost(plan, case.layout(has_chunks=False, itemsize=2))
     read = [elements_read(plan, rank) for rank in range(case.n_ranks)]
     assert cost.chunks_decoded == 0
     assert plan.is_merged or cost.decoded_nbytes >= 2 * sum(read)

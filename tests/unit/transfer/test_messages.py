@@ -30,15 +30,6 @@ def block_of(region: Region) -> StagedBlock:
 ALL = rows(0, 8)
 
 
-@pytest.mark.parametrize("region", [ALL, rows(3, 5), Region((1, 1), (7, 4)), Region((4, 2), (8, 4))])
-def test_a_part_with_gaps_is_put_together(region: Region) -> None:
-    found = Packer(Slots(1, 200)).pack(block_of(ALL), region)
-    assert found is not None
-    data, _ = found
-    assert data.flags.c_contiguous and data.dtype == F4
-    np.testing.assert_array_equal(data, TABLE[region.slices()])
-
-
 def test_parts_share_a_slot_until_all_have_left() -> None:
     slots = Slots(1, 200)
     packer, block = Packer(slots), block_of(ALL)

@@ -20,7 +20,7 @@ from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from shardload.transfer.counters import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from tests.unit.brute_force import Case, cases
-from tests.unit.fakes import FakeSource, chunked, fetch, reader_of, tune, whole
+from tests.unit.fakes import FakeSource, fetch, reader_of, whole
 
 SHAPE, CHUNKS = (7, 10, 3), (2, 4, 3)
 
@@ -90,17 +90,6 @@ def test_what_is_said() -> None:
 
 
 # --- the reader counts
-
-
-@pytest.mark.parametrize("n_threads", [1, 3])
-def test_chunks_that_are_not_there_are_counted_chunk_by_chunk(n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(monkeypatch, min_chunk_nbytes=1)
-    tune(monkeypatch, inline_nbytes=-1)
-    data = np.arange(48, dtype="f4").reshape(12, 4)
-    source = chunked(data, (3, 2), missing=frozenset({(0, 1), (2, 0), (3, 1)}))
-    with reader_of(source, n_threads=n_threads) as reader:
-        fetch(reader, whole(Region.whole(data.shape), rank=1))
-    assert reader.counters.chunks_missing == 3 and reader.counters.missing == [1, 4, 7]
 
 
 def test_chunks_that_the_library_did_not_find_are_counted() -> None:

@@ -123,6 +123,7 @@ def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
 
 
 def test_chunks_that_were_never_written_are_the_fill_value() -> None:
+    """Wrong, too, if they were not counted, or counted as bytes of the file."""
     source = chunked(TABLE, (2, 4), missing=frozenset([(1, 0), (2, 0)]))
     piece = piece_of(rows(0, 4))
     with reader_of(source, {0: piece}) as reader:
@@ -130,7 +131,8 @@ def test_chunks_that_were_never_written_are_the_fill_value() -> None:
     np.testing.assert_array_equal(piece.data, [*TABLE[:2], [55] * 4, [55] * 4])
     np.testing.assert_array_equal(values_of(block, rows(4, 8), "f4"), [[55] * 4, [55] * 4, *TABLE[6:]])
     assert reader.counters.chunks_decoded == 4
-    assert reader.counters.nbytes_stored == 2 * (len(b"at:(0, 0)|") + 32), "what is not there has no bytes in the file"
+    assert (reader.counters.chunks_missing, reader.counters.missing) == (2, [1, 2])
+    assert reader.counters.nbytes_stored == 2 * (len(b"at:(0, 0)|") + 32)
 
 
 def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files() -> None:
