@@ -21,7 +21,7 @@ import typer
 from shardload.comm.mpi import is_connected, launched, task
 from shardload.errors import ShardloadError, ShardloadWarning, printable
 from shardload.options import OPTIONS
-from shardload.system.terminal import own_stdout, say_error, tell
+from shardload.system.terminal import own_stdout, say_error
 
 _LATER_SECONDS = 2.0
 _MOST_DEVICES = 2**24  # JAX makes an object for each; with 2**31 it fails, and before that it takes all memory
@@ -426,7 +426,8 @@ def one_message(as_json: bool) -> Iterator[IO[str]]:
                 message = as_typed(str(error))
                 try:
                     if as_json:
-                        tell(json.dumps({"ok": False, "error": type(error).__name__, "message": message}, indent=2), out)
+                        told = {"ok": False, "error": type(error).__name__, "message": message}
+                        print(json.dumps(told, indent=2), file=out)
                 finally:
                     say_error(message)
             raise typer.Exit(1) from None
