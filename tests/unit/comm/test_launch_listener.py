@@ -23,7 +23,7 @@ from shardload.comm.launch import (
 )
 from shardload.errors import ConfigError, PeerError
 from tests.ports import free_ports
-from tests.unit.comm.test_group import on_ranks
+from tests.unit.ranks import on_ranks
 
 launch = importlib.import_module("shardload.comm.launch")
 
