@@ -282,15 +282,6 @@ _PANELS: dict[str, tuple[str, ...]] = {
 }
 
 
-def completes(*words: str) -> Callable[[str], list[str]]:
-    """A function that completes the value of a flag that takes one of `words`.
-
-    >>> completes("warn", "error")("w")
-    ['warn']
-    """
-    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
-
-
 def as_typed(message: str) -> str:
     """A message of the library, with flags in the place of the keywords that it names.
 
@@ -382,7 +373,7 @@ def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> 
         help=help or option.help,
         metavar=metavar,
         parser=parser,
-        autocompletion=completes(*option.choices) if option.choices else None,
+        autocompletion=lambda incomplete: [word for word in option.choices or () if word.startswith(incomplete)],
         rich_help_panel=next(panel for panel, members in _PANELS.items() if name in members),
     )
     annotation: Any = Annotated[kind if default is not None else kind | None, declared]

@@ -37,29 +37,22 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-def listening(host: str = "127.0.0.1") -> socket.socket:
-    return socket.create_server((host, 0))
-
-
-def test_somebody_listens(naps: list[float]) -> None:
-    with listening() as server:
-        await_listener(f"127.0.0.1:{server.getsockname()[1]}")
-    assert naps == []
-
-
-def test_somebody_listens_a_little_later(naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [0, 4])
+def test_somebody_listens_now_or_a_little_later(n: int, naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if one refusal were enough to give up."""
     (port,) = free_ports(1)
     servers: list[socket.socket] = []
 
     def sleep(seconds: float) -> None:
         naps.append(seconds)
-        if len(naps) == 4:
+        if len(naps) >= n and not servers:
             servers.append(socket.create_server(("127.0.0.1", port)))
 
     monkeypatch.setattr(launch.time, "sleep", sleep)
+    if not n:
+        servers.append(socket.create_server(("127.0.0.1", port)))
     await_listener(f"127.0.0.1:{port}")
-    assert len(naps) == 4 and servers
+    assert len(naps) == n and servers
     servers[0].close()
 
 
