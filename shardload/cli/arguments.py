@@ -21,7 +21,7 @@ import typer
 from shardload.comm.mpi import is_connected, launched, task
 from shardload.errors import ShardloadError, ShardloadWarning, printable
 from shardload.options import OPTIONS
-from shardload.system.terminal import own_stdout, say_error, tell
+from shardload.system.terminal import own_stdout, say_error
 
 _LATER_SECONDS = 2.0
 _MOST_DEVICES = 2**24  # JAX makes an object for each; with 2**31 it fails, and before that it takes all memory
@@ -282,15 +282,6 @@ _PANELS: dict[str, tuple[str, ...]] = {
 }
 
 
-def completes(*words: str) -> Callable[[str], list[str]]:
-    """A function that completes the value of a flag that takes one of `words`.
-
-    >>> completes("warn", "error")("w")
-    ['warn']
-    """
-    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
-
-
 def as_typed(message: str) -> str:
     """A message of the library, with flags in the place of the keywords that it names.
 
@@ -382,7 +373,7 @@ def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> 
         help=help or option.help,
         metavar=metavar,
         parser=parser,
-        autocompletion=completes(*option.choices) if option.choices else None,
+        autocompletion=lambda incomplete: [word for word in option.choices or () if word.startswith(incomplete)],
         rich_help_panel=next(panel for panel, members in _PANELS.items() if name in members),
     )
     annotation: Any = Annotated[kind if default is not None else kind | None, declared]
@@ -426,7 +417,8 @@ def one_message(as_json: bool) -> Iterator[IO[str]]:
                 message = as_typed(str(error))
                 try:
                     if as_json:
-                        tell(json.dumps({"ok": False, "error": type(error).__name__, "message": message}, indent=2), out)
+                        told = {"ok": False, "error": type(error).__name__, "message": message}
+                        print(json.dumps(told, indent=2), file=out)
                 finally:
                     say_error(message)
             raise typer.Exit(1) from None

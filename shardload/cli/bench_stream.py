@@ -18,7 +18,7 @@ from shardload.cli.loads import mesh_of
 from shardload.comm.group import Group, group_of
 from shardload.jobs.streaming.plan import StreamPlan
 from shardload.jobs.streaming.stream import Stream
-from shardload.system.terminal import tell, width_of, wrap
+from shardload.system.terminal import width_of, wrap
 from shardload.units import counted, format_nbytes
 
 _LONGEST_SECONDS = 60.0
@@ -42,7 +42,7 @@ def run(
         advice = [*_advice(plan, figures)]
         lines = [*str(plan).splitlines(), *_lines(plan, figures), *advice]
         text = "\n".join(line for paragraph in lines for line in wrap(paragraph.strip(), width_of(out), "", "  "))
-        tell(to_json({"ok": True, "plan": str(plan), **figures, "advice": advice}) if as_json else text, out)
+        print(to_json({"ok": True, "plan": str(plan), **figures, "advice": advice}) if as_json else text, file=out)
 
 
 def _measure(opened: Stream, group: Group, began: float, n: int, step: float) -> Figures:

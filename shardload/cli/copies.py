@@ -18,7 +18,7 @@ from shardload.formats.concatenation import Concatenation
 from shardload.formats.lookup import split_path
 from shardload.jobs.copying.copy import CopyReport, copy
 from shardload.jobs.joining.join import concat, join
-from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
+from shardload.system.terminal import Column, fit_table, width_of, wrap
 from shardload.units import counted, format_nbytes
 
 _COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values", lead="")]
@@ -51,13 +51,13 @@ def run_copy(
     if rank:
         return
     if as_json:
-        tell(_as_json(report), out)
+        print(_as_json(report), file=out)
         return
     for note in report.notes:
         say_note(note)
     text = str(report) if report.written is None else f"{printable(target)}: {report}"
     lines = [part for line in text.splitlines() for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")]
-    tell("\n".join(lines), out)
+    print("\n".join(lines), file=out)
 
 
 def source_of(file: str, along: str | int | None, dataset: Any, allow_external: bool) -> tuple[str | Concatenation, Any]:
@@ -93,7 +93,7 @@ def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_j
     with _notes_printed():
         report = join(whole, parts, axis=axis, **options)
     if as_json:
-        tell(json.dumps({"ok": True, **asdict(report)}, indent=2), out)
+        print(json.dumps({"ok": True, **asdict(report)}, indent=2), file=out)
         return
     for note in report.notes:
         say_note(note)
@@ -105,4 +105,4 @@ def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_j
     if report.needs_external:
         text = "parts are outside the folder of the new file: loads need --allow-external, or allow_external=True"
         lines += wrap(text, width, "", "    ")
-    tell("\n".join(lines), out)
+    print("\n".join(lines), file=out)

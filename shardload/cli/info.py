@@ -21,7 +21,7 @@ from shardload.jobs.contents import arrays_in, groups_of
 from shardload.options import Options
 from shardload.storage.leftovers import Leftover, find_leftover, leftovers_beside
 from shardload.storage.remote import without_secrets
-from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
+from shardload.system.terminal import Column, fit_table, width_of, wrap
 from shardload.units import counted, format_nbytes
 from shardload.values.dates import as_dates
 from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
@@ -35,13 +35,13 @@ def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
     if (leftover := find_leftover(path)) is not None:
         arrays = _arrays_in(path, access)[0] if leftover.is_whole else []
         lines = [*_leftover_lines(leftover, width), *(_table(leftover.path, arrays, width) if leftover.is_whole else [])]
-        tell(_leftover_json(leftover, arrays) if as_json else "\n".join(lines), out)
+        print(_leftover_json(leftover, arrays) if as_json else "\n".join(lines), file=out)
         return
     arrays, name, is_one = _arrays_in(file, access)
     if is_one and arrays[0].labels is None and not arrays[0].refused:
         arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:
-        tell(to_json([_described(array) for array in arrays]), out)
+        print(to_json([_described(array) for array in arrays]), file=out)
         return
     if is_one:
         lines = _in_two_columns(_rows_of_array(arrays[0]), width)
@@ -53,7 +53,7 @@ def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
         lines = [*_table(path, arrays, width), *_elsewhere(path, arrays, access, width)]
         for leftover in [] if "://" in path else leftovers_beside(path):  # of saves that were killed, or go on now
             lines += _leftover_lines(leftover, width)
-    tell("\n".join(lines), out)
+    print("\n".join(lines), file=out)
 
 
 def _arrays_in(path: str, access: Access) -> tuple[list[ArrayInfo], str, bool]:

@@ -20,7 +20,7 @@ from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, printable
 from shardload.jobs.loading.plan import Plan, TreePlan, describe_plan
-from shardload.system.terminal import tell, width_of, wrap, wrap_parts
+from shardload.system.terminal import width_of, wrap, wrap_parts
 from shardload.transfer.cast import is_wide
 from shardload.units import counted
 
@@ -33,14 +33,14 @@ def run_plan(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_jso
     load_plan = plan(file, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **options)
     if isinstance(load_plan, TreePlan):
         totals = {name: getattr(load_plan, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
-        tell(to_json(_described(load_plan) | totals) if as_json else load_plan.describe(width_of(out)), out)
+        print(to_json(_described(load_plan) | totals) if as_json else load_plan.describe(width_of(out)), file=out)
     else:
-        tell(to_json(_described(load_plan)) if as_json else describe_plan(load_plan, width_of(out)), out)
+        print(to_json(_described(load_plan)) if as_json else describe_plan(load_plan, width_of(out)), file=out)
     leaves = load_plan.leaves if isinstance(load_plan, TreePlan) else [load_plan]
     if not as_json and (wide := [leaf for leaf in leaves if is_wide(leaf.dtype)]):
         fix = f"JAX_ENABLE_X64=1 in the environment, or --dtype {_NARROW.get(wide[0].dtype.kind, 'int32')} if its values fit"
         text = f"'{wide[0].info.dataset}' would be {wide[0].dtype}: the load needs JAX's 64-bit types, by {fix}"
-        tell("\n" + "\n".join(wrap(printable(text), width_of(out), "", "  ")), out)
+        print("\n" + "\n".join(wrap(printable(text), width_of(out), "", "  ")), file=out)
 
 
 _NARROW = {"f": "float32", "c": "complex64", "u": "uint32"}
@@ -83,7 +83,7 @@ def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_
         load_plan = plan(file, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **options)
         load_plan.execute()
     if group_of().rank == 0:
-        tell(_as_json(load_plan, n_devices) if as_json else "\n".join(_lines(load_plan, n_devices, width_of(out))), out)
+        print(_as_json(load_plan, n_devices) if as_json else "\n".join(_lines(load_plan, n_devices, width_of(out))), file=out)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_spec, parse_word, says_what_is_wrong, takes
 from shardload.comm.mpi import launched, task
 from shardload.options import OPTIONS
-from shardload.system.terminal import OutputError, cannot_print, say_error, tell
+from shardload.system.terminal import say_error
 
 File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
 Axes = Annotated[
@@ -75,7 +75,7 @@ def _print_version(is_wanted: bool) -> None:
     if is_wanted:
         from shardload import __version__
 
-        tell(f"shardload {__version__}")
+        print(f"shardload {__version__}")
         raise typer.Exit
 
 
@@ -119,16 +119,15 @@ def main() -> None:
     """Entry point of the ``shardload`` command and of ``python -m shardload``."""
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
+            sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # errors come where it is printed
         typer.main.get_command(
             app
         )()  # not `app()`, which sets an exception hook of its own: `initialize` has one that ends the job
     except OSError as error:
-        if not isinstance(error, OutputError):
-            if error.errno != errno.ENOSPC:
-                raise
-            error = cannot_print(sys.stdout, error)  # what typer itself prints: --help
-        say_error(str(error))
+        if error.errno != errno.ENOSPC:
+            raise
+        say_error(f"standard output cannot be written ({error}): what was to be printed is lost")
+        sys.stdout = None  # what is in its buffer would be another error
         sys.exit(1)
 
 

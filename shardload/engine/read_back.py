@@ -163,7 +163,7 @@ class ReadBack:
     def _compare_bytes(self, stored: StoredObject, chunk: WrittenChunk) -> None:
         crc_found, n_read = 0, 0
         while n_read < chunk.nbytes:
-            buffer = self._scratch.bytes("read back", min(_AT_ONCE_NBYTES, chunk.nbytes - n_read), _AT_ONCE_NBYTES)
+            buffer = self._scratch.bytes("read back", _AT_ONCE_NBYTES)[: chunk.nbytes - n_read]
             try:
                 stored.read_into(buffer, chunk.offset + n_read)
             except OSError:

@@ -83,11 +83,8 @@ class ThreadScratch(threading.local):
     def __init__(self) -> None:
         self._buffers_by_depth: list[dict[str, Array]] = []  # by the depth of the call, from the outermost
 
-    def bytes(self, name: str, nbytes: int, at_least: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """`nbytes` uninitialised bytes, valid until this thread asks for the same name again in the same call.
-
-        `at_least`: bytes to allocate if the buffer is too small, so that growing requests do not allocate each time.
-        """
+    def bytes(self, name: str, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """`nbytes` uninitialised bytes, valid until this thread asks for the same name again in the same call."""
         depth = _depth.get()
         while len(self._buffers_by_depth) <= depth:
             self._buffers_by_depth.append({})
@@ -97,7 +94,7 @@ class ThreadScratch(threading.local):
         if buffer is None or buffer.nbytes < nbytes:
             buffer = None
             buffers.pop(name, None)  # free the old memory before asking for more
-            buffer = buffers[name] = empty_bytes(max(nbytes, at_least))
+            buffer = buffers[name] = empty_bytes(nbytes)
         return buffer[:nbytes]
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

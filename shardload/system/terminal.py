@@ -4,7 +4,7 @@
 2. `wrap` and `wrap_parts` break text between words only. A name, a shape, a number with its unit are kept together; a word that
    is wider than the terminal is not broken, so that it can be copied.
 3. `fit_table` prints a table: as many columns as fit, with the others in lines below each row. It leaves nothing out.
-4. `own_stdout` redirects standard output, so that only the command prints there. `tell` prints.
+4. `own_stdout` redirects standard output, so that only the command prints there.
 """
 
 from __future__ import annotations
@@ -156,41 +156,12 @@ def say_error(text: str) -> None:
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(message, style="red"))
 
 
-class OutputError(OSError):
-    """Standard output cannot be written."""
-
-
-def tell(text: str, out: IO[str] | None = None) -> None:
-    """Print text on `out`, by default standard output, now: an error comes here, not when the process ends.
-
-    Raises
-    ------
-    OutputError
-        If it cannot be written: the disk is full, for one.
-    BrokenPipeError
-        If its reader has enough (``| head``), which is no error of anybody.
-    """
-    out = sys.stdout if out is None else out
-    try:
-        print(text, file=out, flush=True)
-    except BrokenPipeError:
-        _discard(out.fileno())
-        raise
-    except OSError as error:
-        raise cannot_print(out, error) from error
-
-
-def cannot_print(out: IO[str], error: OSError) -> OutputError:
-    """The error to raise for one of a stream, which gets nothing more: what is in its buffer would be another error."""
-    _discard(out.fileno())
-    return OutputError(f"standard output cannot be written ({error}): what was to be printed is lost")
-
-
 @contextmanager
 def own_stdout() -> Iterator[IO[str]]:
     """A stream to print to, while all other output to standard output (Gloo: a line per connection) is discarded.
 
-    The file descriptor is redirected, because libraries in C and C++ do not use `sys.stdout`.
+    The file descriptor is redirected, because libraries in C and C++ do not use `sys.stdout`. What is printed leaves line by
+    line, so that an error (a full disk) comes where it is printed, not when the stream is closed.
     """
     if sys.stdout is None:  # closed by the parent process
         with open(os.devnull, "w") as nowhere:
@@ -204,8 +175,9 @@ def own_stdout() -> Iterator[IO[str]]:
         return
     sys.stdout.flush()
     descriptor = os.dup(1)
-    out = open(descriptor, "w", encoding=sys.stdout.encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    _discard(1)
+    out = open(descriptor, "w", 1, encoding=sys.stdout.encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     try:
         yield out
     finally:
@@ -216,9 +188,3 @@ def own_stdout() -> Iterator[IO[str]]:
         with suppress(OSError):  # raised when it was printed
             out.close()
         os.close(descriptor)
-
-
-def _discard(descriptor: int) -> None:
-    """Send what is still written to a file descriptor to nowhere."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), descriptor)

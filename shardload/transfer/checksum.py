@@ -70,7 +70,7 @@ def checksum(data: Array, crc: int = 0) -> int:
 
 
 def _checksum_of_copy(data: Array, crc: int) -> int:
-    part = _scratch.bytes("checksum", data.nbytes, _AT_ONCE_NBYTES)
+    part = _scratch.bytes("checksum", _AT_ONCE_NBYTES)[: data.nbytes]
     np.copyto(part.view(data.dtype).reshape(data.shape), data, casting="no")
     return int(deflate.crc32(part.data, crc))
 

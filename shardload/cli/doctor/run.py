@@ -42,7 +42,7 @@ from shardload.comm.group import Group, group_of
 from shardload.comm.launch import initialize
 from shardload.comm.mpi import launched
 from shardload.errors import ShardloadError, printable
-from shardload.system.terminal import WIDTH, Column, fit_table, own_stdout, tell, width_of, wrap
+from shardload.system.terminal import WIDTH, Column, fit_table, own_stdout, width_of, wrap
 from shardload.units import counted, format_nbytes, ranges, ranks_text
 
 _SCATTER_NBYTES, _WIDTH = 4 << 20, 64  # messages of more than MPI sends without asking the receiver first
@@ -102,7 +102,7 @@ def run(timeout: float, is_json: bool = False) -> int:
         try:
             is_first = facts.task == 0 or facts.n_launched == 1  # its number may be left over from a job around it
             if is_first if group.size == 1 else group.rank == 0:
-                tell(as_json(*result) if is_json else as_text(*result, width_of(out)), out)
+                print(as_json(*result) if is_json else as_text(*result, width_of(out)), file=out)
         finally:  # many launchers end all tasks as soon as one exits with 1: not before the printing rank is done
             deadline.at = "rank 0 to print"
             if group.size > 1:

@@ -7,6 +7,7 @@ in several, shares them (`_kept`). Over HTTP it is a folder, elsewhere a bucket.
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import threading
@@ -41,7 +42,7 @@ _ENDPOINT = re.compile(r"(aws_|azure_|azure_storage_)?endpoint(_url)?(_s3)?", re
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _PLAIN_NAME = re.compile(r"[\w.-]*[\w-]", re.ASCII)  # which no store escapes
 _MOST_KEPT = 32
-_stores: dict[str, tuple[Any, Throttle]] = {}  # of obstore, by all that each is made of; the one that was used last is last
+_stores: dict[str, tuple[Any, Throttle, Any]] = {}  # of obstore, by what each is made of; the one that was used last is last
 _lock = threading.Lock()
 _OF_PROFILE = {
     "access_key_id": "aws_access_key_id",
@@ -175,15 +176,17 @@ def _kept(make: Callable[..., Any], arguments: Sequence[Any], config: Mapping[st
     """A store of obstore without retries of its own, and the limit of requests to it. The last few stay for all that has the
     same options and environment, from which obstore takes keys.
     """
-    key = repr((make, arguments, sorted(config.items()), requests, sorted(os.environ.items())))
+    # An object, such as a provider of keys, counts by its identity, not by its text: it is kept with the store.
+    made_of = [make, arguments, config, requests, dict(os.environ)]
+    key = json.dumps(made_of, sort_keys=True, default=lambda value: repr(value) if isinstance(value, bytes) else id(value))
     with _lock:
-        kept = _stores.pop(key, None)
-        if kept is None:
-            kept = make(*arguments, **{**config, "retry_config": _NO_RETRIES}), Throttle(requests)
-        _stores[key] = kept
+        store, throttle, _ = _stores.pop(key, (None, Throttle(requests), None))
+        if store is None:
+            store = make(*arguments, **{**config, "retry_config": _NO_RETRIES})
+        _stores[key] = store, throttle, made_of
         if len(_stores) > _MOST_KEPT:
             del _stores[next(iter(_stores))]
-    return kept
+    return store, throttle
 
 
 def _endpoints(config: Mapping[str, Any], kind: str) -> list[str]:

@@ -296,9 +296,9 @@ class RemoteFolder:
         self._is_order_known = False  # `expect` was called
         self._read_early = set[str]()  # keys that were read before their turn: they are not fetched ahead any more
 
-    def object(self, pin: Pin | tuple[int, str, float] | None = None, key: str = "") -> RemoteObject:
-        """The object at the URL, or one below: the version that another rank saw (`RemoteObject.pin`), or the present one."""
-        return RemoteObject(self._client, key, None if pin is None else Pin(*pin))
+    def object(self, pin: Pin | tuple[int, str, float] | None = None) -> RemoteObject:
+        """The object at the URL itself: the version that another rank saw (`RemoteObject.pin`), or the present one."""
+        return RemoteObject(self._client, "", None if pin is None else Pin(*pin))
 
     def version(self, key: str) -> State | None:
         """See `ObjectFolder`. One request."""

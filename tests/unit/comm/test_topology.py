@@ -11,7 +11,7 @@ import pytest
 
 from shardload.comm.group import Group, Topology
 from shardload.comm.shared_memory import Segment
-from tests.unit.comm.test_group import on_ranks
+from tests.unit.ranks import on_ranks
 
 
 @pytest.fixture(autouse=True)

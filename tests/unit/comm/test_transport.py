@@ -13,7 +13,7 @@ from shardload.comm import store
 from shardload.comm.shared_memory import Segment
 from shardload.comm.store import StoreMessages, StoreTransport
 from shardload.comm.transport import MpiTransport, Transport
-from tests.unit.comm.test_group import Store
+from tests.unit.ranks import Store
 
 
 class Request:

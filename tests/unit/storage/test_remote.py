@@ -544,6 +544,29 @@ def test_profiles(server, monkeypatch, tmp_path):
             open_remote("s3://bucket/run.h5", {"profile": profile})
 
 
+@pytest.mark.parametrize("is_store", [True, False])
+def test_keys_are_those_of_their_own_provider(server, is_store):
+    """Wrong if a store were that of another provider which says the same of itself: keys are in no text."""
+
+    class Provider:
+        def __init__(self, key):
+            self.key = key
+
+        def __repr__(self):
+            return "Provider()"
+
+        def __call__(self):
+            return {"access_key_id": self.key, "secret_access_key": "s", "token": None, "expires_at": None}
+
+    for key in ("KEY1", "KEY2"):
+        options = {"endpoint": server.url, "region": "us-east-1", "credential_provider": Provider(key)}
+        if is_store:
+            options = {"store": stores.S3Store("bucket", **options, client_options={"allow_http": True})}
+        server.clear()
+        assert open_remote("s3://bucket/run.h5", options).object().nbytes == len(DATA)
+        assert f"Credential={key}/" in server.headers[0]["authorization"]
+
+
 def test_a_store_that_is_handed_in(server):
     memory = stores.MemoryStore()
     obstore.put(memory, "a/run.h5", DATA)
@@ -561,7 +584,7 @@ def test_a_store_that_is_handed_in(server):
         with_store([(memory, "a"), (s3, "b")], None)
 
 
-@pytest.mark.parametrize("scheme", ["http", "s3", "store"])
+@pytest.mark.parametrize("scheme", ["http", "s3", "HTTPStore", "S3Store"])
 def test_objects_in_one_folder_share_its_connections(server, scheme, monkeypatch):
     """Wrong if each had its own, as a connection takes some hundred milliseconds to a far store, with its certificates, or a
     limit of requests of its own. Wrong if a name were escaped twice, or asked for below another path: a slash too many is
@@ -574,8 +597,11 @@ def test_objects_in_one_folder_share_its_connections(server, scheme, monkeypatch
     root, options, n_in_one = f"{server.url}/bucket", {}, 3  # over HTTP a folder is a store
     if scheme == "s3":
         root, options, n_in_one = "s3://bucket", server.storage, 5
-    elif scheme == "store":
+    elif scheme == "HTTPStore":
         options, n_in_one = {"store": stores.HTTPStore(root, client_options={"allow_http": True})}, 5
+    elif scheme == "S3Store":
+        root, n_in_one = "s3://bucket", 5
+        options = {"store": stores.S3Store("bucket", **server.storage, client_options={"allow_http": True})}
     throttles = set()
     for k, name in enumerate(names, 1):
         key = name.removeprefix("bucket/")

@@ -12,10 +12,8 @@ import pytest
 from shardload.errors import printable
 from shardload.system.terminal import (
     Column,
-    OutputError,
     fit_table,
     own_stdout,
-    tell,
     width_of,
     width_of_prints,
     wrap,
@@ -55,15 +53,6 @@ def test_the_forms_of_a_table() -> None:
     ]
     assert fit_table(COLUMNS, ROWS[1:2], 12) == ["name  shape", "/x    12", "    dtype", "    float64;", "    size", "    96 B"]
     assert fit_table(COLUMNS, [], 80) == ["name  shape  dtype  size"]
-
-
-def test_what_cannot_be_printed_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as full:
-        with pytest.raises(OutputError, match="No space left"):
-            tell("x", full)
-        tell("what is left goes nowhere", full)
-    monkeypatch.setattr(sys, "stdout", None)
-    tell("nobody wants it")
 
 
 def test_what_is_read_as_one_is_not_broken() -> None:

@@ -209,23 +209,6 @@ def test_interrupted_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch, star
     assert not begun[0].is_alive() and (begun[0].ident is not None) == starts
 
 
-def test_a_pool_that_is_closed_twice_ends_a_thread_that_was_busy() -> None:
-    """Wrong if a `close` after an interrupted one took out what tells the thread to end, and waited for it for ever."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        goes_on.wait(20)
-
-    pool = Pool(1, "twice")
-    pool.submit(work)
-    assert begun.wait(20)
-    pool.close(wait=False)
-    pool.close(wait=False)
-    goes_on.set()
-    assert pool.close(seconds=20)
-
-
 def test_calls_together_end_before_their_error_is_raised() -> None:
     """Wrong if results came as they are done; or if the error were raised while another call still uses what is closed then."""
     begun, ended = threading.Barrier(3), list[int]()
@@ -244,7 +227,8 @@ def test_calls_together_end_before_their_error_is_raised() -> None:
     assert sorted(ended) == [0, 1, 2]
 
 
-def test_calls_together_are_interrupted() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_calls_together_are_interrupted(n: int) -> None:
     """Wrong if Ctrl-C waited for the answers of a store, which may take minutes."""
     may_end, ended = threading.Event(), list[int]()
 
@@ -254,6 +238,6 @@ def test_calls_together_are_interrupted() -> None:
         ended.append(1)
 
     with pytest.raises(KeyboardInterrupt):
-        call_together([interrupt], "test")
+        call_together([interrupt, *[lambda: may_end.wait(20)] * (n - 1)], "test")
     assert not ended
     may_end.set()
