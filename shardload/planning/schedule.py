@@ -242,7 +242,7 @@ class Schedule:
     owners : Owners or None
         Which ranks own the blocks. None: every rank reads what it holds.
     max_message_nbytes : int
-        Cap on a message, at most `MAX_MESSAGE_NBYTES`.
+        Cap on a message, in addition to `MAX_MESSAGE_NBYTES`.
     is_merged : bool
         Without owners: whether a rank reads a block once for all of its shards, or once for each shard.
     """
@@ -389,7 +389,8 @@ class Schedule:
     def messages(self, region: Region, section: int) -> Iterator[Region]:
         """The region that a block and a section have in common, cut into messages."""
         common = region.intersect(self.shards.grid.region(section))
-        return iter(()) if common is None else common.split(max(1, self.max_message_nbytes // self.itemsize))
+        cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
+        return iter(()) if common is None else common.split(max(1, cap // self.itemsize))
 
 
 def _box_around(regions: Sequence[Region]) -> Region:
