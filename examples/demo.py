@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.comm.group import Group, group_of
 from shardload.errors import ConfigError, VerifyError
-from shardload.system.terminal import Column, fit_table, tell, width_of, wrap
+from shardload.system.terminal import Column, fit_table, width_of, wrap
 
 _REPEATS = 3
 _FFT_TOLERANCE = 1e-5  # relative to the largest mode; a float32 FFT is accurate to about 1e-7 times the log of its length
@@ -64,7 +64,7 @@ class _Demo:
 
     def say(self, text: str) -> None:
         if self.group.rank == 0:
-            tell("\n".join(line for part in text.split("\n") for line in wrap(part, width_of(sys.stdout), "", "  ")))
+            print("\n".join(line for part in text.split("\n") for line in wrap(part, width_of(sys.stdout), "", "  ")))
 
     def timed(self, load: Callable[[], jax.Array]) -> tuple[jax.Array, str]:
         """Time `load` as stated below the table. Returns its last array and the median seconds."""
@@ -122,7 +122,7 @@ def run(size: int = 256) -> None:
     with _shared_folder(demo.group) as folder:
         _save_load_and_transform(demo, folder, size)
     if demo.group.rank == 0:
-        tell("\n".join(["", *fit_table(_COLUMNS, demo.rows, width_of(sys.stdout))]))
+        print("\n".join(["", *fit_table(_COLUMNS, demo.rows, width_of(sys.stdout))]))
     demo.say(
         f"\nseconds: slowest rank, median of {_REPEATS} runs after one warm-up run, file in the page cache\n"
         "chunk reads: chunks decoded by all ranks together / chunks in the array\n\n"

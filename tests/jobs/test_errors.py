@@ -111,7 +111,7 @@ EXPECTED: dict[str, tuple[str | None, int | None, tuple[str, ...]]] = {
     "NumPy arrays differ outside of what is selected": (None, None, ()),  # no error
     "scatter's function raises": ("PeerError", 2, (ON.format(2), "FloatingPointError: the field diverged")),
     # a chunk that cannot be decoded
-    "damaged chunk": ("SourceError", -1, (CHUNK, "'damaged.h5' could not be read", "filter")),
+    "damaged chunk": ("SourceError", -1, (CHUNK, "'damaged.h5' could not be read", "damaged")),
     "damaged Zarr chunk": ("SourceError", -1, (CHUNK, "'damaged.zarr' could not be read", "zstd")),
     "damaged Zarr v2 chunk": ("SourceError", -1, (CHUNK, "'damaged2.zarr' could not be read", "blosc")),
     "damaged Zarr shard": ("SourceError", -1, ("chunk (2, 2, 3) of '/' in", "'sharded.zarr' could not be read", "CRC-32C")),
