@@ -120,7 +120,11 @@ class NewFolder(LocalFolder):
             except FileNotFoundError:
                 continue
             file.seek(MARK_NBYTES)
-            old, about = json.loads(file.read()), self._about or {}
+            try:
+                old, about = json.loads(file.read()), self._about or {}
+            except ValueError:  # the machine stopped as it was written, before anything else was
+                file.close()
+                continue
             key = next((key for key in {**about, **old} if old.get(key) != about.get(key)), None)
             if key is None:
                 self.path, self._mark = path, file

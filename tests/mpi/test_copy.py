@@ -773,11 +773,11 @@ def test_a_copy_that_begins_anew_says_so(comm: Any, shared_tmp_path: Path, stopp
     same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **options), ConfigError, text)
 
 
-@pytest.mark.parametrize("left", ["a whole store", "a save", "a link"])
+@pytest.mark.parametrize("left", ["a whole store", "a save", "a mark that was cut", "a link"])
 @pytest.mark.usefixtures("small")
 def test_nothing_to_resume(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], left: str) -> None:
     """Wrong if a script that always asks for it failed the first time, or was not told; or if a whole store, which lacks its
-    name alone, or what a killed save has left, were in the way; or if it wrote to where a link leads.
+    name alone, or what a killed save or a stopped machine has left, were in the way; or if it wrote to where a link leads.
     """
     target, options = shared_tmp_path / "out.zarr", RESUMED["out.zarr"]
     before = stopped(target, 2, staging=45_000, **options)
@@ -786,11 +786,11 @@ def test_nothing_to_resume(comm: Any, shared_tmp_path: Path, stopped: Callable[.
         folder = left_of(target)
         if left == "a whole store":
             (folder / "shardload-unfinished").unlink()
-        elif left == "a save":
-            os.truncate(folder / "shardload-unfinished", 64)
-        else:
+        elif left == "a link":
             folder.rename(shared_tmp_path / "elsewhere")
             folder.symlink_to("elsewhere")
+        else:
+            os.truncate(folder / "shardload-unfinished", 64 if left == "a save" else 70)
 
     on_root(comm, change)
     report = copy(comm, before, target, resume=True, **options)
