@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from shardload.errors import ConfigError, SourceError
 from shardload.storage.changes import AppendLock, take_lock
-from shardload.storage.leftovers import METADATA, ROOTS
+from shardload.storage.leftovers import METADATA, ROOTS, leftovers_beside
 from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import UnsyncedError
 from shardload.storage.remote import RemoteChangedError, RemoteFolder, without_secrets
@@ -45,7 +45,6 @@ from shardload.storage.target import (
     mark,
     rename,
     sync_folder,
-    temporary_of,
 )
 from shardload.system.steps import steps_of
 from shardload.system.undo import Undo
@@ -109,17 +108,23 @@ class NewFolder(LocalFolder):
         """Take up what a job that was killed has left of this folder, for `create`. Returns the keys of all whole objects in it
         but metadata (`METADATA`); None if nothing was left. Files that are not whole are removed.
 
-        A folder without a mark is whole, and does not count. ConfigError if what was left is of another source, or if another
-        job is writing it.
+        A folder without a mark is whole, and does not count, nor does one of a save, which nothing can go on with. ConfigError
+        if what was left is of another source, or if another job is writing it.
         """
         difference = ""
-        for path in self._unfinished():
+        for path in [leftover.path for leftover in leftovers_beside(self._name) if leftover.goes_on]:
+            if os.path.islink(path):
+                continue
             try:
                 file = _locked(os.path.join(path, FOLDER_MARK))
             except FileNotFoundError:
                 continue
             file.seek(MARK_NBYTES)
-            old, about = json.loads(file.read() or b"{}"), self._about or {}
+            try:
+                old, about = json.loads(file.read()), self._about or {}
+            except ValueError:  # the machine stopped as it was written, before anything else was
+                file.close()
+                continue
             key = next((key for key in {**about, **old} if old.get(key) != about.get(key)), None)
             if key is None:
                 self.path, self._mark = path, file
@@ -132,15 +137,6 @@ class NewFolder(LocalFolder):
         if difference:
             raise ConfigError(f"{difference}. Remove it, or begin again without resume=True")
         return None
-
-    def _unfinished(self) -> Iterator[str]:
-        """The temporary folders of this name."""
-        final = os.path.realpath(self._name)
-        above = os.path.dirname(final)
-        for name in sorted(os.listdir(above)) if os.path.isdir(above) else []:
-            path = os.path.join(above, name)
-            if temporary_of(path) == (final, "unfinished") and not os.path.islink(path) and os.path.isdir(path):
-                yield path
 
     def _whole_keys(self) -> set[str]:
         """The keys of the files that are whole. All others are removed, and metadata: the root's first."""

@@ -773,14 +773,26 @@ def test_a_copy_that_begins_anew_says_so(comm: Any, shared_tmp_path: Path, stopp
     same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **options), ConfigError, text)
 
 
+@pytest.mark.parametrize("left", ["a whole store", "a save", "a mark that was cut", "a link"])
 @pytest.mark.usefixtures("small")
-def test_nothing_to_resume(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path]) -> None:
+def test_nothing_to_resume(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], left: str) -> None:
     """Wrong if a script that always asks for it failed the first time, or was not told; or if a whole store, which lacks its
-    name alone, were in the way.
+    name alone, or what a killed save or a stopped machine has left, were in the way; or if it wrote to where a link leads.
     """
     target, options = shared_tmp_path / "out.zarr", RESUMED["out.zarr"]
     before = stopped(target, 2, staging=45_000, **options)
-    on_root(comm, lambda: (left_of(target) / "shardload-unfinished").unlink())
+
+    def change() -> None:
+        folder = left_of(target)
+        if left == "a whole store":
+            (folder / "shardload-unfinished").unlink()
+        elif left == "a link":
+            folder.rename(shared_tmp_path / "elsewhere")
+            folder.symlink_to("elsewhere")
+        else:
+            os.truncate(folder / "shardload-unfinished", 64 if left == "a save" else 70)
+
+    on_root(comm, change)
     report = copy(comm, before, target, resume=True, **options)
     assert report.n_resumed == 0
     assert any("began anew" in note for note in report.notes)

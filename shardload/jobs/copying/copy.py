@@ -40,14 +40,7 @@ from shardload.formats.likeness import KEEP
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
 from shardload.jobs.consistency import SINCE_FOUND, KeptSources, as_planned, check_same_objects
-from shardload.jobs.copying.request import (
-    STAGING_NBYTES,
-    CopyRequest,
-    SourceArray,
-    find,
-    new_sink,
-    without_what_is_refused,
-)
+from shardload.jobs.copying.request import CopyRequest, SourceArray, find, new_sink, without_what_is_refused
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, DEFAULTS, TIMEOUT, Progress
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_copy_rounds, plan_slab_layout
@@ -59,6 +52,7 @@ from shardload.planning.staging import RoundMemory, least_memory, least_staging,
 from shardload.storage.remote import is_remote, without_secrets
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
+_STAGING_NBYTES = 512 << 20  # with staging="auto"
 _BLOCKS_IN_CAP = 8
 _MOST_OPEN = 64  # sources
 _LEAST_READING_NBYTES = 4 << 20
@@ -163,7 +157,7 @@ def plan_copy(
     """The plan of a copy. ConfigError if it does not fit into the staging memory."""
     page = page_nbytes(machine.n_nodes)
     units, reading = [], _LEAST_READING_NBYTES
-    arrays = tuple(replace(array, spec=sink.arrays[array.full_name].spec) for array in sources)
+    arrays = tuple(replace(array, spec=sink.arrays[array.name].spec) for array in sources)
     for array in arrays:
         spec, layout = array.spec, array.layout()
         if spec.chunks is None:
@@ -177,7 +171,7 @@ def plan_copy(
         reading = max(reading, least_staging(layout))
     name, largest = max(((array.name, unit.unit_nbytes) for array, unit in zip(arrays, units, strict=True)), key=itemgetter(1))
     least = least_memory(largest, largest, reading)
-    staging = max(STAGING_NBYTES, least)
+    staging = max(_STAGING_NBYTES, least)
     if request.options.staging != AUTO:
         reason = (
             f"what a rank writes at once of '{name}' is {format_nbytes(largest)} (a chunk, a file of chunks, or some rows), "
@@ -521,7 +515,7 @@ class CopySource(FileSource):
                 for region in map(chunks.region, chunks.meeting(piece.region.moved(slab.start))):
                     if not self._is_done(move.array, region):
                         values = piece.view(region.moved(tuple(-start for start in slab.start)))
-                        yield Chunk(self._plan.sources[move.array].full_name, region, values)
+                        yield Chunk(self._plan.sources[move.array].name, region, values)
 
     def _is_done(self, array: int, region: Region) -> bool:
         """Whether all chunks of the target that meet a region are there already."""
@@ -545,7 +539,7 @@ def find_done(group: Group, sink: Sink, plan: CopyPlan) -> list[Bools]:
         is_there = sink.take_up()
         if is_there is None:
             return b""
-        return np.packbits(np.concatenate([is_there[array.full_name].reshape(-1) for array in plan.sources])).tobytes()
+        return np.packbits(np.concatenate([is_there[array.name].reshape(-1) for array in plan.sources])).tobytes()
 
     message = group.tell(look, 0)
     if not len(message):

@@ -32,8 +32,6 @@ from shardload.planning.selection import Between, Near, Selection, needs_coordin
 from shardload.storage.remote import without_secrets
 from shardload.values.dates import has_dates, in_numbers
 
-STAGING_NBYTES = 512 << 20
-
 _OF_CALL = ("staging", "verify", "timeout", "progress", "allow_external", "allow_filters", "untrusted", "storage")
 
 Groups = Mapping[str, Mapping[str, Any]]  # attributes of groups, by name
@@ -116,7 +114,7 @@ class SourceArray:
     selection : Selection
         What of it.
     name : str
-        Name in the target.
+        Full name in the target, as in `Sink.arrays`.
     spec : ArraySpec
         In the target; on other ranks than 0 without attributes. Arrays of text are on rank 0 alone.
     state : State
@@ -144,11 +142,6 @@ class SourceArray:
         """True for an array of text, which the new file's metadata have: no rank copies it."""
         return self.spec.texts is not None
 
-    @property
-    def full_name(self) -> str:
-        """Name in `Sink.arrays`."""
-        return "/" + self.name.strip("/")
-
 
 def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Groups | None, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without the attributes of groups, and without text."""
@@ -156,7 +149,7 @@ def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
     groups = groups or {}
     return make_sink(
         request.target,
-        {array.full_name: array.spec for array in sources},
+        {array.name: array.spec for array in sources},
         format=request.format,
         mode=request.mode,
         alignment=page_nbytes(n_nodes),
@@ -175,7 +168,7 @@ def describe(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
         "the format": format_for(request.target, request.format),
         "the digest of attributes of groups": _digest(sorted(groups.items(), key=str)),
     }
-    texts = [(array.full_name, array.spec) for array in sources if array.is_text]
+    texts = [(array.name, array.spec) for array in sources if array.is_text]
     about["the digest of arrays of text"] = _digest(
         [(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in texts]
     )
@@ -276,13 +269,13 @@ def _plan_arrays(
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_layout(request, [array for array in sources if array.info.dataset in main and not array.is_text])
     if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
-        unopened = unopened_by_xarray({array.full_name: array.spec for array in sources})
+        unopened = unopened_by_xarray({array.name: array.spec for array in sources})
         notes += [f"{problem}: xarray opens no group with both" for problem, _ in unopened]
     axes = {dim for array in sources for dim in array.spec.dims or ()}
     for name in sorted(valueless if is_all else ()):
         if name.rpartition("/")[2] not in axes:
             notes.append(f"the dimension '{name}' was left out: no array of the new file has it")
-    groups, group_notes = _copied_groups(kind, file, described, [array.full_name for array in sources], axes, is_all)
+    groups, group_notes = _copied_groups(kind, file, described, [array.name for array in sources], axes, is_all)
     return sources, groups, notes + group_notes
 
 
@@ -317,13 +310,13 @@ def without_what_is_refused(
     accepted, notes = [], []
     for array in sources:
         spec = replace(array.spec, chunks=None, shards=None, compression=None, checksum=False, unlimited=())
-        specs = {array.full_name: spec} | ({"/a": ArraySpec((), np.dtype("i1"))} if array.is_text else {})
+        specs = {array.name: spec} | ({"/a": ArraySpec((), np.dtype("i1"))} if array.is_text else {})
         try:
             make_sink(request.target, specs, format=request.format, mode=request.mode, storage=request.options.storage)
         except ConfigError as refusal:
-            if array.full_name in requested:
+            if array.name in requested:
                 raise error from None
-            notes.append(f"'{array.full_name}' was left out: {refusal}")
+            notes.append(f"'{array.name}' was left out: {refusal}")
         else:
             accepted.append(array)
     if all(array.is_text for array in accepted) or not notes:

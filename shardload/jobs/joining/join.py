@@ -222,28 +222,24 @@ def concat(
 def _find(request: PartsRequest) -> Concatenation:
     """What the files are together, without `storage`. Runs on rank 0."""
     with closing(JoinedParts(request)) as joined:
-        return _concatenation(request, joined)
-
-
-def _concatenation(request: PartsRequest, joined: JoinedParts) -> Concatenation:
-    joined.look(request.title)
-    joined.check()
-    joined.describe()
-    names = {path: absolute(path) for path in joined.paths}
-    local = [path for path in names.values() if not is_remote(path)]
-    folders = {folder for path in local for folder in Fence.around_file(path, request.options.allow_external).folders}
-    fence = Fence(tuple(sorted(folders)))
-    image = joined.file(SCHEME, names).image(joined.values, fence, joined.in_store)
-    joined.check_unchanged(request.title)
-    versions = tuple((names[path], joined.versions[path] or (0, 0)) for path in joined.paths)
-    digest = blake2b(repr((versions, tuple(joined.rows))).encode(), digest_size=4).hexdigest()
-    name = f"{SCHEME}{_ends(joined)} ({counted(len(names), 'file')} along {joined.axis}, {digest})"
-    if joined.news:
-        warn_once(f"'{name}': {'; '.join(joined.news)}", LeftOutWarning, 0)
-    shapes = [[os.path.basename(path) for path in names], [(row.name, row.shape) for row in joined.rows], joined.lengths()]
-    identity = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
-    report = JoinReport(name, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, False)
-    return Concatenation(name, image, versions, fence, identity, str(report), joined.in_store)
+        joined.look(request.title)
+        joined.check()
+        joined.describe()
+        names = {path: absolute(path) for path in joined.paths}
+        local = [path for path in names.values() if not is_remote(path)]
+        folders = {folder for path in local for folder in Fence.around_file(path, request.options.allow_external).folders}
+        fence = Fence(tuple(sorted(folders)))
+        image = joined.file(SCHEME, names).image(joined.values, fence, joined.in_store)
+        joined.check_unchanged(request.title)
+        versions = tuple((names[path], joined.versions[path] or (0, 0)) for path in joined.paths)
+        digest = blake2b(repr((versions, tuple(joined.rows))).encode(), digest_size=4).hexdigest()
+        name = f"{SCHEME}{_ends(joined)} ({counted(len(names), 'file')} along {joined.axis}, {digest})"
+        if joined.news:
+            warn_once(f"'{name}': {'; '.join(joined.news)}", LeftOutWarning, 0)
+        shapes = [[os.path.basename(path) for path in names], [(row.name, row.shape) for row in joined.rows], joined.lengths()]
+        identity = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
+        report = JoinReport(name, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, False)
+        return Concatenation(name, image, versions, fence, identity, str(report), joined.in_store)
 
 
 def _ends(joined: JoinedParts) -> str:

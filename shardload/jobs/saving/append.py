@@ -119,7 +119,13 @@ def append(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> Appe
 
 
 def _read(request: SaveRequest) -> Any:
-    """How the file's arrays are stored. On rank 0.
+    """How the file's arrays are stored, as `read_file` or `read_store` says it. On rank 0.
+
+    ``"arrays"`` has for each array of the file, by its full name, a dict (in this module `facts`): ``"shape"``; ``"dims"``, or
+    None; ``"scopes"``, for each axis a text that all arrays with this axis have, or None; in HDF5 ``"is_dimension"``. Of arrays
+    that grow also ``"dtype"``, ``"attrs"``, ``"packed"``, ``"bounds"``, in HDF5 ``"maxshape"``, and what the sink needs. If
+    rows are replaced, ``"shape"`` is that of the rows that stay, and ``"stored_shape"`` that of the file. ``"orders"``: see
+    `SaveRequest`. Only HDF5 has a ``"state"``.
 
     Raises
     ------
@@ -178,8 +184,6 @@ def _with_orders(request: SaveRequest, existing: dict[str, Any]) -> dict[str, An
                     array["shape"] = (*array["shape"][:axis], len(values), *array["shape"][axis + 1 :])
         if len(values) and (rises := direction_of([values])) is not None:
             orders[name] = (rises if len(values) > 1 else None, values[-1], facts["attrs"])
-    if at is not None and not isinstance(dim, str):
-        raise ConfigError(f"at is {at!r}, a value of a coordinate, but dim is a number, {dim}. Pass the name of the axis")
     if at is not None and (
         without := [name for name in request.names if "stored_shape" not in arrays.get(name, "stored_shape")]
     ):

@@ -111,7 +111,8 @@ class SaveRequest:
     Attributes
     ----------
     path, format, mode : str
-        Where to, in which format (one of `formats.saving.FORMATS`), and whether the name may exist.
+        Where to, in which format (one of `formats.saving.FORMATS`; "" of an append, whose file has one), and whether the name
+        may exist.
     arrays : list of SavedArray
         The arrays, in the order of the file.
     group_attrs : mapping
@@ -150,7 +151,7 @@ class SaveRequest:
         target = _target(path)
         target = (target.rstrip("/") or "/") if is_append else target
         target = absolute(target) if options.background else target  # the program may go to another folder meanwhile
-        kind = "zarr" if is_append else format_for(target, keywords["format"])
+        kind = "" if is_append else format_for(target, keywords["format"])
         if isinstance(keywords["plan"], TreePlan):
             keywords["plan"] = keywords["plan"].plans
         if keywords["shape"] is not None and keywords["plan"] is not None:
@@ -171,6 +172,8 @@ class SaveRequest:
         if options.background:  # the program may change them meanwhile
             arrays, groups = [replace(array, attrs=deepcopy(array.attrs)) for array in arrays], deepcopy(groups)
         at = OPTIONS["at"].check(keywords["at"])
+        if at is not None and not isinstance(dim, str):
+            raise ConfigError(f"at is {at!r}, a value of a coordinate, but dim is a number, {dim}. Pass the name of the axis")
         return cls(target, kind, mode, arrays, groups, options, dim if is_append else "", at=at)
 
     @property
