@@ -136,6 +136,10 @@ def printed_text(error: BaseException | None) -> str | None:
     n_user_frames = next((i for i, frame in enumerate(report.stack) if frame.filename.startswith(_PACKAGE)), 0)
     if n_user_frames:
         report.stack = traceback.StackSummary.from_list(report.stack[:n_user_frames])
-    if is_cause_told := error.__cause__ is not None and message_of(error.__cause__) in str(error):
+    cause = error.__cause__
+    if is_cause_told := cause is not None and message_of(cause) in str(error):
         report.__cause__, report.__suppress_context__ = None, True
+    elif isinstance(cause, ShardloadError) and report.__cause__ is not None:  # this rank's own: its text says all
+        report.__cause__ = traceback.TracebackException(type(cause), cause, None)
+        report.__cause__.__cause__, report.__cause__.__suppress_context__ = None, True
     return "".join([*report.format(), _ALL]) if n_user_frames or is_cause_told else None

@@ -123,6 +123,8 @@ def test_what_the_text_does_not_say_is_shown(capsys: pytest.CaptureFixture[str])
     """Wrong if the cause of a damaged file, or the calls that led to a defect, were seen nowhere."""
     text = printed(inside(SourceError("cannot be read"), raised(OSError("bad magic"))), capsys)
     assert text.count("Traceback") == 2 and "OSError: bad magic" in text and shared_errors.__file__ not in text
+    own = printed(inside(ConfigError("elements 0 to 4 do not fit"), raised(ConfigError("elements 8 to 12 do not fit"))), capsys)
+    assert own.count("Traceback") == 1 and "8 to 12" in own, "another rank's error, and this rank's own, which says all"
     peer = printed(inside(PeerError("on rank 2: KeyError: 'x'"), raised(KeyError("x"))), capsys)
     assert peer.count("Traceback") == 2 and shared_errors.__file__ in peer and "SHARDLOAD_TRACEBACKS" not in peer
 
