@@ -24,6 +24,7 @@ from shardload.units import counted, format_nbytes
 _LONGEST_SECONDS = 60.0
 _STALLED = 0.05  # who waits a smaller part of the time has nothing to gain
 _TOO_OFTEN = 1.1  # decodes of a chunk
+_SMALL_NBYTES = 1 << 20  # of a chunk: smaller parts of it would cost more than sharing it saves
 Figures = dict[str, float]  # times in seconds
 
 
@@ -114,7 +115,7 @@ def _advice(plan: StreamPlan, f: Figures) -> Iterator[str]:
     if f["decodes_per_chunk"] > _TOO_OFTEN and plan.pool_nbytes < quarter:
         larger = format_nbytes(quarter).replace(" ", "")
         yield f"pool: {format_nbytes(plan.pool_nbytes)} decodes chunks {f['decodes_per_chunk']:.2f} times; try --pool {larger}"
-    if n_beside < n_ranks:
+    if n_beside < n_ranks and array.chunk_steps * array.step_nbytes > _SMALL_NBYTES * n_beside:
         ahead = f"{n_ranks} ranks read {n_ranks // n_beside} x {array.chunk_steps} steps at a time"
         ahead += f", as a step has {counted(n_beside, 'chunk')}"
         yield f"chunks: {ahead}; cut the other axes into {n_ranks} parts or more (shardload copy --chunks)"

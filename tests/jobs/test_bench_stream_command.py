@@ -31,7 +31,9 @@ def bench(n: int, *arguments: str) -> Job:
 
 
 def test_it_says_what_batches_take_and_what_to_change(file: str) -> None:
-    """Wrong if both ranks printed, if lines were long, or if the samples were not those of the window."""
+    """Wrong if both ranks printed, if lines were long, or if the samples were not those of the window; and if small chunks were
+    to be made smaller, which costs more.
+    """
     how = ["--mesh", "data=2,lat=2", "--spec", "data,-,lat", "--along", "time", "--batch", "4", "--window", "-1,0"]
     job = bench(2, f"{file}:/t2m", *how, "--shuffle", "1", "--steps", "20").check()
     assert max(len(line) for line in job.stdout.splitlines() if file not in line) <= 80
@@ -40,8 +42,13 @@ def test_it_says_what_batches_take_and_what_to_change(file: str) -> None:
     assert f"{N_STEPS - 1} samples, 12 batches of 4 an epoch" in printed
     assert "20 batches: the first after" in printed, "more than an epoch"
     assert "CPU of each of 2 ranks" in printed
-    assert "chunks: 2 ranks read 2 x 5 steps at a time, as a step has 1 chunk; cut the other axes into 2 parts" in printed
+    assert "chunks:" not in printed
     assert "batch: 3.0 KiB is little for what each batch costs; try --batch 16" in printed
+    with h5py.File(file, "r+") as opened:
+        values = np.zeros((N_STEPS, 6, 4800))  # in chunks of more than a MiB
+        opened.create_dataset("wide", data=values, chunks=(5, 6, 4800), compression="gzip").dims[0].label = "time"
+    wide = " ".join(bench(2, f"{file}:/wide", *how, "--steps", "4").check().stdout.split())
+    assert "chunks: 2 ranks read 2 x 5 steps at a time, as a step has 1 chunk; cut the other axes into 2 parts" in wide
 
 
 def test_a_pattern_is_one_array(tmp_path: Path) -> None:

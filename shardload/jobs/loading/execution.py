@@ -292,7 +292,7 @@ def warn_of_packed(arrays: Iterable[tuple[str, ArrayInfo, Options]], rank: int) 
     """Warn once if packed numbers were loaded as they are stored, and the caller did not pass decode=False."""
     undecoded = [(name, info) for name, info, options in arrays if options.decode is None and info.packing]
     packed = [(name, packed_by(np.dtype(info.dtype), info.packing)) for name, info in undecoded]
-    texts = [f"{name} ({', '.join(rules)})" for name, rules in packed if rules]
+    texts = list(dict.fromkeys(f"{name} ({', '.join(rules)})" for name, rules in packed if rules))
     if texts:
         text = (
             f"these numbers are packed, and were loaded as they are stored: {some(texts)}. Pass decode=True to apply that "

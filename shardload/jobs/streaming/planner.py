@@ -453,7 +453,8 @@ class StreamPlanner:
                 raise ConfigError(
                     f"stack is {name!r}, but {request.info} and {requests[0].info} are not alike: steps of {lengths} and "
                     f"{first_lengths} beside that axis, {leaf.dtype} and {first.dtype}, windows {request.window} and "
-                    f"{requests[0].window}, {spec_text(request.spec)} and {spec_text(spec)}"
+                    f"{requests[0].window}, {spec_text(request.spec)} and {spec_text(spec)}. A tree stacks the arrays of each "
+                    f"of its parts alone: stack={{'x': {name!r}, 'y': {name!r}}}"
                 )
         sizes = [1 if is_new else leaf.shape[axis] for leaf in stacked]
         shape = (*first.shape[:axis], sum(sizes), *first.shape[axis + (not is_new) :])
