@@ -424,9 +424,12 @@ class JoinedParts:
             if parts != first_parts:
                 lacking = min(parts ^ first_parts)
                 absent, present = (first, name) if lacking in parts else (name, first)
+                alone = [other for other in self._joined if list(self._members[other].shapes) == [lacking]]
+                renamed = f", and {some([repr(printable(other)) for other in alone])}, which no other part has" if alone else ""
                 raise ConfigError(
-                    f"'{printable(absent)}' is not in '{self._paths[lacking]}', which has '{printable(present)}': joined, they "
-                    "would no longer belong together, row by row. Leave that part out, or name the arrays to join with dataset="
+                    f"'{printable(absent)}' is not in '{self._paths[lacking]}', which has '{printable(present)}'{renamed}: "
+                    "joined, they would no longer belong together, row by row. Leave that part out, or name the arrays to join "
+                    "with dataset="
                 )
         if isinstance(self.axis, str):
             ((first, first_parts),) = expected.values()
