@@ -138,9 +138,6 @@ class RoundReader:
         n_batches: int | None = None,
     ) -> None:
         self.plan, self._group, self._timeout, self._digest = plan, group, timeout, digest
-        for array in plan.arrays:
-            if not is_open(array.handle):
-                import_format(array.info, array.options.access)
         self._target = BatchTarget(plan, group.rank)
         self._runs = _runs(plan, epoch, first_sample, n_batches)
         self._next_run = next(self._runs, None)  # that is not planned yet
@@ -417,6 +414,9 @@ class ReadAhead:
     """
 
     def __init__(self, reader: RoundReader, prefetch: int) -> None:
+        for array in reader.plan.arrays:
+            if not is_open(array.handle):
+                import_format(array.info, array.options.access)
         self._report, self._prefetch = reader.report, prefetch
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
