@@ -163,7 +163,12 @@ def is_tree_of_specs(value: Mapping[Any, Any], keys: Sequence[Any]) -> bool:
     >>> is_tree_of_specs(by_names, [jax.tree_util.DictKey("rho")]), is_tree_of_specs(by_names, [jax.tree_util.DictKey("lat")])
     (False, True)
     """
-    return set(map(jax.tree_util.DictKey, value)) == set(keys) or not all(map(is_entry, value.values()))
+    return _has_keys(value, keys) or not all(map(is_entry, value.values()))
+
+
+def _has_keys(value: Mapping[Any, Any], keys: Sequence[Any]) -> bool:
+    """True if a dict has the keys that the arrays have."""
+    return set(map(jax.tree_util.DictKey, value)) == set(keys)
 
 
 def is_entry(entry: Any) -> bool:
@@ -425,9 +430,7 @@ def is_tree_of_selections(value: Mapping[Any, Any], keys: Sequence[Any]) -> bool
     """
     if any(isinstance(part, (Near, Between)) for part in value.values()):  # these need the name of an axis
         return False
-    return set(map(jax.tree_util.DictKey, value)) == set(keys) or any(
-        isinstance(part, (Mapping, list, tuple)) for part in value.values()
-    )
+    return _has_keys(value, keys) or any(isinstance(part, (Mapping, list, tuple)) for part in value.values())
 
 
 def refuse_traced(name: str, value: Any) -> None:
