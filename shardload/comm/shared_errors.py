@@ -139,7 +139,7 @@ def printed_text(error: BaseException | None) -> str | None:
     cause = error.__cause__
     if is_cause_told := cause is not None and message_of(cause) in str(error):
         report.__cause__, report.__suppress_context__ = None, True
-    elif isinstance(cause, ShardloadError) and report.__cause__ is not None:  # this rank's own: its text says all
-        report.__cause__ = traceback.TracebackException(type(cause), cause, None)
-        report.__cause__.__cause__, report.__cause__.__suppress_context__ = None, True
+    elif isinstance(cause, ShardloadError):  # this rank's own: its text says all
+        report.__cause__ = of_rank = traceback.TracebackException(type(cause), cause, None)
+        of_rank.__cause__, of_rank.__suppress_context__ = None, True
     return "".join([*report.format(), _ALL]) if n_user_frames or is_cause_told else None
