@@ -417,8 +417,8 @@ def one_message(as_json: bool) -> Iterator[IO[str]]:
                 message = as_typed(str(error))
                 try:
                     if as_json:
-                        told = {"ok": False, "error": type(error).__name__, "message": message}
-                        print(json.dumps(told, indent=2), file=out)
+                        document = {"ok": False, "error": type(error).__name__, "message": message}
+                        print(json.dumps(document, indent=2), file=out)
                 finally:
                     say_error(message)
             raise typer.Exit(1) from None
