@@ -574,6 +574,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
             "Pass x.data, or a Dataset",
         ),  # as xarray's
         (path, np.array(["2001-01-01"], "M8[s]"), {}, "which cannot be saved. Save numbers"),
+        (path, np.array(["2001-01-01"]), {}, "strings, which cannot be saved. Save texts as an attribute"),
         (path, x, {"compression": {"rho": "gzip"}}, "compression does not match the arrays: only compression has ['rho']"),
         (path, {"a": np.ma.masked_less(np.arange(3.0), 1)}, {}, "'/a' has masked elements, and files have none. Save x.filled"),
         (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is 1e+300"),

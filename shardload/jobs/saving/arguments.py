@@ -373,7 +373,11 @@ def _checked(name: str, x: Any) -> Any:
     except TypeError:
         raise ConfigError(f"'{name}' is {x.dtype}, which no file holds. Save its numbers: jax.random.key_data(x)") from None
     if why := refusal(kind):
-        fix = ". Save numbers, such as hours since a day, and say so in attrs=" if kind.kind in "mM" else ""
+        fix = ""
+        if kind.kind in "mM":
+            fix = ". Save numbers, such as hours since a day, and say so in attrs="
+        elif kind.kind in "USTO":
+            fix = ". Save texts as an attribute (attrs=), or as a coordinate of an xarray.Dataset; times as numbers"
         raise ConfigError(f"'{name}' holds {why}, which cannot be saved{fix}")
     sharding: Any = getattr(x, "sharding", None)
     refuse_unreduced(getattr(sharding, "spec", None), f"'{name}': ")
