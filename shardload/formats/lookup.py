@@ -4,7 +4,7 @@
 2. `open_file` opens a file once, for all questions about it and its arrays. `open_source` opens a single array.
 3. `find_array` finds the array from metadata alone. It runs on one rank, which tells the others. A `Finder` finds many.
 4. Values that are so few that they travel with the metadata are read by the rank that finds them (`is_small`).
-5. Untrusted files (`Access.untrusted`) have a format of their own, which passes all questions on to a helper process.
+5. An untrusted file (`Access.untrusted`) is an `UntrustedFile`, which passes all questions on to a helper process.
 
 If the caller can fix it by passing something else, the error is a `ConfigError`. If the file is wrong, it is a `SourceError`,
 whatever the library below raised. `diagnosis` has the messages.
@@ -251,6 +251,9 @@ class _CheckedFile(OpenFile):
 
     def __init__(self, path: str, access: Access, planned: ArrayInfo | None = None) -> None:
         self._path = without_secrets(path)
+        if access.untrusted is not None:
+            self._file = _open_untrusted(path, access)
+            return
         file_format = format_of(path, access, planned)
         with as_source_error(path):
             self._file = file_format.open_file(path, access)
@@ -555,23 +558,26 @@ def _full_name(dataset: str) -> str:
     return "/" + dataset.strip("/")
 
 
+def _open_untrusted(path: str, access: Access) -> OpenFile:
+    """A file at which this process does not look: its helper process asks the formats which claims it."""
+    if is_remote(path):
+        raise ConfigError(
+            f"untrusted=True opens a file in another process, which gets no keys and reads no store: download "
+            f"'{without_secrets(path)}' and load that, or leave out untrusted=True"
+        )
+    if isinstance(path, Concatenation):
+        raise ConfigError(
+            f"untrusted=True opens a file in another process, but this one opened the files of '{path}' when it looked "
+            "at them. Load each of them for itself, or leave out untrusted=True"
+        )
+    return untrusted.UntrustedFile(path, access)
+
+
 def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = None) -> Format:
     """The format that claims the file. If none does, SourceError says what the file is instead.
 
-    This process does not look at an untrusted file: its helper process asks the formats. `planned`: see `open_file`.
+    `planned`: see `open_file`.
     """
-    if access.untrusted is not None:
-        if is_remote(path):
-            raise ConfigError(
-                f"untrusted=True opens a file in another process, which gets no keys and reads no store: download "
-                f"'{without_secrets(path)}' and load that, or leave out untrusted=True"
-            )
-        if isinstance(path, Concatenation):
-            raise ConfigError(
-                f"untrusted=True opens a file in another process, but this one opened the files of '{path}' when it looked "
-                "at them. Load each of them for itself, or leave out untrusted=True"
-            )
-        return untrusted.FORMAT
     is_url = "://" in path
     if not is_url:
         check_readable(path)

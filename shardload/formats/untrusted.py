@@ -4,8 +4,8 @@
    `SCRIPT` (`untrusted_process`), which opens and decodes the file; the parent never does. If the helper dies or takes too
    long, that is a `HelperError`. Requests are packets of JSON. The answer as JSON, and values behind it, come through memory
    that both processes have mapped, and that the helper cannot make shorter. A packet says how many bytes the answer has.
-2. `UntrustedFormat` takes the place of all formats (`lookup.format_of`); the helper asks the real ones which claims the file.
-3. An `UntrustedFile` starts one helper at the first question, and passes on all questions, one at a time.
+2. An `UntrustedFile` takes the place of a file of any format (`lookup`); the helper asks the formats which claims it.
+3. It starts one helper at the first question, and passes on all questions, one at a time.
 4. A value may be wrong, as in any untrusted file. Everything else that a helper says is checked as if it were an attack:
    lengths, types, shapes. A process that decodes hostile bytes may have been taken over by them. An answer that could be true
    of some file is accepted. An answer that cannot be true of any file is a `HelperError`.
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
-from shardload.formats.access import STRICT, Access, Limits
+from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import (
     ArrayInfo,
     Coordinate,
@@ -46,7 +46,7 @@ from shardload.formats.contract.array import (
     settle_bools,
 )
 from shardload.formats.contract.chunk_reader import a_few_chunks, chunks_met
-from shardload.formats.contract.format import Format, HelperError, OpenFile, Source, UndecodedError
+from shardload.formats.contract.format import HelperError, OpenFile, Source, UndecodedError
 from shardload.planning.region import Region
 from shardload.storage.local import NotAFileError, OutsideError
 from shardload.system.thread_pool import Pool
@@ -435,20 +435,6 @@ _PART_NBYTES, _MOST_CHUNKS = 1 << 24, 1 << 13  # values that are read at once, u
 _MOST_LOST = 3
 
 
-class UntrustedFormat(Format):
-    """Any file that a helper process can open."""
-
-    name = "untrusted"
-
-    def claims_path(self, path: str) -> bool:
-        """True: the helper says so if no format claims it."""
-        return True
-
-    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """The file, of which nothing is read yet."""
-        return UntrustedFile(path, access)
-
-
 class UntrustedFile(OpenFile):
     """A file that is open in a helper process.
 
@@ -657,6 +643,3 @@ class UntrustedSource(Source):
     def close(self) -> None:
         """Read no more."""
         self._is_closed = True
-
-
-FORMAT = UntrustedFormat()
