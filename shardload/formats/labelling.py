@@ -20,7 +20,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import LONGEST_NAME, MIXED, MOST_ATTRS, ArrayInfo, Coordinate, Labels, Note, OnDemand
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.lookup import Finder, answers_slowly, as_path, naming_what_is_gone, open_object, split_path
+from shardload.formats.lookup import Finder, answers_slowly, as_path, open_object, split_path
 from shardload.planning.region import Region
 from shardload.storage.remote import RemoteError
 from shardload.system.scratch import scratch_of_its_own
@@ -172,10 +172,10 @@ class Labeller:
         if path is None:
             return self._add(info, open_object(path_or_object, self.finder.access), info.path)
         path = split_path(path)[0]
-        with naming_what_is_gone(info.path, info.dataset):
+        with as_source_error(info.path, info.dataset):
             if source is not None:
                 return self._add(info, source, path)
-            with closing(self.finder.file(path).open(info.dataset)) as opened:
+            with closing(self.finder.file(path).open(info.dataset, replace(info, parts=None))) as opened:
                 return self._add(info, opened, path)
 
     def _add(self, info: ArrayInfo, source: Source, path: str) -> ArrayInfo:

@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -189,7 +189,7 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
     access : Access
         What the caller allows.
     planned : ArrayInfo, optional
-        The result of `find_array`, maybe of another rank.
+        The result of `find_array`, maybe of another rank. Without it, a KeyError says that there is no array of that name.
 
     Raises
     ------
@@ -199,9 +199,7 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
     path = as_path(path_or_object)
     if path is None:
         return _checked(open_object(path_or_object, access))
-    path = split_path(path)[0]
-    with naming_what_is_gone(path, _full_name(dataset)):
-        return _checked(open_alone(open_file(path, access, planned), dataset, planned))
+    return _checked(open_alone(open_file(path, access, planned), dataset, planned))
 
 
 def open_object(array: Any, access: Access = STRICT) -> Source:
@@ -276,13 +274,19 @@ class _CheckedFile(OpenFile):
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         step_done()
         name = _full_name(dataset)
-        if planned is None:
+        try:
             with as_source_error(self._path, name):
-                return self._file.open(name)
-        # An array that was found before: SourceError if it is gone, or cannot be loaded any more.
-        with naming_what_is_gone(self._path, name):
-            source = self._file.open(name, planned)
-        return source if planned.refused is not None else _checked(source)
+                source = self._file.open(name, planned)
+        except KeyError:
+            if planned is None:
+                raise
+            raise SourceError(
+                f"'{self._path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
+                "this machine sees another file under this path. Load from a file system that all ranks share.",
+                path=self._path,
+                dataset=name,
+            ) from None
+        return source if planned is None or planned.refused is not None else _checked(source)
 
     def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
         with as_source_error(self._path):
@@ -297,21 +301,6 @@ class _CheckedFile(OpenFile):
 
     def close(self) -> None:
         self._file.close()
-
-
-@contextmanager
-def naming_what_is_gone(path: str, name: str) -> Iterator[None]:
-    """Turn every error into a SourceError while an array is opened that was found before; a KeyError means that it is gone."""
-    try:
-        with as_source_error(path, name):
-            yield
-    except KeyError:
-        raise SourceError(
-            f"'{path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
-            "this machine sees another file under this path. Load from a file system that all ranks share.",
-            path=path,
-            dataset=name,
-        ) from None
 
 
 def _checked(source: Source) -> Source:
