@@ -28,7 +28,7 @@ from shardload.formats import registry, untrusted
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of
-from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
+from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.contract.format import Format, OpenFile, Source, open_alone
 from shardload.formats.diagnosis import (
     MOST_LISTED,
@@ -504,7 +504,8 @@ class Finder:
             if region.shape != info.shape:
                 source.expect(region)
             source.expect_in_order(iter([region]))
-            is_whole = _read(source, region, values) and source.state() == before
+            source.read_into(region, values)
+            is_whole = not source.missing(region) and source.state() == before
             return values if is_whole else None
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
@@ -616,12 +617,3 @@ def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:
     decoded = math.prod(map(len, chunks_met(region, unit))) * nbytes_of(info, unit)
     n_chunks = math.prod(map(len, chunks_met(region, chunks)))
     return decoded <= min(tuning.small_nbytes, tuning.small_decoded_nbytes) and n_chunks <= tuning.small_reads
-
-
-def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
-    """Read a region, without the format's library if that is possible: it takes longer. False if chunks of it are missing."""
-    reader, chunks = source.chunk_reader(), source.info.chunks
-    if reader is not None and chunks is not None:
-        return not read_by_chunks(reader, chunks, region, out)
-    source.read_into(region, out)
-    return not source.missing(region)
