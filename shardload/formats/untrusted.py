@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -164,23 +164,17 @@ class Helper:
             command = [sys.executable, "-S", "-P", "-s", SCRIPT, *arguments]
             dropped = (*_LAUNCHERS, *_OTHER_PREFIXES)
             environ = {k: v for k, v in os.environ.items() if k in _KEPT_VARIABLES or not k.startswith(dropped)}
-
-            def start() -> subprocess.Popen[bytes]:
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._log,
-                    stderr=self._log,
-                    env=environ | _NEW_VARIABLES,
-                    pass_fds=(number, self._shared),
-                )
-
-            future = _starter(os.getpid()).submit(start)
-            try:
-                self._process = future.result()
-            except BaseException:  # Ctrl-C: the helper may be about to start
-                future.add_done_callback(lambda done: None if done.exception() else _kill(done.result(), os.getpid()))
-                raise
+            start = partial(
+                subprocess.Popen,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=environ | _NEW_VARIABLES,
+                pass_fds=(number, self._shared),
+            )
+            # (After Ctrl-C meanwhile a helper that is about to start ends by itself: nobody has the other end of its socket.)
+            self._process = _starter(os.getpid()).submit(start).result()
         self._resources.callback(_kill, self._process, os.getpid())
 
     @property
