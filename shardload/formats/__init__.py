@@ -22,7 +22,7 @@ The names that this package exports are for writing a format in a package of its
 
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo, check_request, native_dtype, refusal, unaddressable
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, Scratch, read_by_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, read_by_chunks
 from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.planning.region import Region
 from shardload.storage.local import read_at, state_of
@@ -36,7 +36,6 @@ __all__ = [
     "Format",
     "OpenFile",
     "Region",
-    "Scratch",
     "Source",
     "check_request",
     "native_dtype",

@@ -20,7 +20,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import LONGEST_NAME, MIXED, MOST_ATTRS, ArrayInfo, Coordinate, Labels, Note, OnDemand
 from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.lookup import Finder, answers_slowly, as_path, naming_what_is_gone, open_object, split_path
+from shardload.formats.lookup import Finder, answers_slowly, as_path, open_object, split_path
 from shardload.planning.region import Region
 from shardload.storage.remote import RemoteError
 from shardload.system.scratch import scratch_of_its_own
@@ -109,10 +109,9 @@ class Labeller:
         Opens the files.
     small_nbytes : int
         The most bytes of values of a coordinate. All that an array has together take four times as many at most.
-    names : collection of str, optional
-        For a selection by names (`Labels.is_brief`): the only coordinates to read. Attributes are not read then.
-    axis : str or int, optional
-        The name or number of an axis whose coordinate is read with those of `names`.
+    names : collection of str or int, optional
+        For a selection by names (`Labels.is_brief`): the only coordinates to read, some maybe by the number of their axis.
+        Attributes are not read then.
     of_groups : bool
         Whether to read the attributes of an array's group, too, and to keep long attributes.
     """
@@ -121,12 +120,10 @@ class Labeller:
         self,
         finder: Finder,
         small_nbytes: int = SMALL_NBYTES,
-        names: Collection[str] | None = None,
+        names: Collection[str | int] | None = None,
         of_groups: bool = False,
-        axis: str | int | None = None,
     ) -> None:
         self.finder, self._small_nbytes, self._names, self._of_groups = finder, small_nbytes, names, of_groups
-        self._axis = axis
         # Each with the bytes of its stored values; None for what cannot be opened. Many arrays have the same coordinates.
         self._coordinates: dict[tuple[OpenFile, str], tuple[Coordinate, int] | None] = {}
 
@@ -172,10 +169,10 @@ class Labeller:
         if path is None:
             return self._add(info, open_object(path_or_object, self.finder.access), info.path)
         path = split_path(path)[0]
-        with naming_what_is_gone(info.path, info.dataset):
+        with as_source_error(info.path, info.dataset):
             if source is not None:
                 return self._add(info, source, path)
-            with closing(self.finder.file(path).open(info.dataset)) as opened:
+            with closing(self.finder.file(path).open(info.dataset, replace(info, parts=None))) as opened:
                 return self._add(info, opened, path)
 
     def _add(self, info: ArrayInfo, source: Source, path: str) -> ArrayInfo:
@@ -195,10 +192,8 @@ class Labeller:
         labels = source.labels()
         coords = _coords_of(info, labels)
         if self._names is not None:
-            axis = self._axis
-            if isinstance(axis, int):
-                axis = labels.dims[axis] if -len(labels.dims) <= axis < len(labels.dims) else None
-            names = {*self._names, axis}
+            dims, numbers = labels.dims, range(-len(labels.dims), len(labels.dims))
+            names = {dims[name] if isinstance(name, int) and name in numbers else name for name in self._names}
             coords = {name: coordinate for name, coordinate in coords.items() if name in names}
             return replace(labels, attrs={}, coords=self._read(coords, path), is_brief=True)
         of_group: Mapping[str, Any] = {}

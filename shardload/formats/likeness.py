@@ -210,14 +210,14 @@ def attrs_for(
     >>> attrs_for("zarr", "x", {"_FillValue": np.float32(-9)}, f4, 0.0)
     ({'_FillValue': 'AAAAAAAAIsA='}, 0.0, [])
     """
-    author_attrs, converted, notes = dict(attrs), {}, []
-    marker = author_attrs.pop("_FillValue", None) if dtype is not None and kind != "hdf5" else None
-    if marker is not None and dtype is not None and dtype.kind in "iu" and np.asarray(marker).dtype.kind == "f":
-        number = cast_value(marker, dtype)  # NaN, which NCO leaves where it packs, is none
-        if number is None:
-            notes.append(f"attribute '_FillValue' of {name} ({marker}, which no {dtype.name} is)")
-        marker = number
-    for key, value in author_attrs.items():
+    converted, notes, marker = {}, list[str](), None
+    if dtype is not None:
+        try:
+            attrs, marker = marked(kind, name, attrs, dtype)
+        except ConfigError:  # NaN, which NCO leaves where it packs
+            notes.append(f"attribute '_FillValue' of {name} ({attrs['_FillValue']}, which no {dtype.name} is)")
+            attrs = {key: value for key, value in attrs.items() if key != "_FillValue"}
+    for key, value in attrs.items():
         if isinstance(value, np.ndarray) and value.shape == (1,) and kind.startswith("zarr"):  # netCDF stores a number so
             value = value[0]
         try:
@@ -226,8 +226,6 @@ def attrs_for(
             notes.append(f"attribute {key!r} of {name} ({error})")
     if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
         fill = marker
-    elif marker is not None:
-        converted["_FillValue"] = _as_xarray(marker)
     return converted, fill, notes
 
 

@@ -4,7 +4,7 @@
 2. `open_file` opens a file once, for all questions about it and its arrays. `open_source` opens a single array.
 3. `find_array` finds the array from metadata alone. It runs on one rank, which tells the others. A `Finder` finds many.
 4. Values that are so few that they travel with the metadata are read by the rank that finds them (`is_small`).
-5. Untrusted files (`Access.untrusted`) have a format of their own, which passes all questions on to a helper process.
+5. An untrusted file (`Access.untrusted`) is an `UntrustedFile`, which passes all questions on to a helper process.
 
 If the caller can fix it by passing something else, the error is a `ConfigError`. If the file is wrong, it is a `SourceError`,
 whatever the library below raised. `diagnosis` has the messages.
@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from shardload.formats import registry, untrusted
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of
-from shardload.formats.contract.chunk_reader import chunks_met, read_by_chunks
+from shardload.formats.contract.chunk_reader import chunks_met
 from shardload.formats.contract.format import Format, OpenFile, Source, open_alone
 from shardload.formats.diagnosis import (
     MOST_LISTED,
@@ -43,7 +43,7 @@ from shardload.formats.diagnosis import (
 )
 from shardload.formats.memory import MemorySource
 from shardload.planning.region import Region, count_runs
-from shardload.planning.tuning import START_SECONDS, Tuning, one_reader_seconds
+from shardload.planning.tuning import Tuning
 from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
 from shardload.storage.remote import is_remote, open_remote, without_secrets
@@ -189,7 +189,7 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
     access : Access
         What the caller allows.
     planned : ArrayInfo, optional
-        The result of `find_array`, maybe of another rank.
+        The result of `find_array`, maybe of another rank. Without it, a KeyError says that there is no array of that name.
 
     Raises
     ------
@@ -199,9 +199,7 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, plan
     path = as_path(path_or_object)
     if path is None:
         return _checked(open_object(path_or_object, access))
-    path = split_path(path)[0]
-    with naming_what_is_gone(path, _full_name(dataset)):
-        return _checked(open_alone(open_file(path, access, planned), dataset, planned))
+    return _checked(open_alone(open_file(path, access, planned), dataset, planned))
 
 
 def open_object(array: Any, access: Access = STRICT) -> Source:
@@ -251,6 +249,9 @@ class _CheckedFile(OpenFile):
 
     def __init__(self, path: str, access: Access, planned: ArrayInfo | None = None) -> None:
         self._path = without_secrets(path)
+        if access.untrusted is not None:
+            self._file = _open_untrusted(path, access)
+            return
         file_format = format_of(path, access, planned)
         with as_source_error(path):
             self._file = file_format.open_file(path, access)
@@ -273,13 +274,19 @@ class _CheckedFile(OpenFile):
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         step_done()
         name = _full_name(dataset)
-        if planned is None:
+        try:
             with as_source_error(self._path, name):
-                return self._file.open(name)
-        # An array that was found before: SourceError if it is gone, or cannot be loaded any more.
-        with naming_what_is_gone(self._path, name):
-            source = self._file.open(name, planned)
-        return source if planned.refused is not None else _checked(source)
+                source = self._file.open(name, planned)
+        except KeyError:
+            if planned is None:
+                raise
+            raise SourceError(
+                f"'{self._path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
+                "this machine sees another file under this path. Load from a file system that all ranks share.",
+                path=self._path,
+                dataset=name,
+            ) from None
+        return source if planned is None or planned.refused is not None else _checked(source)
 
     def groups(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[str]]:
         with as_source_error(self._path):
@@ -294,21 +301,6 @@ class _CheckedFile(OpenFile):
 
     def close(self) -> None:
         self._file.close()
-
-
-@contextmanager
-def naming_what_is_gone(path: str, name: str) -> Iterator[None]:
-    """Turn every error into a SourceError while an array is opened that was found before; a KeyError means that it is gone."""
-    try:
-        with as_source_error(path, name):
-            yield
-    except KeyError:
-        raise SourceError(
-            f"'{path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
-            "this machine sees another file under this path. Load from a file system that all ranks share.",
-            path=path,
-            dataset=name,
-        ) from None
 
 
 def _checked(source: Source) -> Source:
@@ -512,7 +504,8 @@ class Finder:
             if region.shape != info.shape:
                 source.expect(region)
             source.expect_in_order(iter([region]))
-            is_whole = _read(source, region, values) and source.state() == before
+            source.read_into(region, values)
+            is_whole = not source.missing(region) and source.state() == before
             return values if is_whole else None
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
@@ -555,23 +548,26 @@ def _full_name(dataset: str) -> str:
     return "/" + dataset.strip("/")
 
 
+def _open_untrusted(path: str, access: Access) -> OpenFile:
+    """A file at which this process does not look: its helper process asks the formats which claims it."""
+    if is_remote(path):
+        raise ConfigError(
+            f"untrusted=True opens a file in another process, which gets no keys and reads no store: download "
+            f"'{without_secrets(path)}' and load that, or leave out untrusted=True"
+        )
+    if isinstance(path, Concatenation):
+        raise ConfigError(
+            f"untrusted=True opens a file in another process, but this one opened the files of '{path}' when it looked "
+            "at them. Load each of them for itself, or leave out untrusted=True"
+        )
+    return untrusted.UntrustedFile(path, access)
+
+
 def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = None) -> Format:
     """The format that claims the file. If none does, SourceError says what the file is instead.
 
-    This process does not look at an untrusted file: its helper process asks the formats. `planned`: see `open_file`.
+    `planned`: see `open_file`.
     """
-    if access.untrusted is not None:
-        if is_remote(path):
-            raise ConfigError(
-                f"untrusted=True opens a file in another process, which gets no keys and reads no store: download "
-                f"'{without_secrets(path)}' and load that, or leave out untrusted=True"
-            )
-        if isinstance(path, Concatenation):
-            raise ConfigError(
-                f"untrusted=True opens a file in another process, but this one opened the files of '{path}' when it looked "
-                "at them. Load each of them for itself, or leave out untrusted=True"
-            )
-        return untrusted.FORMAT
     is_url = "://" in path
     if not is_url:
         check_readable(path)
@@ -612,27 +608,12 @@ def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[
 
 
 def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:
-    """True if a region is small, with all of the chunks (or shards) that it meets, and one process reads and decodes them in
-    less time than a load takes to start.
+    """True if one process reads a region, with all of the chunks (or shards) that it meets, in less time than a load takes to
+    start.
     """
-    nbytes, unit = nbytes_of(info, region.shape), info.shards or info.chunks
-    if nbytes == 0:
-        return False
-    decoded = nbytes if unit is None else math.prod(map(len, chunks_met(region, unit))) * nbytes_of(info, unit)
-    if decoded > tuning.small_nbytes:
-        return False
-    if nbytes <= tuning.tiny_nbytes and region.shape == info.shape:
-        return True
-    if info.chunks is None:
-        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, region.shape)) <= START_SECONDS
-    n_chunks = math.prod(map(len, chunks_met(region, info.chunks)))
-    return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
-
-
-def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:
-    """Read a region, without the format's library if that is possible: it takes longer. False if chunks of it are missing."""
-    reader, chunks = source.chunk_reader(), source.info.chunks
-    if reader is not None and chunks is not None:
-        return not read_by_chunks(reader, chunks, region, out)
-    source.read_into(region, out)
-    return not source.missing(region)
+    nbytes, unit, chunks = nbytes_of(info, region.shape), info.shards or info.chunks, info.chunks
+    if unit is None or chunks is None or nbytes == 0:
+        return 0 < nbytes <= tuning.small_nbytes and count_runs(info.shape, region.shape) <= tuning.small_reads
+    decoded = math.prod(map(len, chunks_met(region, unit))) * nbytes_of(info, unit)
+    n_chunks = math.prod(map(len, chunks_met(region, chunks)))
+    return decoded <= min(tuning.small_nbytes, tuning.small_decoded_nbytes) and n_chunks <= tuning.small_reads

@@ -4,8 +4,8 @@
    `SCRIPT` (`untrusted_process`), which opens and decodes the file; the parent never does. If the helper dies or takes too
    long, that is a `HelperError`. Requests are packets of JSON. The answer as JSON, and values behind it, come through memory
    that both processes have mapped, and that the helper cannot make shorter. A packet says how many bytes the answer has.
-2. `UntrustedFormat` takes the place of all formats (`lookup.format_of`); the helper asks the real ones which claims the file.
-3. An `UntrustedFile` starts one helper at the first question, and passes on all questions, one at a time.
+2. An `UntrustedFile` takes the place of a file of any format (`lookup`); the helper asks the formats which claims it.
+3. It starts one helper at the first question, and passes on all questions, one at a time.
 4. A value may be wrong, as in any untrusted file. Everything else that a helper says is checked as if it were an attack:
    lengths, types, shapes. A process that decodes hostile bytes may have been taken over by them. An answer that could be true
    of some file is accepted. An answer that cannot be true of any file is a `HelperError`.
@@ -27,14 +27,14 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError, printable
-from shardload.formats.access import STRICT, Access, Limits
+from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import (
     ArrayInfo,
     Coordinate,
@@ -46,7 +46,7 @@ from shardload.formats.contract.array import (
     settle_bools,
 )
 from shardload.formats.contract.chunk_reader import a_few_chunks, chunks_met
-from shardload.formats.contract.format import Format, HelperError, OpenFile, Source, UndecodedError
+from shardload.formats.contract.format import HelperError, OpenFile, Source, UndecodedError
 from shardload.planning.region import Region
 from shardload.storage.local import NotAFileError, OutsideError
 from shardload.system.thread_pool import Pool
@@ -164,23 +164,17 @@ class Helper:
             command = [sys.executable, "-S", "-P", "-s", SCRIPT, *arguments]
             dropped = (*_LAUNCHERS, *_OTHER_PREFIXES)
             environ = {k: v for k, v in os.environ.items() if k in _KEPT_VARIABLES or not k.startswith(dropped)}
-
-            def start() -> subprocess.Popen[bytes]:
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._log,
-                    stderr=self._log,
-                    env=environ | _NEW_VARIABLES,
-                    pass_fds=(number, self._shared),
-                )
-
-            future = _starter(os.getpid()).submit(start)
-            try:
-                self._process = future.result()
-            except BaseException:  # Ctrl-C: the helper may be about to start
-                future.add_done_callback(lambda done: None if done.exception() else _kill(done.result(), os.getpid()))
-                raise
+            start = partial(
+                subprocess.Popen,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=environ | _NEW_VARIABLES,
+                pass_fds=(number, self._shared),
+            )
+            # (After Ctrl-C meanwhile a helper that is about to start ends by itself: nobody has the other end of its socket.)
+            self._process = _starter(os.getpid()).submit(start).result()
         self._resources.callback(_kill, self._process, os.getpid())
 
     @property
@@ -435,20 +429,6 @@ _PART_NBYTES, _MOST_CHUNKS = 1 << 24, 1 << 13  # values that are read at once, u
 _MOST_LOST = 3
 
 
-class UntrustedFormat(Format):
-    """Any file that a helper process can open."""
-
-    name = "untrusted"
-
-    def claims_path(self, path: str) -> bool:
-        """True: the helper says so if no format claims it."""
-        return True
-
-    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """The file, of which nothing is read yet."""
-        return UntrustedFile(path, access)
-
-
 class UntrustedFile(OpenFile):
     """A file that is open in a helper process.
 
@@ -657,6 +637,3 @@ class UntrustedSource(Source):
     def close(self) -> None:
         """Read no more."""
         self._is_closed = True
-
-
-FORMAT = UntrustedFormat()

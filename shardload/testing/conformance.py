@@ -25,9 +25,10 @@ import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import ArrayInfo, native_dtype
-from shardload.formats.contract.chunk_reader import Scratch, box_of
+from shardload.formats.contract.chunk_reader import box_of
 from shardload.formats.contract.format import Format, Source, open_alone
 from shardload.planning.region import Region
+from shardload.system.scratch import ThreadScratch
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -451,7 +452,8 @@ def _check_chunks(source: Source, expected: Array, missing: Collection[tuple[int
 
     def check(box: Sequence[range]) -> None:
         sizes, indices = tuple(map(len, box)), [*itertools.product(*box)]
-        nbytes, room = math.prod((*sizes, *chunks)) * source.dtype.itemsize, Scratch()
+        nbytes = math.prod((*sizes, *chunks)) * source.dtype.itemsize
+        room = partial(ThreadScratch().bytes, "encoded")
         room(2 * nbytes)  # now it gives the same memory each time
         for cut, is_plain in itertools.product([(len(indices),), sizes, *[()] * (len(indices) == 1)], (False, True)):
             out = np.full(nbytes, _FILLS[0], np.uint8).view(source.dtype).reshape((*cut, *chunks))

@@ -10,36 +10,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from typing import Any
 
 import numpy as np
 
 from shardload.planning.region import Region, cut_box, stretches
-from shardload.system.scratch import empty_bytes
+from shardload.system.scratch import ThreadScratch, empty_bytes
 
 Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
 """Gives memory of so many bytes."""
 
 fresh: Room = empty_bytes
 """New memory: a `Room` that is never used again."""
-
-
-class Scratch:
-    """A `Room` that gives the same memory in each call, because new memory is slow. For one thread at a time.
-
-    What an earlier call gave must not be used any more.
-    """
-
-    def __init__(self) -> None:
-        self._memory = fresh(0)
-
-    def __call__(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Memory of `nbytes` bytes, with any content."""
-        if len(self._memory) < nbytes:
-            self._memory = fresh(0)  # free the old memory before asking for more
-            self._memory = fresh(nbytes)
-        return self._memory[:nbytes]
 
 
 @dataclass(slots=True)
@@ -124,7 +108,7 @@ def read_by_chunks(
     reader: ChunkReader, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]
 ) -> list[tuple[int, ...]]:
     """Read a non-empty region into a buffer of its shape, some chunks at a time; returns the indices of missing chunks."""
-    missing, room, memory = list[tuple[int, ...]](), Scratch(), Scratch()
+    missing, scratch = list[tuple[int, ...]](), ThreadScratch()
     most = max(1, _AT_ONCE_NBYTES // max(1, math.prod(chunk_shape) * out.dtype.itemsize))
     for box in cut_box(chunks_met(region, chunk_shape), most):
         common = region_in_box(box, chunk_shape, region)
@@ -133,10 +117,10 @@ def read_by_chunks(
         is_in_place = values is not None
         if values is None:
             shape = (*map(len, box), *chunk_shape)
-            values = memory(math.prod(shape) * out.dtype.itemsize).view(out.dtype).reshape(shape)
+            values = scratch.array("decoded", shape, out.dtype)
         elif reader.read_plain(box, values):
             continue
-        encoded = reader.fetch(box, room)
+        encoded = reader.fetch(box, partial(scratch.bytes, "encoded"))
         reader.decode(encoded, values)
         if encoded.has_missing:
             missing += [index for index, data in zip(itertools.product(*box), encoded.data, strict=True) if data is None]

@@ -134,7 +134,7 @@ class StreamCall(LoadCall):
         looks_at_steps = (len(steps) > 1 or len(self._of_leaves) > 1) and self.sampling.gaps != IGNORE
         if not (looks_at_steps or isinstance(along, str) or self._stacks or self._is_by_name):
             return None
-        return Labeller(finder, COORDINATE_NBYTES, names, axis=along if looks_at_steps else None)
+        return Labeller(finder, COORDINATE_NBYTES, {*names, *([along] if looks_at_steps else ())})
 
     def _find_all(self, finder: Finder) -> Any:
         """See `LoadCall`; and a checksum of some values of each array, which tells its file from others, and its state."""

@@ -296,7 +296,7 @@ def test_keys_that_lead_upwards(tmp_path: Path) -> None:
     found["metadata"]["../else.zarr/x/.zarray"] = found["metadata"]["a/.zarray"]
     (path / ".zmetadata").write_text(json.dumps(found))
     for name in ("../else.zarr/x", "/../else.zarr/x"):
-        with pytest.raises((SourceError, ConfigError), match="holds no array"):
+        with pytest.raises(KeyError, match=r"else\.zarr/x"):
             open_source(path, name)
     assert [info.dataset for info in list_arrays(str(path))] == ["/a"]
 
