@@ -23,10 +23,11 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -232,14 +233,14 @@ class Group:
         self._mailbox = mailbox
         self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.departed)
         self._collectives = Collectives()
-        if self._client is not None:
-            self._collectives = self._over_store("all", tuple(range(self.size)), self.watch.agreed)
+        if processes is not None:
+            prefix = f"shardload/{self.name}/all"
+            self._collectives = StoreCollectives(*processes, prefix, self.watch.look, self.watch.agreed)
         elif self.size > 1:
             self._collectives = MpiCollectives(comm, self.mpi, self.watch.look, self.watch.agreed)
         self._n_exchanges = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
-        self._node_comm: Any = None  # of the ranks on this machine
         self._machine: Topology | None = None
         self._call_lock = threading.Lock()
         self._calling_thread = 0  # id of the thread that is in a call
@@ -248,9 +249,6 @@ class Group:
 
     def _messages(self, name: str) -> StoreMessages:
         return StoreMessages(self._client, f"shardload/{self.name}/{name}", self.rank)
-
-    def _over_store(self, name: str, ranks: tuple[int, ...], done: Callable[[], None] = lambda: None) -> StoreCollectives:
-        return StoreCollectives(self._client, f"shardload/{self.name}/{name}", self.rank, ranks, self.watch.look, done)
 
     def transport(self, tags: tuple[int, int], segments: Mapping[int, Segment]) -> Transport:
         """Make what carries the messages of one exchange, with the tags of `next_tags`."""
@@ -359,40 +357,23 @@ class Group:
     def node(self) -> Node:
         """The ranks on this machine. Collective the first time."""
         if self._node is None:
-            pretended = pretended_node(self.rank)
-            host = digest_of(socket.gethostname()) >> 1
-            # MPI's calls spin without a timeout: make them only when all ranks are there, and all the same ones.
-            places = self.gather_ints([-1 if pretended is None else pretended, host])
-            if self.size == 1:
-                self._node = Node(0, (0,), self._collectives)
-            elif self._client is not None:
-                ranks = tuple(np.flatnonzero((places == places[self.rank]).all(axis=1)).tolist())
-                self._node = Node(self.rank, ranks, self._over_store(f"node {ranks[0]}", ranks))
-            else:
-                comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
-                if places[:, 0].max() >= 0:
-                    machine, comm = comm, comm.Split(int(places[self.rank, 0]) + 1, self.rank)
-                    machine.Free()
-                on_node = MpiCollectives(comm, self.mpi, self.watch.look)
-                ranks_on_node = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
-                self._set_node(comm, tuple(ranks_on_node.tolist()))
-        return cast(Node, self._node)
-
-    def _set_node(self, comm: Any, ranks: tuple[int, ...]) -> None:
-        self._node_comm = comm
-        self._node = Node(self.rank, ranks, MpiCollectives(comm, self.mpi, self.watch.look), comm.Free)
+            self._node = Node(self.rank, self.machine.leaders, self._collectives)
+        return self._node
 
     @property
     def machine(self) -> Topology:
         """The machines that the ranks run on, the same on every rank. Collective the first time."""
         if self._machine is None:
+            pretended = pretended_node(self.rank)
             cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-            digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
-            digests = self.node.collectives.gather(digest)[:, 0]
-            n_alike = int((digests == digest[0]).sum())  # ranks that are bound to different cores do not share them
-            leaders = self.gather_int(self.node.ranks[0])
-            memory_nbytes = int(min(limit_nbytes(len(self.node.ranks)), UNKNOWN_NBYTES))
-            minima = self.gather_ints([max(1, len(cores) // n_alike), memory_nbytes]).min(axis=0)
+            place = [-1 if pretended is None else pretended, host_number(), digest_of(repr(cores)) >> 1]
+            places = self.gather_ints(place)
+            _, first, number = np.unique(places[:, :2], axis=0, return_index=True, return_inverse=True)
+            leaders = first[number.reshape(-1)]
+            here = leaders == leaders[self.rank]
+            n_alike = int((places[here, 2] == place[2]).sum())  # ranks that are bound to different cores do not share them
+            memory_nbytes = int(min(limit_nbytes(int(here.sum())), UNKNOWN_NBYTES))
+            minima = self.least_ints(np.array([max(1, len(cores) // n_alike), memory_nbytes], dtype=np.int64))
             self._machine = Topology(tuple(leaders.tolist()), *minima.tolist())
         return self._machine
 
@@ -409,25 +390,19 @@ class Group:
         name = f"{self.name}.{self._n_duplicates}"
         if self._client is not None:
             group = Group(None, (self._client, self.rank, self.size), name)
-        elif self.size == 1:
-            group = Group(None, name=name)
         else:
-            group = Group(duplicate(self.comm, self.watch.look), name=name)
-            ranks = self.node.ranks  # MPI's calls that split cannot be interrupted
-            group._set_node(duplicate(self._node_comm, self.watch.look), ranks)
+            group = Group(duplicate(self.comm, self.watch.look) if self.size > 1 else None, name=name)
         group._machine = self._machine
         return group
 
     def free(self) -> None:
-        """Free the communicators of this group."""
+        """Free the communicator of this group."""
         self.forget_shared_memory()
         if self.is_torn or self.watch.is_stalled:
             return  # messages may still be pending in it
         if self.comm is not None and self._mailbox is not None:
             for _ in self._mailbox.receive():  # beats that nobody waited for
                 pass
-        if self._node is not None:
-            self._node.free()
         if self.comm is not None:
             self.comm.Free()
 
@@ -625,6 +600,14 @@ def _to_bytes(text: str) -> bytes:
 
 def _to_text(data: memoryview) -> str:
     return bytes(data).decode("utf-8", "surrogatepass")
+
+
+def host_number() -> int:
+    """A number of this machine, the same in all its processes: of its name and its boot, since machines may share a name."""
+    boot = ""
+    with suppress(OSError):  # not Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return digest_of(f"{socket.gethostname()} {boot}") >> 1
 
 
 def digest_of(text: str) -> int:

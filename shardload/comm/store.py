@@ -68,20 +68,18 @@ class StoreCollectives(Collectives):
     ----------
     client : object
         JAX's client of the store.
+    rank, size : int
+        This process, and how many there are.
     prefix : str
         Beginning of the keys, which nobody else uses.
-    rank : int
-        This process.
-    ranks : sequence of int
-        The processes that take part, in ascending order.
     look, on_done : callable
         As for `MpiCollectives`.
     """
 
     def __init__(
-        self, client: Any, prefix: str, rank: int, ranks: Sequence[int], look: Callable[[], None], on_done: Callable[[], None]
+        self, client: Any, rank: int, size: int, prefix: str, look: Callable[[], None], on_done: Callable[[], None]
     ) -> None:
-        self._client, self._prefix, self._rank, self._ranks = client, prefix, rank, ranks
+        self._client, self._rank, self._size, self._prefix = client, rank, size, prefix
         self._look, self._on_done = look, on_done
         self._pool = Pool(1, "shardload-store")  # makes one call after the other
         self._n_calls = 0
@@ -91,13 +89,13 @@ class StoreCollectives(Collectives):
         """See `Collectives`."""
         with self._next() as key_prefix:
             self._set(f"{key_prefix}/{self._rank:09d}", values.tobytes())
-            self._wait(self._client.wait_at_barrier, key_prefix, _LONGEST_WAIT_MS, list(self._ranks))
+            self._wait(self._client.wait_at_barrier, key_prefix, _LONGEST_WAIT_MS)
             texts = dict(self._wait(self._client.key_value_dir_get_bytes, f"{key_prefix}/"))
             for key in self._old_keys[:-1]:  # every process that has passed a barrier has read all keys set before it
                 self._wait(self._client.key_value_delete, key)
             del self._old_keys[:-1]
         rows = [np.frombuffer(texts[name], dtype=values.dtype) for name in sorted(texts)]
-        return np.stack(rows).reshape(len(self._ranks), *values.shape)
+        return np.stack(rows).reshape(self._size, *values.shape)
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""

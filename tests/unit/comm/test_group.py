@@ -621,7 +621,7 @@ def test_a_communicator_is_duplicated_once_and_freed_with_its_own() -> None:
 
 def test_nothing_piles_up_in_the_store_of_jax() -> None:
     """Wrong if a thousand loads left a thousand values with JAX's coordinator."""
-    store = Store()
+    store = Store(3)
 
     def work(rank: int) -> None:
         group = ThreadGroup(None, (store, rank, 3))
