@@ -32,14 +32,22 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.collectives import Collectives, IntArray, MpiCollectives, duplicate, look_before_first_call
-from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
+from shardload.comm.collectives import (
+    Collectives,
+    IntArray,
+    MpiCollectives,
+    abandoned,
+    duplicate,
+    look_before_first_call,
+    wait_for,
+)
+from shardload.comm.heartbeat import Departures, NoteMailbox, leave_at_exit
 from shardload.comm.mpi import attribute_of, check_communicator, load_mpi, world
 from shardload.comm.shared_errors import as_shardload, from_json, share, to_json
 from shardload.comm.shared_memory import Node, Segment
-from shardload.comm.store import StoreCollectives, StoreMailbox, StoreMessages, StoreTransport, jax_processes
+from shardload.comm.store import StoreCollectives, StoreTransport, jax_processes
 from shardload.comm.transport import MpiTransport, Transport
-from shardload.comm.watchdog import Mailbox, Watchdog
+from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, PeerError, ShardloadError, ShardloadWarning, StallError
 from shardload.system.interruption import is_called_by_handler, let_interruption_pass
 from shardload.system.memory_limit import limit_nbytes
@@ -219,19 +227,15 @@ class Group:
     def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, name: str = "") -> None:
         self.comm, self.name, self._n_duplicates = comm, name, 0
         self._client: Any = None
-        mailbox: Mailbox | None = None
         if processes is not None:
             self._client, self.rank, self.size = processes
-            mailbox = StoreMailbox(self._messages("beats"))
         else:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
-            if self.size > 1:
-                mailbox = MpiMailbox(comm, self.mpi, _WATCH_TAG)
         # After a stall, the end of this process ends the job: otherwise it would wait for the stalled rank.
         ends = partial(leave_at_exit, None if comm is None else self.mpi, rank=self.rank) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
-        self._mailbox = mailbox
-        self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.departed)
+        self._mailbox = NoteMailbox(self.transport((_WATCH_TAG, _WATCH_TAG), {})) if self.size > 1 else None
+        self.watch = Watchdog(self.rank, self.size, self._mailbox, on_stall=ends, departed=self._departures.departed)
         self._collectives = Collectives()
         if processes is not None:
             prefix = f"shardload/{self.name}/all"
@@ -247,14 +251,11 @@ class Group:
         self._pid = os.getpid()
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
-    def _messages(self, name: str) -> StoreMessages:
-        return StoreMessages(self._client, f"shardload/{self.name}/{name}", self.rank)
-
     def transport(self, tags: tuple[int, int], segments: Mapping[int, Segment]) -> Transport:
-        """Make what carries the messages of one exchange, with the tags of `next_tags`."""
+        """Make what carries the messages of one exchange, with the tags of `next_tags`; without segments, only messages."""
         if self._client is None:
             return MpiTransport(self.rank, self.comm, self.mpi, tags, segments)
-        return StoreTransport(self.rank, self.size, self._messages(f"exchange {tags[0]}"), segments)
+        return StoreTransport(self._client, self.rank, self.size, f"shardload/{self.name}/{tags[0]}", segments)
 
     def watch_departures(self) -> None:
         """From now on, tell waiting ranks when a rank reaches the end of its program."""
@@ -439,15 +440,35 @@ class Group:
         one for each. The rows may have other lengths. Collective.
         """
         if self.rank:
-            self._collectives.exchange_rows({0: row}, [])
-            return self._collectives.exchange_rows({}, [0])[0]
-        answers = answer([row, *self._collectives.exchange_rows({}, range(1, self.size)).values()])
-        self._collectives.exchange_rows(dict(enumerate(answers[1:], 1)), [])
+            self._exchange_rows({0: row}, [])
+            return self._exchange_rows({}, [0])[0]
+        answers = answer([row, *self._exchange_rows({}, range(1, self.size))])
+        self._exchange_rows(dict(enumerate(answers[1:], 1)), [])
         return answers[0]
 
     def pass_on(self, row: IntArray, target: int, source: int) -> IntArray:
         """Send integers to a rank, and return those that `source` sends: each rank sends once, receives once. Collective."""
-        return row if target == self.rank else self._collectives.exchange_rows({target: row}, [source])[source]
+        return row if target == self.rank else self._exchange_rows({target: row}, [source])[0]
+
+    def _exchange_rows(self, rows: Mapping[int, IntArray], sources: Sequence[int]) -> list[IntArray]:
+        """Send integers to ranks, and return those that `sources` send, in this order. Every rank calls it."""
+        transport, received = self.transport(self.next_tags(), {}), dict[int, IntArray]()
+
+        def is_done() -> bool:
+            transport.test()
+            received.update(transport.receive_notes() if len(received) < len(sources) else ())
+            return len(received) == len(sources) and not transport
+
+        self.watch.look()  # raises if the group has stalled, before a message is started
+        try:
+            for rank, row in rows.items():
+                transport.send_note(rank, row)
+            wait_for(is_done, self.watch.look)
+        except BaseException:
+            abandoned.append(transport.in_use())
+            raise
+        self.watch.agreed()
+        return [received[source] for source in sources]
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sum each value over the ranks. Collective."""
