@@ -49,7 +49,6 @@ from shardload.comm.store import StoreCollectives, StoreTransport, jax_processes
 from shardload.comm.transport import MpiTransport, Transport
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, PeerError, ShardloadError, ShardloadWarning, StallError
-from shardload.system.interruption import is_called_by_handler, let_interruption_pass
 from shardload.system.memory_limit import limit_nbytes
 from shardload.system.scratch import is_in_a_call, scratch_of_its_own
 from shardload.units import counted
@@ -247,7 +246,6 @@ class Group:
         self._node: Node | None = None
         self._machine: Topology | None = None
         self._call_lock = threading.Lock()
-        self._calling_thread = 0  # id of the thread that is in a call
         self._pid = os.getpid()
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
@@ -282,25 +280,19 @@ class Group:
         and no rank waits for a call that another rank has refused. A single process cannot confuse calls: it makes one call
         after the other.
 
-        An interrupted call (Ctrl-C, an exception of a signal handler) leaves the ranks at different messages. The next call of
-        all ranks then makes a new group.
+        An interrupted call (Ctrl-C) leaves the ranks at different messages. The next call of all ranks then makes a new group.
 
         Raises
         ------
         ConfigError
-            If this thread is in a call already, if a signal handler has interrupted any other call of it, if another thread is
-            in a call for `timeout` seconds, if a call of this group was interrupted, or in a fork that cannot call.
+            If this thread is in a call already, over whichever communicator, if another thread is in a call for `timeout`
+            seconds, if a call of this group was interrupted, or in a fork that cannot call.
         """
         self._check_fork()
-        if is_in_a_call() and is_called_by_handler():
+        if is_in_a_call():  # which has locks, such as h5py's, that the threads of another one may wait for
             raise ConfigError(
-                "a signal handler calls shardload in the middle of another call of this thread, which has locks that the new "
-                "one may wait for. Set a flag in the handler, and call when that call has returned"
-            )
-        if self._calling_thread == threading.get_ident():
-            raise ConfigError(
-                "this thread is in a call over the same communicator already (a function that was passed to it, such as "
-                "progress=, calls shardload): call it afterwards, or pass comm=MPI.COMM_WORLD.Dup()"
+                "this thread is in a call already (a function that was passed to it, such as progress=, or a signal handler "
+                "calls shardload): make the call when that one has returned, from a signal handler by way of a flag"
             )
         refusal = None
         if not self._call_lock.acquire(blocking=False):
@@ -314,7 +306,6 @@ class Group:
                     "another thread of this process was in a call over the same communicator, and ranks could not tell the two "
                     "calls apart: give each thread its own, comm=MPI.COMM_WORLD.Dup(), or call one after the other"
                 )
-        self._calling_thread = threading.get_ident()
         try:
             if self.is_torn:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
@@ -332,7 +323,6 @@ class Group:
             self.watch.leave(error)
             raise
         finally:
-            self._calling_thread = 0
             self._call_lock.release()
 
     def _check_fork(self) -> None:
@@ -520,7 +510,6 @@ class Group:
                     content = make()
                     kind = _TEXT if isinstance(content, str) else _BYTES
                 except Exception as failure:
-                    let_interruption_pass(failure)
                     error = failure
             if self.size == 1:
                 if error is not None:

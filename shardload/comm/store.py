@@ -25,7 +25,6 @@ from shardload.comm.collectives import Array, Bytes, Collectives, IntArray
 from shardload.comm.shared_memory import Segment
 from shardload.comm.transport import Receive, Transport
 from shardload.errors import ConfigError, PeerError, StallError
-from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import Pool, done_here
 from shardload.units import format_nbytes
 
@@ -141,7 +140,6 @@ def _naming_errors() -> Iterator[None]:
     except StallError:
         raise
     except Exception as error:
-        let_interruption_pass(error)
         text = "the processes of JAX cannot reach each other, because one of them has ended or is far behind"
         raise PeerError(f"{text}: {error}") from error
 
