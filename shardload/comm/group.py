@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -166,7 +166,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     if comm is None:
         client, process, n_processes = jax_processes()
         with _making_group:
-            return _without_mpi(client, process, n_processes) if n_processes > 1 else _alone()
+            return _without_mpi(client, process, n_processes)
     check_communicator(comm)
     attribute = attribute_of(comm)
     with attribute.making:  # a lock per communicator: duplicating another one may have to wait for its ranks
@@ -186,23 +186,16 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
 
 
 _making_group = threading.RLock()  # two threads may make their first calls at the same time
-
-
-@cache
-def _alone() -> Group:
-    return Group(None)
-
-
-_of_jax: dict[tuple[Any, int, int], tuple[Group, int]] = {}
+_of_jax: dict[tuple[Any, int, int], tuple[Group, int]] = {}  # and of a process alone
 
 
 def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
-    """The group of JAX's processes. After an interrupted call it is a new group with a new name."""
+    """The group of JAX's processes, or of this one alone. After an interrupted call it is a new group with a new name."""
     processes = client, process, n_processes
     group, generation = _of_jax.get(processes, (None, -1))
     if group is None or group.is_torn:  # nothing keeps the old one: it has threads, pipes and shared memory
         generation += 1
-        group = Group(None, processes, f"processes{generation or ''}")
+        group = Group(None, processes if n_processes > 1 else None, f"processes{generation or ''}")
         group.watch_departures()
         _of_jax[processes] = group, generation
     return group
@@ -397,13 +390,10 @@ class Group:
         if self.comm is not None:
             self.comm.Free()
 
-    def knows_process(self, process: int) -> bool:
-        """True if the ranks know that this one is this JAX process. The same on all of them."""
-        return self._processes is not None and self._processes[self.rank] == process
-
-    def processes(self, process: int) -> tuple[int, ...]:
-        """The JAX process of each rank. Collective the first time."""
-        if self._processes is None or not self.knows_process(process):
+    def processes(self, process: int, settle: Callable[[], None] = lambda: None) -> tuple[int, ...]:
+        """The JAX process of each rank. Collective the first time, and after JAX was started; `settle` is called before."""
+        if self._processes is None or self._processes[self.rank] != process:  # the same on all ranks
+            settle()
             self._processes = tuple(int(p) for p in self.gather_int(process))
         return self._processes
 

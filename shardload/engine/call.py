@@ -144,9 +144,8 @@ def begin_call(
         _ = group.machine  # collective the first time, and here every rank is present
         call = Call(group, invocation, refusal or error)
         try:
-            if process is not None and not group.knows_process(process()):
-                call.settle()  # other ranks may make a call without JAX, which does not send what follows
-                group.processes(process())
+            if process is not None:  # other ranks may make a call without JAX, which does not send what follows `settle`
+                group.processes(process(), call.settle)
             yield call
         finally:
             call._error = None
