@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,10 @@ from shardload.errors import StallError
 _log = logging.getLogger("shardload")
 _FIRST, _SOME = "the first one", "not all ranks of this communicator have made their first call"
 _MOST_DOUBLINGS = 30
-_ROW_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
 _LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
 
 # Requests that were abandoned (a stall, Ctrl-C): MPI may still write into their buffers, so they are never freed.
-_abandoned: list[Any] = []
+abandoned: list[Any] = []
 
 Array = np.ndarray[Any, Any]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -49,7 +48,7 @@ _pause_seconds = partial(backoff, n_awake=4, first_seconds=2e-5, longest_seconds
 
 
 class Collectives:
-    """The collectives that a group needs, and messages of single ranks. Those of this class are of a process alone."""
+    """The collectives that a group needs. Those of this class are of a process alone."""
 
     def gather(self, values: Array) -> Array:
         """Return the values of every rank, of shape ``(size, *mine.shape)``. Collective."""
@@ -62,12 +61,6 @@ class Collectives:
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """Fill `data` with the `data` of `root`. Collective."""
-
-    def exchange_rows(self, rows: Mapping[int, Array], sources: Sequence[int]) -> dict[int, Array]:
-        """Send integers to ranks, and return those that `sources` send, in this order. Every rank calls it, also with nothing
-        to send.
-        """
-        return {}
 
 
 class MpiCollectives(Collectives):
@@ -107,36 +100,17 @@ class MpiCollectives(Collectives):
         self._finish(lambda: self._comm.Ibcast(data, root), data)
         self._on_done()
 
-    def exchange_rows(self, rows: Mapping[int, Array], sources: Sequence[int]) -> dict[int, Array]:
-        """See `Collectives`."""
-        self._look()
-        sent = [self._comm.Isend(row, target, _ROW_TAG) for target, row in rows.items()]
-        received: dict[int, Array] = {}
-        try:
-            for source in sources:
-                status = self._mpi.Status()
-                _wait_for(partial(self._comm.Iprobe, source, _ROW_TAG, status), self._look)
-                received[source] = row = np.empty(status.Get_count(self._mpi.INT64_T), dtype=np.int64)
-                self._finish(partial(self._comm.Irecv, row, source, _ROW_TAG), row)
-            for request in sent:
-                _wait_for(request.Test, self._look)
-        except BaseException:
-            _abandoned.append((sent, rows))
-            raise
-        self._on_done()
-        return received
-
     def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
         self._look()  # raises if the group has stalled, before another message is started
         request = start()
         try:
-            _wait_for(request.Test, self._look)
+            wait_for(request.Test, self._look)
         except BaseException:
-            _abandoned.append((request, buffers))
+            abandoned.append((request, buffers))
             raise
 
 
-def _wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:
+def wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:
     """Wait without spinning: a late rank may need this core. `look` is called repeatedly."""
     n_idle = 0
     while not is_done():
@@ -153,9 +127,9 @@ def duplicate(comm: Any, look: Callable[[], None]) -> Any:
     """
     private, request = comm.Idup()
     try:
-        _wait_for(request.Test, look)
+        wait_for(request.Test, look)
     except BaseException:
-        _abandoned.append((request, private))
+        abandoned.append((request, private))
         raise
     return private
 

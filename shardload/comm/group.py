@@ -23,24 +23,32 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.collectives import Collectives, IntArray, MpiCollectives, duplicate, look_before_first_call
-from shardload.comm.heartbeat import Departures, MpiMailbox, leave_at_exit
+from shardload.comm.collectives import (
+    Collectives,
+    IntArray,
+    MpiCollectives,
+    abandoned,
+    duplicate,
+    look_before_first_call,
+    wait_for,
+)
+from shardload.comm.heartbeat import Departures, NoteMailbox, leave_at_exit
 from shardload.comm.mpi import attribute_of, check_communicator, load_mpi, world
 from shardload.comm.shared_errors import as_shardload, from_json, share, to_json
 from shardload.comm.shared_memory import Node, Segment
-from shardload.comm.store import StoreCollectives, StoreMailbox, StoreMessages, StoreTransport, jax_processes
+from shardload.comm.store import StoreCollectives, StoreTransport, jax_processes
 from shardload.comm.transport import MpiTransport, Transport
-from shardload.comm.watchdog import Mailbox, Watchdog
+from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, PeerError, ShardloadError, ShardloadWarning, StallError
-from shardload.system.interruption import is_called_by_handler, let_interruption_pass
 from shardload.system.memory_limit import limit_nbytes
 from shardload.system.scratch import is_in_a_call, scratch_of_its_own
 from shardload.units import counted
@@ -158,7 +166,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     if comm is None:
         client, process, n_processes = jax_processes()
         with _making_group:
-            return _without_mpi(client, process, n_processes) if n_processes > 1 else _alone()
+            return _without_mpi(client, process, n_processes)
     check_communicator(comm)
     attribute = attribute_of(comm)
     with attribute.making:  # a lock per communicator: duplicating another one may have to wait for its ranks
@@ -178,23 +186,16 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
 
 
 _making_group = threading.RLock()  # two threads may make their first calls at the same time
-
-
-@cache
-def _alone() -> Group:
-    return Group(None)
-
-
-_of_jax: dict[tuple[Any, int, int], tuple[Group, int]] = {}
+_of_jax: dict[tuple[Any, int, int], tuple[Group, int]] = {}  # and of a process alone
 
 
 def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
-    """The group of JAX's processes. After an interrupted call it is a new group with a new name."""
+    """The group of JAX's processes, or of this one alone. After an interrupted call it is a new group with a new name."""
     processes = client, process, n_processes
     group, generation = _of_jax.get(processes, (None, -1))
     if group is None or group.is_torn:  # nothing keeps the old one: it has threads, pipes and shared memory
         generation += 1
-        group = Group(None, processes, f"processes{generation or ''}")
+        group = Group(None, processes if n_processes > 1 else None, f"processes{generation or ''}")
         group.watch_departures()
         _of_jax[processes] = group, generation
     return group
@@ -218,45 +219,34 @@ class Group:
     def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, name: str = "") -> None:
         self.comm, self.name, self._n_duplicates = comm, name, 0
         self._client: Any = None
-        mailbox: Mailbox | None = None
         if processes is not None:
             self._client, self.rank, self.size = processes
-            mailbox = StoreMailbox(self._messages("beats"))
         else:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
-            if self.size > 1:
-                mailbox = MpiMailbox(comm, self.mpi, _WATCH_TAG)
         # After a stall, the end of this process ends the job: otherwise it would wait for the stalled rank.
         ends = partial(leave_at_exit, None if comm is None else self.mpi, rank=self.rank) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
-        self._mailbox = mailbox
-        self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.departed)
+        self._mailbox = NoteMailbox(self.transport((_WATCH_TAG, _WATCH_TAG), {})) if self.size > 1 else None
+        self.watch = Watchdog(self.rank, self.size, self._mailbox, on_stall=ends, departed=self._departures.departed)
         self._collectives = Collectives()
-        if self._client is not None:
-            self._collectives = self._over_store("all", tuple(range(self.size)), self.watch.agreed)
+        if processes is not None:
+            prefix = f"shardload/{self.name}/all"
+            self._collectives = StoreCollectives(*processes, prefix, self.watch.look, self.watch.agreed)
         elif self.size > 1:
             self._collectives = MpiCollectives(comm, self.mpi, self.watch.look, self.watch.agreed)
         self._n_exchanges = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
-        self._node_comm: Any = None  # of the ranks on this machine
         self._machine: Topology | None = None
         self._call_lock = threading.Lock()
-        self._calling_thread = 0  # id of the thread that is in a call
         self._pid = os.getpid()
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
-    def _messages(self, name: str) -> StoreMessages:
-        return StoreMessages(self._client, f"shardload/{self.name}/{name}", self.rank)
-
-    def _over_store(self, name: str, ranks: tuple[int, ...], done: Callable[[], None] = lambda: None) -> StoreCollectives:
-        return StoreCollectives(self._client, f"shardload/{self.name}/{name}", self.rank, ranks, self.watch.look, done)
-
     def transport(self, tags: tuple[int, int], segments: Mapping[int, Segment]) -> Transport:
-        """Make what carries the messages of one exchange, with the tags of `next_tags`."""
+        """Make what carries the messages of one exchange, with the tags of `next_tags`; without segments, only messages."""
         if self._client is None:
             return MpiTransport(self.rank, self.comm, self.mpi, tags, segments)
-        return StoreTransport(self.rank, self.size, self._messages(f"exchange {tags[0]}"), segments)
+        return StoreTransport(self._client, self.rank, self.size, f"shardload/{self.name}/{tags[0]}", segments)
 
     def watch_departures(self) -> None:
         """From now on, tell waiting ranks when a rank reaches the end of its program."""
@@ -283,25 +273,19 @@ class Group:
         and no rank waits for a call that another rank has refused. A single process cannot confuse calls: it makes one call
         after the other.
 
-        An interrupted call (Ctrl-C, an exception of a signal handler) leaves the ranks at different messages. The next call of
-        all ranks then makes a new group.
+        An interrupted call (Ctrl-C) leaves the ranks at different messages. The next call of all ranks then makes a new group.
 
         Raises
         ------
         ConfigError
-            If this thread is in a call already, if a signal handler has interrupted any other call of it, if another thread is
-            in a call for `timeout` seconds, if a call of this group was interrupted, or in a fork that cannot call.
+            If this thread is in a call already, over whichever communicator, if another thread is in a call for `timeout`
+            seconds, if a call of this group was interrupted, or in a fork that cannot call.
         """
         self._check_fork()
-        if is_in_a_call() and is_called_by_handler():
+        if is_in_a_call():  # which has locks, such as h5py's, that the threads of another one may wait for
             raise ConfigError(
-                "a signal handler calls shardload in the middle of another call of this thread, which has locks that the new "
-                "one may wait for. Set a flag in the handler, and call when that call has returned"
-            )
-        if self._calling_thread == threading.get_ident():
-            raise ConfigError(
-                "this thread is in a call over the same communicator already (a function that was passed to it, such as "
-                "progress=, calls shardload): call it afterwards, or pass comm=MPI.COMM_WORLD.Dup()"
+                "this thread is in a call already (a function that was passed to it, such as progress=, or a signal handler "
+                "calls shardload): make the call when that one has returned, from a signal handler by way of a flag"
             )
         refusal = None
         if not self._call_lock.acquire(blocking=False):
@@ -315,7 +299,6 @@ class Group:
                     "another thread of this process was in a call over the same communicator, and ranks could not tell the two "
                     "calls apart: give each thread its own, comm=MPI.COMM_WORLD.Dup(), or call one after the other"
                 )
-        self._calling_thread = threading.get_ident()
         try:
             if self.is_torn:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
@@ -333,7 +316,6 @@ class Group:
             self.watch.leave(error)
             raise
         finally:
-            self._calling_thread = 0
             self._call_lock.release()
 
     def _check_fork(self) -> None:
@@ -359,40 +341,23 @@ class Group:
     def node(self) -> Node:
         """The ranks on this machine. Collective the first time."""
         if self._node is None:
-            pretended = pretended_node(self.rank)
-            host = digest_of(socket.gethostname()) >> 1
-            # MPI's calls spin without a timeout: make them only when all ranks are there, and all the same ones.
-            places = self.gather_ints([-1 if pretended is None else pretended, host])
-            if self.size == 1:
-                self._node = Node(0, (0,), self._collectives)
-            elif self._client is not None:
-                ranks = tuple(np.flatnonzero((places == places[self.rank]).all(axis=1)).tolist())
-                self._node = Node(self.rank, ranks, self._over_store(f"node {ranks[0]}", ranks))
-            else:
-                comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
-                if places[:, 0].max() >= 0:
-                    machine, comm = comm, comm.Split(int(places[self.rank, 0]) + 1, self.rank)
-                    machine.Free()
-                on_node = MpiCollectives(comm, self.mpi, self.watch.look)
-                ranks_on_node = on_node.gather(np.array([self.rank], dtype=np.int64))[:, 0]
-                self._set_node(comm, tuple(ranks_on_node.tolist()))
-        return cast(Node, self._node)
-
-    def _set_node(self, comm: Any, ranks: tuple[int, ...]) -> None:
-        self._node_comm = comm
-        self._node = Node(self.rank, ranks, MpiCollectives(comm, self.mpi, self.watch.look), comm.Free)
+            self._node = Node(self.rank, self.machine.leaders, self._collectives)
+        return self._node
 
     @property
     def machine(self) -> Topology:
         """The machines that the ranks run on, the same on every rank. Collective the first time."""
         if self._machine is None:
+            pretended = pretended_node(self.rank)
             cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-            digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
-            digests = self.node.collectives.gather(digest)[:, 0]
-            n_alike = int((digests == digest[0]).sum())  # ranks that are bound to different cores do not share them
-            leaders = self.gather_int(self.node.ranks[0])
-            memory_nbytes = int(min(limit_nbytes(len(self.node.ranks)), UNKNOWN_NBYTES))
-            minima = self.gather_ints([max(1, len(cores) // n_alike), memory_nbytes]).min(axis=0)
+            place = [-1 if pretended is None else pretended, host_number(), digest_of(repr(cores)) >> 1]
+            places = self.gather_ints(place)
+            _, first, number = np.unique(places[:, :2], axis=0, return_index=True, return_inverse=True)
+            leaders = first[number.reshape(-1)]
+            here = leaders == leaders[self.rank]
+            n_alike = int((places[here, 2] == place[2]).sum())  # ranks that are bound to different cores do not share them
+            memory_nbytes = int(min(limit_nbytes(int(here.sum())), UNKNOWN_NBYTES))
+            minima = self.least_ints(np.array([max(1, len(cores) // n_alike), memory_nbytes], dtype=np.int64))
             self._machine = Topology(tuple(leaders.tolist()), *minima.tolist())
         return self._machine
 
@@ -409,35 +374,26 @@ class Group:
         name = f"{self.name}.{self._n_duplicates}"
         if self._client is not None:
             group = Group(None, (self._client, self.rank, self.size), name)
-        elif self.size == 1:
-            group = Group(None, name=name)
         else:
-            group = Group(duplicate(self.comm, self.watch.look), name=name)
-            ranks = self.node.ranks  # MPI's calls that split cannot be interrupted
-            group._set_node(duplicate(self._node_comm, self.watch.look), ranks)
+            group = Group(duplicate(self.comm, self.watch.look) if self.size > 1 else None, name=name)
         group._machine = self._machine
         return group
 
     def free(self) -> None:
-        """Free the communicators of this group."""
+        """Free the communicator of this group."""
         self.forget_shared_memory()
         if self.is_torn or self.watch.is_stalled:
             return  # messages may still be pending in it
         if self.comm is not None and self._mailbox is not None:
             for _ in self._mailbox.receive():  # beats that nobody waited for
                 pass
-        if self._node is not None:
-            self._node.free()
         if self.comm is not None:
             self.comm.Free()
 
-    def knows_process(self, process: int) -> bool:
-        """True if the ranks know that this one is this JAX process. The same on all of them."""
-        return self._processes is not None and self._processes[self.rank] == process
-
-    def processes(self, process: int) -> tuple[int, ...]:
-        """The JAX process of each rank. Collective the first time."""
-        if self._processes is None or not self.knows_process(process):
+    def processes(self, process: int, settle: Callable[[], None] = lambda: None) -> tuple[int, ...]:
+        """The JAX process of each rank. Collective the first time, and after JAX was started; `settle` is called before."""
+        if self._processes is None or self._processes[self.rank] != process:  # the same on all ranks
+            settle()
             self._processes = tuple(int(p) for p in self.gather_int(process))
         return self._processes
 
@@ -464,15 +420,35 @@ class Group:
         one for each. The rows may have other lengths. Collective.
         """
         if self.rank:
-            self._collectives.exchange_rows({0: row}, [])
-            return self._collectives.exchange_rows({}, [0])[0]
-        answers = answer([row, *self._collectives.exchange_rows({}, range(1, self.size)).values()])
-        self._collectives.exchange_rows(dict(enumerate(answers[1:], 1)), [])
+            self._exchange_rows({0: row}, [])
+            return self._exchange_rows({}, [0])[0]
+        answers = answer([row, *self._exchange_rows({}, range(1, self.size))])
+        self._exchange_rows(dict(enumerate(answers[1:], 1)), [])
         return answers[0]
 
     def pass_on(self, row: IntArray, target: int, source: int) -> IntArray:
         """Send integers to a rank, and return those that `source` sends: each rank sends once, receives once. Collective."""
-        return row if target == self.rank else self._collectives.exchange_rows({target: row}, [source])[source]
+        return row if target == self.rank else self._exchange_rows({target: row}, [source])[0]
+
+    def _exchange_rows(self, rows: Mapping[int, IntArray], sources: Sequence[int]) -> list[IntArray]:
+        """Send integers to ranks, and return those that `sources` send, in this order. Every rank calls it."""
+        transport, received = self.transport(self.next_tags(), {}), dict[int, IntArray]()
+
+        def is_done() -> bool:
+            transport.test()
+            received.update(transport.receive_notes() if len(received) < len(sources) else ())
+            return len(received) == len(sources) and not transport
+
+        self.watch.look()  # raises if the group has stalled, before a message is started
+        try:
+            for rank, row in rows.items():
+                transport.send_note(rank, row)
+            wait_for(is_done, self.watch.look)
+        except BaseException:
+            abandoned.append(transport.in_use())
+            raise
+        self.watch.agreed()
+        return [received[source] for source in sources]
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sum each value over the ranks. Collective."""
@@ -524,7 +500,6 @@ class Group:
                     content = make()
                     kind = _TEXT if isinstance(content, str) else _BYTES
                 except Exception as failure:
-                    let_interruption_pass(failure)
                     error = failure
             if self.size == 1:
                 if error is not None:
@@ -625,6 +600,14 @@ def _to_bytes(text: str) -> bytes:
 
 def _to_text(data: memoryview) -> str:
     return bytes(data).decode("utf-8", "surrogatepass")
+
+
+def host_number() -> int:
+    """A number of this machine, the same in all its processes: of its name and its boot, since machines may share a name."""
+    boot = ""
+    with suppress(OSError):  # not Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return digest_of(f"{socket.gethostname()} {boot}") >> 1
 
 
 def digest_of(text: str) -> int:

@@ -1,6 +1,6 @@
 """How do ranks tell each other that they are alive, that a call has stalled, or that their program ends?
 
-1. The first two are short messages over MPI (`MpiMailbox`).
+1. The first two are short notes (`NoteMailbox`).
 2. A rank whose program ends is soon in JAX's shutdown, where it no longer calls MPI, and perhaps no rank waits yet. So it
    leaves a note with JAX's coordinator, where other ranks can look it up later (`Departures`).
 
@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.mpi import abort
+from shardload.comm.transport import Transport
+from shardload.errors import ShardloadError
 from shardload.system.thread_pool import flush
 
 _LONGEST_LEAVE_SECONDS = 15.0
@@ -31,53 +33,34 @@ _PROBES = 64
 _FLUSH_SECONDS, _NAP_SECONDS = 0.25, 1e-3
 
 
-class MpiMailbox:
-    """A `Mailbox` (see `watchdog`) over an MPI communicator.
+class NoteMailbox:
+    """A `Mailbox` (see `watchdog`) over a transport that carries nothing else. Messages travel as notes."""
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        Communicator of the ranks.
-    mpi : module
-        ``mpi4py.MPI``.
-    tag : int
-        Tag of the messages, used for nothing else.
-    """
-
-    def __init__(self, comm: Any, mpi: Any, tag: int) -> None:
-        self._comm, self._mpi, self._tag = comm, mpi, tag
-        self._under_way: list[tuple[Any, Any]] = []
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
-        """Send a message. Its buffer is kept until it has left."""
-        self._drop_sent()
-        data = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
-        self._under_way.append((self._comm.Isend(data, dest=rank, tag=self._tag), data))
+        """See `Mailbox`."""
+        text = json.dumps(message).encode()
+        self._transport.send_note(rank, np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64))
 
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Iterate over the messages that have come, each with its sender."""
-        status = self._mpi.Status()
+        """See `Mailbox`."""
         n_empty = 0
         while n_empty < _PROBES:
-            message = self._comm.Improbe(self._mpi.ANY_SOURCE, self._tag, status)
-            if message is None:
-                n_empty += 1
-                continue
-            data = np.empty(status.Get_count(self._mpi.BYTE), dtype=np.uint8)
-            message.Recv(data)
-            yield status.Get_source(), json.loads(data.tobytes())
-        self._drop_sent()
+            self._transport.test()
+            n_empty += 1
+            for rank, note in self._transport.receive_notes():
+                n_empty = 0
+                yield rank, json.loads(note.tobytes())
 
     def flush(self) -> None:
-        """Call MPI until all sent messages have left, but only for a moment: a receiver may hang."""
+        """See `Mailbox`. It takes a moment at most: a receiver may hang."""
         end = time.monotonic() + _FLUSH_SECONDS
-        self._drop_sent()
-        while self._under_way and time.monotonic() < end:
-            time.sleep(_NAP_SECONDS)
-            self._drop_sent()
-
-    def _drop_sent(self) -> None:
-        self._under_way = [(request, data) for request, data in self._under_way if not request.Test()]
+        with suppress(ShardloadError):  # of JAX's coordinator
+            while self._transport and time.monotonic() < end:
+                self._transport.test()
+                time.sleep(_NAP_SECONDS)
 
 
 class Departures:

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from shardload.comm.collectives import backoff
-from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.group import Group, Invocation, group_of, host_number
 from shardload.comm.mpi import HOW_WITHOUT_MPI, end_job, launcher_problem, mpi_is_off, mpi_problem, refuse_singletons, world
 from shardload.comm.shared_errors import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
@@ -306,19 +306,16 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
     group.watch.begin("initialize()", _MEET_SECONDS)
     _ = group.machine  # as every call begins, so that a rank that makes another one, or none, is named
     group.settle(Invocation("initialize", "initialize()", {}), None)
-    on_node = group.comm.Split_type(group.mpi.COMM_TYPE_SHARED)  # spins until all ranks are there
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())
-    row = np.array([visible, group.rank], dtype=np.int64)
-    rows = np.empty((on_node.size, 2), dtype=np.int64)
-    on_node.Allgather(row, rows)
-    local_rank, local_size = on_node.rank, on_node.size
-    on_node.Free()
-    address, bind = _meeting_place(group, is_beside_0=not rows[:, 1].min())
+    rows = group.gather_ints([host_number(), visible])
+    here = np.flatnonzero(rows[:, 0] == rows[group.rank, 0])
+    address, bind = _meeting_place(group, is_beside_0=not here[0])
     errors = FirstError()
     with errors:
         _refuse_devices_in_use(group.size)
         if local_device_ids is None and not _cpu_only():
-            local_device_ids = _device_share(local_rank, local_size, bool((rows[:, 0] == visible).all()), os.environ)
+            see_alike = bool((rows[here, 1] == visible).all())
+            local_device_ids = _device_share(int((here < group.rank).sum()), len(here), see_alike, os.environ)
     group.agree(errors.take())  # before any rank waits for the others in JAX
     with errors:
         _start(address, group.size, group.rank, local_device_ids, preemption, _named_interface(address) or bind)

@@ -19,7 +19,7 @@ import os
 import secrets
 import select
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -133,60 +133,59 @@ class Node:
     ----------
     rank : int
         This rank.
-    ranks : tuple of int
-        All of them, ascending.
+    leaders : sequence of int
+        For each rank of the group the lowest rank on its machine.
     collectives : Collectives
-        How they agree.
-    free : callable
-        Called when the group is freed.
+        How the ranks of the group agree.
 
     Attributes
     ----------
+    ranks : tuple of int
+        The ranks on this machine, ascending.
     segments : dict of int to Segment
         The segment of each rank of this machine, including this rank; empty if none is shared (yet).
     """
 
-    def __init__(
-        self, rank: int, ranks: tuple[int, ...], collectives: Collectives, free: Callable[[], None] = lambda: None
-    ) -> None:
-        self._rank, self.ranks, self.collectives, self.free = rank, ranks, collectives, free
+    def __init__(self, rank: int, leaders: Sequence[int], collectives: Collectives) -> None:
+        self._rank, self._collectives = rank, collectives
+        self.ranks = tuple(other for other, leader in enumerate(leaders) if leader == leaders[rank])
         self.segments: dict[int, Segment] = {}
         self._nbytes = 0
-        self._can_share = len(ranks) > 1  # the same on every rank
+        self._is_alone = len(set(leaders)) == len(leaders)  # each rank is, on its machine
+        self._can_share = len(self.ranks) > 1  # the same on every rank of this machine
         self._is_enabled = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"  # on this rank
 
     def shared_memory(self, nbytes: int) -> dict[int, Segment]:
-        """Shared memory of every rank, by rank, at least `nbytes` each; empty if memory cannot be shared. Collective.
+        """Shared memory of every rank of this machine, by rank, at least `nbytes` each; empty if it cannot be shared.
 
-        Each rank passes the bytes that it needs (0: none). The memory is kept for the next load.
+        Collective, over all ranks of the group. Each rank passes the bytes that it needs (0: none). The memory is kept for the
+        next load.
         """
-        if not self._can_share:
+        if self._is_alone:
             return {}
         # A rank whose exchange was interrupted has dropped its segments: then all ranks make new ones.
-        state = np.array([nbytes > self._nbytes or not self.segments, nbytes, not self._is_enabled], dtype=np.int64)
-        state = self.collectives.reduce(state, "max")
-        self._can_share = not state[2]
-        if state[0] and state[1] and self._can_share:
+        needs_more = self._can_share and (nbytes > self._nbytes or not self.segments)
+        if self._collectives.reduce(np.array([needs_more, nbytes], dtype=np.int64), "max").all():
             self._make(nbytes)
         return self.segments
 
     def _make(self, nbytes: int) -> None:
-        self.segments = {}
-        segment, problem = None, False
-        try:
-            segment = Segment.create(max(nbytes, self._nbytes))
-        except (OSError, AttributeError):
-            problem = True
-        handles = self.collectives.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if segment is None else segment.handle)
         segments: dict[int, Segment] = {}
+        self.segments, segment, problem = {}, None, not (self._can_share and self._is_enabled)
+        if not problem:
+            try:
+                segment = Segment.create(max(nbytes, self._nbytes))
+            except (OSError, AttributeError):
+                problem = True
+        handles = self._collectives.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if segment is None else segment.handle)
         try:
-            for rank, handle in zip(self.ranks, handles, strict=True):
-                segments[rank] = segment if rank == self._rank and segment is not None else Segment.attach(handle)
+            if segment is not None:
+                segments = {rank: segment if rank == self._rank else Segment.attach(handles[rank]) for rank in self.ranks}
         except (OSError, ValueError):
             problem = True
-        failed = self.collectives.reduce(np.array([problem], dtype=np.int64), "max")
+        problems = self._collectives.gather(np.array([problem], dtype=np.int64))
         if segment is not None:
             segment.seal()
-        self._can_share = not failed[0]
+        self._can_share = not problems[list(self.ranks)].any()
         if self._can_share:
             self.segments, self._nbytes = segments, max(nbytes, self._nbytes)

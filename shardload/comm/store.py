@@ -10,11 +10,10 @@ that has been stopped without looking at its watchdog.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +25,6 @@ from shardload.comm.collectives import Array, Bytes, Collectives, IntArray
 from shardload.comm.shared_memory import Segment
 from shardload.comm.transport import Receive, Transport
 from shardload.errors import ConfigError, PeerError, StallError
-from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import Pool, done_here
 from shardload.units import format_nbytes
 
@@ -37,9 +35,8 @@ _WINDOW_NBYTES = 32 << 20  # that all ranks together keep in the memory of the c
 _LOOK_SECONDS = 0.05  # between two looks at the watchdog, while this rank waits for the coordinator
 _ANSWER_SECONDS = 0.1  # how long a rank waits for an answer without a look; one takes 0.4 ms
 _PAUSE_SECONDS = 1e-3  # between two questions for messages, if the first found none
-_FLUSH_SECONDS = 0.25
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX needs a number; the watchdog ends a wait long before
-_PIECE, _LAST, _NOTE, _ACK, _BEAT = "plnab"  # kinds of messages: a piece of values, their last piece, ...
+_PIECE, _LAST, _NOTE, _ACK = "plna"  # kinds of messages: a piece of values, their last piece, ...
 
 
 def jax_processes() -> tuple[Any, int, int]:
@@ -68,20 +65,18 @@ class StoreCollectives(Collectives):
     ----------
     client : object
         JAX's client of the store.
+    rank, size : int
+        This process, and how many there are.
     prefix : str
         Beginning of the keys, which nobody else uses.
-    rank : int
-        This process.
-    ranks : sequence of int
-        The processes that take part, in ascending order.
     look, on_done : callable
         As for `MpiCollectives`.
     """
 
     def __init__(
-        self, client: Any, prefix: str, rank: int, ranks: Sequence[int], look: Callable[[], None], on_done: Callable[[], None]
+        self, client: Any, rank: int, size: int, prefix: str, look: Callable[[], None], on_done: Callable[[], None]
     ) -> None:
-        self._client, self._prefix, self._rank, self._ranks = client, prefix, rank, ranks
+        self._client, self._rank, self._size, self._prefix = client, rank, size, prefix
         self._look, self._on_done = look, on_done
         self._pool = Pool(1, "shardload-store")  # makes one call after the other
         self._n_calls = 0
@@ -91,13 +86,13 @@ class StoreCollectives(Collectives):
         """See `Collectives`."""
         with self._next() as key_prefix:
             self._set(f"{key_prefix}/{self._rank:09d}", values.tobytes())
-            self._wait(self._client.wait_at_barrier, key_prefix, _LONGEST_WAIT_MS, list(self._ranks))
+            self._wait(self._client.wait_at_barrier, key_prefix, _LONGEST_WAIT_MS)
             texts = dict(self._wait(self._client.key_value_dir_get_bytes, f"{key_prefix}/"))
             for key in self._old_keys[:-1]:  # every process that has passed a barrier has read all keys set before it
                 self._wait(self._client.key_value_delete, key)
             del self._old_keys[:-1]
         rows = [np.frombuffer(texts[name], dtype=values.dtype) for name in sorted(texts)]
-        return np.stack(rows).reshape(len(self._ranks), *values.shape)
+        return np.stack(rows).reshape(self._size, *values.shape)
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
@@ -106,27 +101,12 @@ class StoreCollectives(Collectives):
             if self._rank == root:
                 self._set(key, data.tobytes())
             else:
-                data[...] = np.frombuffer(self._get(key), dtype=np.uint8)
-
-    def exchange_rows(self, rows: Mapping[int, Array], sources: Sequence[int]) -> dict[int, Array]:
-        """See `Collectives`."""
-        with self._next() as key_prefix:
-            for target, row in rows.items():
-                self._wait(self._client.key_value_set_bytes, f"{key_prefix}/{self._rank}/{target}", row.tobytes())
-            received = {}
-            for source in sources:
-                key = f"{key_prefix}/{source}/{self._rank}"
-                received[source] = np.frombuffer(self._get(key), dtype=np.int64).copy()
-                self._wait(self._client.key_value_delete, key)
-        return received
+                value = self._wait(self._client.blocking_key_value_get_bytes, key, _LONGEST_WAIT_MS)
+                data[...] = np.frombuffer(value, dtype=np.uint8)
 
     def _set(self, key: str, value: bytes) -> None:
         self._wait(self._client.key_value_set_bytes, key, value)
         self._old_keys.append(key)
-
-    def _get(self, key: str) -> bytes:
-        value: bytes = self._wait(self._client.blocking_key_value_get_bytes, key, _LONGEST_WAIT_MS)
-        return value
 
     def _wait(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self._look()  # raises if the group has stalled: then its thread may wait for ever
@@ -160,46 +140,8 @@ def _naming_errors() -> Iterator[None]:
     except StallError:
         raise
     except Exception as error:
-        let_interruption_pass(error)
         text = "the processes of JAX cannot reach each other, because one of them has ended or is far behind"
         raise PeerError(f"{text}: {error}") from error
-
-
-class StoreMessages:
-    """Messages between processes, in one place of the store. Those of one process come in the order in which it sent them.
-
-    Parameters
-    ----------
-    client : object
-        JAX's client of the store.
-    prefix : str
-        Beginning of the keys, which nobody else uses.
-    rank : int
-        This process.
-    """
-
-    def __init__(self, client: Any, prefix: str, rank: int) -> None:
-        self._client, self._prefix, self._rank = client, prefix, rank
-        self._pool = Pool(1, "shardload-store")  # makes one call after the other
-        self._n_sent: Counter[int] = Counter()
-        self._answer: Future[list[tuple[str, bytes]]] | None = None
-
-    def send(self, rank: int, kind: str, message: bytes) -> Future[None]:
-        """Send a message soon."""
-        key = f"{self._prefix}/{rank}/{self._rank}/{self._n_sent[rank]:09d}{kind}"
-        self._n_sent[rank] += 1
-        return _submit(self._pool, self._client.key_value_set_bytes, key, message)
-
-    def receive(self) -> Iterator[tuple[int, str, bytes]]:
-        """Iterate over the messages that have come: the sender, the kind, the message."""
-        if self._answer is None:
-            self._answer = _submit(self._pool, _take_all, self._client, f"{self._prefix}/{self._rank}/")
-        if not wait([self._answer], _ANSWER_SECONDS).done:
-            return
-        answer, self._answer = self._answer, None
-        for key, message in answer.result():
-            sender, number = key.split("/")[-2:]
-            yield int(sender), number[-1], message
 
 
 def _take_all(client: Any, prefix: str) -> list[tuple[str, bytes]]:
@@ -209,46 +151,27 @@ def _take_all(client: Any, prefix: str) -> list[tuple[str, bytes]]:
     return messages
 
 
-class StoreMailbox:
-    """A `Mailbox` (see `watchdog`) over the store."""
-
-    def __init__(self, messages: StoreMessages) -> None:
-        self._messages = messages
-        self._sent: list[Future[None]] = []
-
-    def send(self, rank: int, message: dict[str, Any]) -> None:
-        """See `Mailbox`."""
-        self._sent = [sent for sent in self._sent if not sent.done()]
-        self._sent.append(self._messages.send(rank, _BEAT, json.dumps(message).encode()))
-
-    def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See `Mailbox`."""
-        with _naming_errors():
-            messages = [*self._messages.receive()]
-        for rank, _, message in messages:
-            yield rank, json.loads(message)
-
-    def flush(self) -> None:
-        """See `Mailbox`."""
-        wait(self._sent, _FLUSH_SECONDS)
-
-
 class StoreTransport(Transport):
     """A `Transport` over the store. Values leave in pieces, of which only a few are in the store at a time.
 
     Parameters
     ----------
+    client : object
+        JAX's client of the store.
     rank, size : int
-        This rank, and the number of ranks.
-    messages : StoreMessages
-        Those of this exchange.
+        This process, and how many there are.
+    prefix : str
+        Beginning of the keys, which nobody else uses.
     segments : mapping of int to Segment
         As for `Transport`.
     """
 
-    def __init__(self, rank: int, size: int, messages: StoreMessages, segments: Mapping[int, Segment]) -> None:
+    def __init__(self, client: Any, rank: int, size: int, prefix: str, segments: Mapping[int, Segment]) -> None:
         super().__init__(rank, segments)
-        self._messages, self._most_nbytes = messages, max(_PIECE_NBYTES, _WINDOW_NBYTES // size)
+        self._client, self._prefix, self._most_nbytes = client, prefix, max(_PIECE_NBYTES, _WINDOW_NBYTES // size)
+        self._pool = Pool(1, "shardload-store")  # makes one call after the other
+        self._n_set: Counter[int] = Counter()  # messages to each rank, which come in this order
+        self._answer: Future[list[tuple[str, bytes]]] | None = None
         self._queue: deque[tuple[int, Array, Callable[[], None] | None]] = deque()  # pieces; the last one has a callback
         self._in_store: dict[int, deque[tuple[int, Callable[[], None] | None]]] = defaultdict(deque)  # by receiver
         self._n_in_store = self._in_store_nbytes = 0
@@ -284,7 +207,7 @@ class StoreTransport(Transport):
             for call in done:
                 call.result()
             self._calls = [call for call in self._calls if call not in done]
-            messages = [*self._messages.receive()] if time.monotonic() >= self._next_seconds else []
+            messages = self._take() if time.monotonic() >= self._next_seconds else []
         if not messages:
             self._next_seconds = time.monotonic() + _PAUSE_SECONDS
         callbacks: list[Callable[[], None]] = []
@@ -300,11 +223,28 @@ class StoreTransport(Transport):
                 if kind == _LAST:
                     self._values.append((rank, b"".join(self._pieces.pop(rank))))
         for rank, n in n_taken.items():
-            self._calls.append(self._messages.send(rank, _ACK, str(n).encode()))
+            self._set(rank, _ACK, str(n).encode())
         self._fill_store()
         for callback in callbacks:
             callback()
         return bool(done or callbacks)
+
+    def _set(self, rank: int, kind: str, message: bytes) -> Future[None]:
+        """Have a message for a rank set in the store, soon."""
+        key = f"{self._prefix}/{rank}/{self.rank}/{self._n_set[rank]:09d}{kind}"
+        self._n_set[rank] += 1
+        self._calls.append(_submit(self._pool, self._client.key_value_set_bytes, key, message))
+        return self._calls[-1]
+
+    def _take(self) -> list[tuple[int, str, bytes]]:
+        """The messages that have come: the sender, the kind, the message."""
+        if self._answer is None:
+            self._answer = _submit(self._pool, _take_all, self._client, f"{self._prefix}/{self.rank}/")
+        if not wait([self._answer], _ANSWER_SECONDS).done:
+            return []
+        answer, self._answer = self._answer, None
+        paths = [(key.split("/"), message) for key, message in answer.result()]
+        return [(int(sender), number[-1], message) for (*_, sender, number), message in paths]
 
     def _acknowledged(self, rank: int, n: int) -> list[Callable[[], None]]:
         """Count the next `n` pieces to a rank as received. Return the callbacks of values of which these are the last."""
@@ -316,16 +256,14 @@ class StoreTransport(Transport):
     def _fill_store(self) -> None:
         while self._queue and (not self._n_in_store or self._in_store_nbytes + self._queue[0][1].nbytes <= self._most_nbytes):
             rank, piece, on_done = self._queue.popleft()
-            self._calls.append(self._messages.send(rank, _PIECE if on_done is None else _LAST, piece.tobytes()))
+            self._set(rank, _PIECE if on_done is None else _LAST, piece.tobytes())
             self._in_store[rank].append((piece.nbytes, on_done))
             self._n_in_store += 1
             self._in_store_nbytes += piece.nbytes
 
     def send_note(self, rank: int, note: IntArray) -> None:
         """See `Transport`."""
-        call = self._messages.send(rank, _NOTE, note.tobytes())
-        call.add_done_callback(lambda _: self._wake(rank))
-        self._calls.append(call)
+        self._set(rank, _NOTE, note.tobytes()).add_done_callback(lambda _: self._wake(rank))
 
     def receive_notes(self) -> Iterator[tuple[int, IntArray]]:
         """See `Transport`."""

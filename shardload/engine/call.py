@@ -18,7 +18,6 @@ from shardload.comm.group import Group, Invocation, group_of
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
 from shardload.options import TIMEOUT, CallOptions
 from shardload.system.caller import warn_once
-from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.steps import steps_told_to
 
 _PLAN = "a plan"
@@ -87,7 +86,6 @@ class Call:
                 try:
                     plan = make(pickle.loads(metadata))  # of a rank of this job, never of a file
                 except Exception as error:
-                    let_interruption_pass(error)
                     plan_error = error
             description = {"plan": "" if plan is None else describe(plan)}
             agreed = self.invocation.also(**description)
@@ -142,13 +140,12 @@ def begin_call(
         Returns the number of this process in JAX, for calls about arrays on devices.
     """
     group = group_of(comm, timeout)
-    with outer_exception(), watched(group, invocation.title, timeout) as refusal:
+    with watched(group, invocation.title, timeout) as refusal:
         _ = group.machine  # collective the first time, and here every rank is present
         call = Call(group, invocation, refusal or error)
         try:
-            if process is not None and not group.knows_process(process()):
-                call.settle()  # other ranks may make a call without JAX, which does not send what follows
-                group.processes(process())
+            if process is not None:  # other ranks may make a call without JAX, which does not send what follows `settle`
+                group.processes(process(), call.settle)
             yield call
         finally:
             call._error = None
@@ -200,7 +197,6 @@ def begin_request(
     except ShardloadError as failure:
         error = failure
     except Exception as failure:
-        let_interruption_pass(failure)  # the other ranks wait for this one
         error = ConfigError(f"the arguments could not be read: {type(failure).__name__}: {failure}")
     with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
         del error  # see `Call.plan`

@@ -38,7 +38,6 @@ class FileMove(ArrayMove):
         See `counter_of`.
     """
 
-    is_cut: Sequence[bool] = ()
     flow: Any  # one that also says what a rank ever reads: a `Schedule` or a `BatchFlow`
     producer: Any  # a `SourceReader`, which also counts
 
@@ -50,9 +49,10 @@ class FileMove(ArrayMove):
         layout: SourceLayout,
         name: str | None = None,
         with_name: Callable[[BaseException], BaseException] | None = None,
+        is_cut: Sequence[bool] = (),
     ) -> None:
         super().__init__(array, flow, layout.dtype, str(info) if name is None else name, with_name)
-        self.info, self.layout = info, layout
+        self.info, self.layout, self.is_cut = info, layout, is_cut
 
 
 class FileSource(ABC):

@@ -23,7 +23,6 @@ from shardload.storage.leftovers import ROOTS, find_leftover, whole_beside
 from shardload.storage.local import NotAFileError, OutsideError, open_file
 from shardload.storage.objects import NoListingError
 from shardload.storage.remote import RemoteError
-from shardload.system.interruption import let_interruption_pass
 from shardload.units import counted
 
 # Other kinds of files that scientists have: the mark's offset, the mark, what the file is, and what to do.
@@ -55,7 +54,6 @@ def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        let_interruption_pass(error)
         # KeyError for "no such name" has the dataset as argument; a library's KeyError about incomplete metadata has not.
         is_no_such_name = isinstance(error, KeyError) and dataset is not None and error.args == (dataset,)
         if is_no_such_name or isinstance(error, ShardloadError | MemoryError):

@@ -47,7 +47,6 @@ from shardload.planning.tuning import Tuning
 from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
 from shardload.storage.remote import is_remote, open_remote, without_secrets
-from shardload.system.interruption import let_interruption_pass
 from shardload.system.steps import step_done
 from shardload.system.thread_pool import call_together
 from shardload.system.undo import Undo
@@ -507,8 +506,7 @@ class Finder:
             source.read_into(region, values)
             is_whole = not source.missing(region) and source.state() == before
             return values if is_whole else None
-        except Exception as error:  # the normal load reports it
-            let_interruption_pass(error)
+        except Exception:  # the normal load reports it
             return None
 
     def file(self, path: str, is_loaded: bool = False) -> _CheckedFile:

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardload.formats.contract.format import Format
-from shardload.system.interruption import let_interruption_pass
 
 GROUP = "shardload.formats"
 
@@ -92,7 +91,6 @@ def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) 
         try:
             is_its_own = is_claimed(file_format)
         except (Exception, SystemExit) as error:  # whatever the module of another package does
-            let_interruption_pass(error)
             if not entry.package or isinstance(error, MemoryError):
                 raise
             failed[entry] = f"{entry} (when it was asked: {type(error).__name__}: {error})"
@@ -121,7 +119,6 @@ def load(entry: Entry) -> Format | str:
                 f"{entry.target} is a {type(file_format).__name__}; expected a shardload.formats.Format with a name"
             )
     except (Exception, SystemExit) as error:  # whatever the module of another package does
-        let_interruption_pass(error)
         if isinstance(error, MemoryError) or not (entry.package or isinstance(error, ImportError)):
             raise
         return f"{type(error).__name__}: {error}"

@@ -29,7 +29,6 @@ from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.formats.contract.array import some
 from shardload.options import is_plain_tuple
 from shardload.planning.selection import Between, Near
-from shardload.system.interruption import let_interruption_pass
 
 # The keys that lead from the root of a tree to a leaf.
 Where = tuple[Any, ...]
@@ -125,7 +124,6 @@ def naming_errors(where: str, name: str = "") -> Iterator[None]:
     except StallError:
         raise
     except Exception as error:
-        let_interruption_pass(error)
         named = in_array(where, error, name)
         if named is error:
             raise

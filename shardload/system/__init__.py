@@ -9,5 +9,5 @@ scratch       memory of a thread for temporary values, which its next task uses 
 steps         does a call move on while one thread works alone?
 undo          what was begun is undone if it cannot be ended
 caller        where in the user's own code this package was called
-interruption  is an error kept until the ranks agree, or was it raised by a signal handler of the application?
+interruption  an error is kept until the ranks agree
 """

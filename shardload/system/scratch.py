@@ -2,8 +2,8 @@
 
 Decoders of many arrays share it (`shared_scratch`), so that a thread has one buffer of each kind, however many arrays are open.
 
-A call may begin in the middle of another one of the same thread (in a finalizer, a signal handler, a function of the caller),
-and that goes on with what it has in these buffers. So each call has buffers of its own (`scratch_of_its_own`).
+A file may be looked into in the middle of a call of the same thread (in a finalizer, a signal handler, a function of the
+caller), and that goes on with what it has in these buffers. So both have buffers of their own (`scratch_of_its_own`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def aligned_bytes(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return raw[start : start + nbytes]
 
 
-_depth = ContextVar("depth", default=0)  # how many calls of this thread are under way, one inside the other
+_depth = ContextVar("depth", default=0)  # how often this thread is inside of `scratch_of_its_own`
 
 
 def is_in_a_call() -> bool:
@@ -81,7 +81,7 @@ class ThreadScratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._buffers_by_depth: list[dict[str, Array]] = []  # by the depth of the call, from the outermost
+        self._buffers_by_depth: list[dict[str, Array]] = []  # by their depth, from the outermost
 
     def bytes(self, name: str, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """`nbytes` uninitialised bytes, valid until this thread asks for the same name again in the same call."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+from shardload.comm.collectives import abandoned
 from shardload.comm.group import Group
 from shardload.comm.watchdog import Activity
 from shardload.planning.schedule import Block
@@ -29,9 +29,6 @@ from shardload.transfer.buffers import Packer, Resources, StagedBlock
 from shardload.transfer.channels import Channels
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove, Arrivals
-
-# Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
-_abandoned: list[Any] = []
 
 
 def open_channels(
@@ -101,7 +98,7 @@ def exchange(
     try:
         moving.run(begin_next)
     except BaseException:
-        _abandoned.append(channels.transport.in_use())
+        abandoned.append(channels.transport.in_use())
         group.forget_shared_memory()
         raise
     channels.close()

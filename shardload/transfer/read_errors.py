@@ -15,7 +15,6 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
 from shardload.storage.local import NotAFileError, OutsideError
 from shardload.storage.remote import RemoteError
-from shardload.system.interruption import let_interruption_pass
 
 # Errors that a new copy of the file would not fix.
 _SAYS_WHY = (ChangedError, OutsideError, NotAFileError, HelperError, MemoryError, RemoteError, UndecodedError)
@@ -81,7 +80,6 @@ class Naming:
             try:
                 self._source.read_into(place, np.empty(place.shape, dtype=self._source.dtype))
             except Exception as closer:
-                let_interruption_pass(closer)
                 return self.unreadable(closer, cell, self.index(cell))
         return self.unreadable(error, region, None)
 

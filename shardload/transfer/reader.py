@@ -30,7 +30,6 @@ from shardload.planning.region import Array, Region, cut_box, numbers_of
 from shardload.planning.schedule import Block, Part, SourceLayout
 from shardload.planning.tuning import Tuning
 from shardload.storage.remote import RemoteError
-from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import done_here
 from shardload.transfer.buffers import Piece, Resources, StagedBlock, sendable, view_of
 from shardload.transfer.cast import conversion
@@ -398,7 +397,6 @@ class BoxReader(SourceReader):
             except (MemoryError, PeerError):
                 raise
             except Exception as error:
-                let_interruption_pass(error)
                 is_one = math.prod(map(len, box)) == 1 or isinstance(error, RemoteError)  # which was tried often enough
                 if is_one and isinstance(error, ShardloadError):
                     raise

@@ -133,7 +133,7 @@ def rows() -> Iterator[Row]:
         for one in zip(*interrupted(_folder(name, "interrupt")), strict=True):
             outcomes = ", ".join(sorted({said["outcome"] for said in one}))
             seen = f"{outcomes}; loaded well afterwards"
-            names = {"SIGINT": "SIGINT (Ctrl-C) to all ranks", "SIGALRM": "an alarm whose handler raises, on all ranks"}
+            names = {"SIGINT": "SIGINT (Ctrl-C) to all ranks", "SIGALRM": "an alarm that raises no `Exception`, on all ranks"}
             yield Row(names[one[0]["signal"]], one[0]["phase"], seen, max(said["seconds"] for said in one))
 
 

@@ -76,7 +76,6 @@ EXPECTED: dict[str, tuple[str | None, int | None, tuple[str, ...]]] = {
     "an argument that nobody thought of": ("ConfigError", 1, (ON.format(1),)),
     "what should be verified is no array, on one rank": ("ConfigError", 3, (ON.format(3), "x is a NoneType")),
     "a file cannot be closed on rank 1": ("PeerError", 1, (ON.format(1), "PermissionError: the disk went away")),
-    "an alarm was handled before": ("SourceError", 0, ("no file 'gud.h5'",)),
     "one spec is wrong": ("ConfigError", 1, (ON.format(1), "P('a', 'q') names mesh axis 'q'")),
     "all wrong, each its own way": ("ConfigError", None, ("P('q0') names mesh axis 'q0'",)),
     "scatter root differs": ("PeerError", 2, ("rank 2", "scatter from rank 1", "rank 0", "scatter from rank 0", SAME)),

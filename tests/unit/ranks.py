@@ -46,15 +46,6 @@ class ThreadComm:
         found = np.stack(self._gather((total if isinstance(mine, str) else mine).copy()))
         total[:] = {"min": found.min, "max": found.max, "sum": found.sum}[op](axis=0)
 
-    def Split(self, color: int, key: int) -> ThreadComm:
-        colors = self._gather((color, key))
-        ranks = sorted((r for r in range(self.size) if colors[r][0] == color), key=lambda r: colors[r][1])
-        made = (threading.Barrier(len(ranks)), [None] * len(ranks)) if self.rank == ranks[0] else None
-        return ThreadComm(ranks.index(self.rank), len(ranks), *self._gather(made)[ranks[0]])
-
-    def Split_type(self, kind: str, key: int) -> ThreadComm:
-        return self.Split(0, key)
-
     def Free(self) -> None:
         self._barrier, self._slots = threading.Barrier(1), []
 
@@ -75,15 +66,14 @@ class ThreadComm:
 
 
 class ThreadGroup(Group):
-    mpi = SimpleNamespace(
-        IN_PLACE="in place", SUM="sum", MIN="min", MAX="max", COMM_TYPE_SHARED="shared", Status=object, ANY_SOURCE=-1
-    )  # type: ignore[assignment]
+    mpi = SimpleNamespace(IN_PLACE="in place", SUM="sum", MIN="min", MAX="max", Status=object, ANY_SOURCE=-1)  # type: ignore[assignment]
 
 
 class Store:
     """JAX's key-value store, for threads. What was deleted is gone; what was set twice is an error, as there."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
         self.values: dict[str, bytes] = {}
         self._names: dict[str, threading.Barrier] = {}
         self._changed = threading.Condition()
@@ -99,9 +89,9 @@ class Store:
             assert self._changed.wait_for(lambda: key in self.values, 20), key
             return self.values[key]
 
-    def wait_at_barrier(self, name: str, timeout_ms: int, ranks: list[int]) -> None:
+    def wait_at_barrier(self, name: str, timeout_ms: int) -> None:
         with self._changed:
-            barrier = self._names.setdefault(name, threading.Barrier(len(ranks)))
+            barrier = self._names.setdefault(name, threading.Barrier(self._size))
         barrier.wait(20)
 
     def key_value_dir_get_bytes(self, place: str) -> list[tuple[str, bytes]]:
@@ -131,7 +121,7 @@ def in_threads(n: int, work: Callable[[int], Any]) -> list[Any]:
 
 def on_ranks(size: int, work: Callable[[Group], Any]) -> list[Any]:
     """What `work` returns, or raises, on each of `size` ranks. A rank that waits for nobody fails after 20 s."""
-    barrier, slots, store = threading.Barrier(size), [None] * size, Store()
+    barrier, slots, store = threading.Barrier(size), [None] * size, Store(size)
 
     def on_rank(rank: int) -> Any:
         comm = ThreadComm(rank, size, barrier, slots)

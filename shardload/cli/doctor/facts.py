@@ -133,13 +133,13 @@ def before_jax(environ: Mapping[str, str]) -> Facts:
 
 def with_node(facts: Facts, group: Group) -> Facts:
     """`facts`, completed with what MPI says about itself and this node. Collective."""
-    ranks = group.node.ranks
+    ranks, segments = group.node.ranks, group.node.shared_memory(_SHARED_NBYTES)
     return replace(
         facts,
         mpi_library=_or("unknown", library_name),
         mpi_threads=_or("", thread_level),
         node=ranks,
-        shares_memory=len(ranks) == 1 or bool(group.node.shared_memory(_SHARED_NBYTES)),
+        shares_memory=len(ranks) == 1 or bool(segments),
     )
 
 

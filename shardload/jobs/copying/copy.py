@@ -503,9 +503,8 @@ class CopySource(FileSource):
         else:
             shards = Shards(slab.shape, (1,) * slab.ndim, np.array([[self._rank]], dtype=np.int64))
             schedule = plan_direct(layout, shards, self._n_ranks, max_nbytes=most)
-        move = FileMove(array, schedule, self._plan.sources[array].info, layout)
-        move.is_cut = [start > 0 for start in slab.start]
-        return move
+        is_cut = [start > 0 for start in slab.start]
+        return FileMove(array, schedule, self._plan.sources[array].info, layout, is_cut=is_cut)
 
     def _chunks(self, moves: Sequence[FileMove], slabs: Sequence[Region]) -> Iterator[Chunk]:
         """The chunks of the target that lie in this rank's pieces of slabs."""

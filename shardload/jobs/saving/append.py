@@ -42,7 +42,6 @@ from shardload.planning.selection import Between, direction_of, first_break
 from shardload.planning.staging import Item, plan_rounds
 from shardload.storage.leftovers import ROOTS, refuse_leftover, whole_beside
 from shardload.storage.remote import without_secrets
-from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.cast import NEEDS_X64, is_wide
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
@@ -473,7 +472,6 @@ class _Appending(Saving):
         except (ShardloadError, MemoryError):
             raise
         except Exception as error:
-            let_interruption_pass(error)
             raise SourceError(
                 f"old values of '{name}' in '{path}', which share a chunk or shard with new ones, cannot be read: elements "
                 f"{region}: {type(error).__name__}: {error}. Nothing was appended",

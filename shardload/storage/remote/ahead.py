@@ -13,13 +13,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardload.storage.objects import Ints
-from shardload.system.interruption import let_interruption_pass
 
 PIECE_NBYTES = 8 << 20  # of a request: one connection to S3 gives about 60 MB/s
 MOST_AHEAD_NBYTES, _AT_ONCE_NBYTES = 48 << 20, 16 << 20
@@ -131,7 +130,7 @@ class Ahead:
             wanted = self._expected[0]
         batch, nbytes, self._is_pulling = list[Wanted](), 0, True
         try:
-            with _ignoring_errors():
+            with suppress(Exception):  # who reads the same meets them again, and raises them
                 for part in wanted:
                     batch.append(part)
                     nbytes += part.nbytes
@@ -151,14 +150,5 @@ class Ahead:
         holders = dict.fromkeys(filter(None, [self._waiting_holder, *(part.holder for part in batch)]))
         self._waiting_holder = waiting_holder
         for holder in holders:
-            with _ignoring_errors():
+            with suppress(Exception):  # who reads the same meets them again, and raises them
                 holder.fetch_ahead([part.argument for part in batch if part.holder is holder], holder is waiting_holder)
-
-
-@contextmanager
-def _ignoring_errors() -> Iterator[None]:
-    """Ignore errors here: who reads the same meets them again, and raises them."""
-    try:
-        yield
-    except Exception as error:
-        let_interruption_pass(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -285,20 +284,6 @@ def _() -> None:
 @case("a file cannot be closed on rank 1")
 def _() -> None:
     patched("shardload.jobs.loading.endpoints", "_close", gone, lambda: load(readers="parallel"), (1,))
-
-
-@case("an alarm was handled before")
-def _() -> None:
-    def handler(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        handler()
-    except ZeroDivisionError:
-        load("gud.h5")
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 case("one spec is wrong")(lambda: load(spec=mine(P("a", "b"), P("a", "q"), 1)))

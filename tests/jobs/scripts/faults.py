@@ -305,8 +305,8 @@ def die(phase: str, rank: str) -> None:
     print("went on", flush=True)
 
 
-class Alarm(Exception):
-    """What the handler of a signal raises: no error of a load, though an Exception."""
+class Alarm(BaseException):
+    """What the handler of a signal raises: no error of a load, since it is no Exception."""
 
 
 def alarm(*_: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -34,7 +33,6 @@ from shardload.errors import (
     is_unread,
 )
 from shardload.system import garbage, scratch
-from shardload.system.interruption import let_interruption_pass, outer_exception
 from tests.unit import ranks
 from tests.unit.ranks import Store, ThreadGroup, in_threads, on_ranks
 
@@ -152,18 +150,13 @@ def test_an_error_that_cannot_say_what_is_wrong(kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_errors_that_caused_each_other_have_an_end(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_caused_each_other_have_an_end(n: int) -> None:
     """Libraries write ``raise error from error``. Wrong if a rank that asks what caused it never came to an end."""
-
-    def handler(number: int, frame: object) -> None:
-        """Not called: so that there is a handler of signals."""
 
     errors: list[Exception] = [KeyError(k) for k in range(n)]
     for k, error in enumerate(errors):
         error.__cause__ = errors[k - 1]
-    monkeypatch.setattr("shardload.system.interruption._handlers", lambda: {2: handler.__code__})
     assert str(as_shardload(errors[0], 1)) == "KeyError: 0"
-    let_interruption_pass(errors[0])
     assert not is_unread(errors[0])
     errors[-1].__cause__ = OSError(24, "Too many open files")
     assert "ulimit -n" in str(as_shardload(errors[-1], 1))
@@ -409,8 +402,9 @@ def test_a_process_alone_makes_one_call_after_the_other() -> None:
 def test_a_call_inside_a_call_of_the_same_thread() -> None:
     """Wrong if it waited for itself."""
     alone = Group(None)
-    with alone.call(), pytest.raises(ConfigError, match="this thread is in a call"), alone.call():
-        pass
+    for other in (alone, Group(None)):  # over another communicator, too: it would have the same locks
+        with alone.call(), pytest.raises(ConfigError, match="this thread is in a call"), other.call():
+            pass
     with alone.call():
         pass
 
@@ -492,44 +486,6 @@ def test_threads_of_a_fork_made_between_calls_take_turns(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
     with group.call():
         group._check_fork()
-
-
-class Alarm(Exception):
-    """What a signal handler raises."""
-
-
-def test_what_a_signal_handler_raised_before_a_call_is_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a load in the `except` of an alarm raised that alarm again, on this rank alone."""
-
-    def handler(*_: Any) -> None:
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        with pytest.raises(Alarm):
-            try:
-                try:
-                    handler()
-                except Alarm as alarm:
-                    raise OSError("wrapped") from alarm
-            except OSError as error:
-                let_interruption_pass(error)
-        for wrapped in (OSError("x"), SourceError("x")):
-            try:
-                handler()
-            except Alarm:
-                with outer_exception():
-                    try:
-                        raise wrapped
-                    except Exception as error:
-                        let_interruption_pass(error)  # whose context is the alarm
-                    with pytest.raises(Alarm):
-                        try:
-                            handler()
-                        except Alarm as error:
-                            let_interruption_pass(error)
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.each_value
@@ -621,7 +577,7 @@ def test_a_communicator_is_duplicated_once_and_freed_with_its_own() -> None:
 
 def test_nothing_piles_up_in_the_store_of_jax() -> None:
     """Wrong if a thousand loads left a thousand values with JAX's coordinator."""
-    store = Store()
+    store = Store(3)
 
     def work(rank: int) -> None:
         group = ThreadGroup(None, (store, rank, 3))

@@ -153,7 +153,7 @@ def test_an_interrupted_call_leaves_no_descriptor_and_no_memory() -> None:
     gc.collect()  # what other tests have left
     before = descriptors(), mapped_nbytes()
     with pytest.raises(KeyboardInterrupt):
-        Node(0, (0, 1), Interrupted()).shared_memory(5000)
+        Node(0, (0, 0), Interrupted()).shared_memory(5000)
     gc.collect()  # pytest keeps the error, and with it the call, for a while
     assert (descriptors(), mapped_nbytes()) == before
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardload.comm import store
 from shardload.comm.shared_memory import Segment
-from shardload.comm.store import StoreMessages, StoreTransport
+from shardload.comm.store import StoreTransport
 from shardload.comm.transport import MpiTransport, Transport
 from tests.unit.ranks import Store
 
@@ -82,7 +82,7 @@ def test_values_through_the_store_come_whole_and_in_order_and_few_are_there_at_a
     monkeypatch.setattr(store, "_WINDOW_NBYTES", 900)
     monkeypatch.setattr(store, "_PAUSE_SECONDS", 0.0)
     client, sizes = Store(), list[int]()
-    ranks = [StoreTransport(rank, 3, StoreMessages(client, "here", rank), {}) for rank in range(3)]
+    ranks = [StoreTransport(client, rank, 3, "here", {}) for rank in range(3)]
     sent = {(k, rank): np.arange(k, k + 70 * k, dtype="i4") for rank in (1, 2) for k in range(4)}
     left, come, notes = list[Any](), list[Any](), list[Any]()
     for key, values in sent.items():

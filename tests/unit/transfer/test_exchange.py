@@ -346,7 +346,7 @@ def test_what_mpi_may_write_into_is_kept_after_an_interruption_and_nothing_else(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exchange, "_abandoned", [])
+    monkeypatch.setattr(exchange, "abandoned", [])
     monkeypatch.setattr(exchange, "_Exchange", lambda *_: SimpleNamespace(run=interrupted))
     transport = MpiTransport(0, None, None, (2, 3), {})
     of_message, of_piece = np.zeros(8), np.zeros(8)

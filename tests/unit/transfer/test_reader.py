@@ -5,7 +5,6 @@ Here the format's library reads, block by block; `test_reader_chunks.py` is abou
 
 from __future__ import annotations
 
-import signal
 import threading
 from typing import Any
 
@@ -386,24 +385,3 @@ def test_without_chunks_the_elements_are_named() -> None:
 def test_what_is_no_damage_is_passed_on(error: Exception) -> None:
     reader = reader_of(FakeSource(TABLE, (2, 4), lambda region: error))
     assert failure(reader, whole(rows(0, 2), rank=1)) is error
-
-
-def test_an_alarm_while_the_damaged_chunk_is_looked_for() -> None:
-    """Wrong if it were taken for what is wrong with that chunk: the program would not learn of its alarm."""
-    errors = iter([OSError("truncated")])
-
-    def alarm(*_: object) -> None:
-        raise TimeoutError("an alarm of the program")
-
-    def fail(region: Region) -> Exception:
-        error = next(errors, None)
-        if error is None:
-            signal.raise_signal(signal.SIGALRM)
-        return error or OSError("no alarm came")
-
-    before = signal.signal(signal.SIGALRM, alarm)
-    try:
-        reader = reader_of(FakeSource(TABLE, (2, 4), fail))
-        assert isinstance(failure(reader, whole(rows(0, 2), rank=1)), TimeoutError)
-    finally:
-        signal.signal(signal.SIGALRM, before)
