@@ -224,10 +224,8 @@ class Hdf5Source(Source):
             self._memory_type = h5py.h5t.array_create(self._memory_type or h5py.h5t.py_create(self._dtype), self._inner)
             self._element_dtype = np.dtype((np.void, self._memory_type.get_size()))
         # The value of what HDF5 does not write into the buffer; None if it writes all. It is zero, as h5py has it there, if the
-        # creator chose never to fill. Of a virtual dataset HDF5 may leave out what no mapping covers: if mappings overlap, and
-        # have as many elements in all as the dataset.
-        has_gaps = leaves_gaps(dataset) or others.is_virtual
-        self._gap_value = fill_value(dataset, self._element_dtype) if has_gaps else None
+        # creator chose never to fill.
+        self._gap_value = fill_value(dataset, self._element_dtype) if leaves_gaps(dataset) else None
 
     @property
     def info(self) -> ArrayInfo:
@@ -265,8 +263,7 @@ class Hdf5Source(Source):
         elif self.dataset.id.valid and self._tiles is not None:
             self._tiles.read_into(region, out)
         else:
-            with self.others.watched():
-                self._read_into(region, out)
+            self._read_into(region, out)
 
     def _cut(self, region: Region) -> tuple[Region, tuple[Any, ...]]:
         """The elements of the dataset that a region meets; and what of these, if they are small arrays, lies in the region."""
@@ -300,7 +297,6 @@ class Hdf5Source(Source):
         now, before = self.dataset.facts.state(), self.dataset.file.id.get_filesize()
         if now is not None and now[0] < before:
             raise OSError(f"the file was cut to {now[0]} bytes from {before} since it was opened")
-        self.others.check_whole()
 
     def _read_by_library(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         if region.ndim == 0:
@@ -371,16 +367,14 @@ class Hdf5Source(Source):
             )
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
-        """The values as h5py's indexing gives them."""
-        if self.dataset.facts.in_store and self._tiles is not None:
-            elements, inside = self._cut(region)
+        """The values as h5py's indexing gives them; of a virtual dataset, as it gives those of the parts."""
+        elements, inside = self._cut(region)
+        if self._tiles is not None:
             return np.asarray(self._tiles.plain(elements)[inside])
-        with self.others.watched():
-            try:
-                elements, inside = self._cut(region)
-                return np.asarray(self._plain(elements)[inside])
-            finally:  # as for `read_into`
-                self._check_whole()
+        try:
+            return np.asarray(self._plain(elements)[inside])
+        finally:  # as for `read_into`
+            self._check_whole()
 
     def _plain(self, region: Region) -> np.ndarray[Any, Any]:
         if region.size:
@@ -389,11 +383,6 @@ class Hdf5Source(Source):
             out = np.full(region.shape, self._gap_value or 0, self._dtype)
             if region.size:
                 self._read_by_library(region, out)
-            return out
-        if self.others.is_virtual and region.size:
-            out = np.full(region.shape, self._gap_value, self.dataset.dtype)
-            for part in self._parts(region):
-                self.dataset.read_direct(out, part.slices(), part.slices(region.start))
             return out
         return index_in_parts(self.dataset, region, self._parts)
 
@@ -419,14 +408,16 @@ class Hdf5Source(Source):
 
     @cached
     def _tiles(self) -> Tiles | None:
-        """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
+        """The parts of a virtual dataset; None for any other one."""
         if self._open_part is None or self._info.refused is not None or self._info.parts is None:
             return None
         names, shapes = self.others.names, self._info.parts["shapes"]
         boxes = find_boxes(self.dataset, names, shapes) if len(names) == len(shapes) else None
-        if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
+        if boxes is None:
             raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
-        return Tiles(boxes, self._info, fill_value(self.dataset, self._element_dtype), self._open_part, self._expected)
+        versions = dict(zip(names, self._info.parts["versions"], strict=True))
+        fill = fill_value(self.dataset, self._element_dtype)
+        return Tiles(boxes, versions, self._info, fill, self._open_part, self._expected)
 
     @cached
     def _contiguous(self) -> Hdf5Contiguous | None:
@@ -436,23 +427,17 @@ class Hdf5Source(Source):
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None.
 
-        If other files hold values, their sizes and times are in it. Those of `Tiles` were compared when they were opened; here
-        they are compared again.
+        Other files that hold values were compared when they were opened; here they are compared again.
         """
-        state = self.dataset.facts.state()
-        if state is None:
-            return None
-        tiles = self.__dict__.get("_tiles")
-        if self._info.parts is not None:
-            return *state, 0 if tiles is None else tiles.n_changed()
-        return _together(state, self.others.state())
+        state, tiles = self.dataset.facts.state(), self.__dict__.get("_tiles")
+        if state is None or self._info.parts is None:
+            return state
+        return *state, 0 if tiles is None else tiles.n_changed()
 
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before anything was read of these files."""
         state = self.dataset.facts.opened_in
-        if state is None:
-            return None
-        return (*state, 0) if self._info.parts is not None else _together(state, self.others.opened_in())
+        return state if state is None or self._info.parts is None else (*state, 0)
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""
@@ -460,7 +445,3 @@ class Hdf5Source(Source):
         if tiles is not None:
             tiles.close()
         self._close()
-
-
-def _together(state: tuple[int, ...], others: tuple[int, int] | None) -> tuple[int, ...]:
-    return state if others is None else (state[0] + others[0], state[1] ^ others[1], *state[2:])
