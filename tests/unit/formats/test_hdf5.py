@@ -331,24 +331,6 @@ def test_bit_fields(
             assert bool(source.missing(region)) == (name == "missing")
 
 
-@pytest.mark.parametrize(("number", "word"), [(32002, "32002"), (32018, "fcidecomp")])
-def test_a_filter_that_no_chunk_went_through(tmp_path: Path, number: int, word: str) -> None:
-    """An optional filter may fail: the chunks say so, and nobody needs it, unless one chunk did go through it."""
-    data = flat((32,), "f8")
-    how: dict[str, Any] = {"chunks": (16,), "filters": [(number, h5py.h5z.FLAG_OPTIONAL, ())]}
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for name, masks in (("skipped", (1, 1)), ("used", (1, 0)), ("used first", (0, 1)), ("missing", ())):
-            made = raw_dataset(file, name, h5py.h5t.IEEE_F64LE, (32,), **how)
-            for k, mask in enumerate(masks):
-                made.id.write_direct_chunk((16 * k,), data[16 * k : 16 * k + 16].tobytes(), filter_mask=mask)
-    path = str(tmp_path / "a.h5")
-    check(path, "/skipped", data)
-    check(path, "/missing", 0 * data)
-    for name in ("used", "used first"):
-        with pytest.raises(SourceError, match=f"'/{name}' .* chunks encoded with HDF5 filter {number}.*allow_filters='{word}'"):
-            open_source(path, name)
-
-
 def test_attributes_are_plain_and_reported(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         made = file.create_dataset("a", data=flat((3,)))
