@@ -51,8 +51,7 @@ class StoreSource(Hdf5Source):
         if places is not None:
             if self._reader is None:
                 return None
-            elements = self._cut(region)[0]
-            box = chunks_met(elements, places.chunk) if region.size else [range(0)] * elements.ndim
+            box = chunks_met(region, places.chunk) if region.size else [range(0)] * region.ndim
             if math.prod(map(len, box)) > _MOST_TOLD:
                 return None
             table = places.of(box).copy()
@@ -130,11 +129,10 @@ class SkeletonSource(Hdf5Source):
             expect((stored, *extent) for region in regions if region.size for extent in self._extents(region))
 
     def _extents(self, region: Region) -> Iterator[tuple[Ints, Ints]]:
-        elements = self._cut(region)[0]
         if self._contiguous is not None:
-            yield from self._contiguous.extents(elements, self._element_dtype)
+            yield from self._contiguous.extents(region, self._dtype)
         elif self.places is not None:
-            for part in self._parts(elements):
+            for part in self._parts(region):
                 offsets, sizes, _ = self.places.of(chunks_met(part, self.places.chunk))
                 yield offsets[offsets >= 0], sizes[offsets >= 0]
 

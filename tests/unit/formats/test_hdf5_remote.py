@@ -71,10 +71,6 @@ def of_type(dtype: Any, values: Any = None, **options: Any) -> Callable[[h5py.Fi
     return lambda file: file.create_dataset("g/x", data=values, dtype=dtype, **options)
 
 
-def small_arrays(file: h5py.File) -> None:
-    file.create_dataset("g/x", (4,), np.dtype("(2,3)i2"), chunks=(3,), compression="gzip")[...] = flat((4, 2, 3), "i2")
-
-
 def named_type(file: h5py.File) -> None:
     file["type"] = np.dtype(">f8")
     file.create_dataset("g/x", data=DATA, dtype=file["type"], chunks=CHUNK, scaleoffset=None)
@@ -112,7 +108,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[h5py.File], None]]] = {
     "number": ({}, lambda file: file.create_dataset("g/x", data=np.float64(3.5))),
     "nothing": ({}, lambda file: file.create_dataset("g/x", (0, 4), "f4", maxshape=(None, 4))),
     "nothing, latest": (LATEST, lambda file: file.create_dataset("g/x", (0, 4), "f4", maxshape=(None, 4))),
-    "small arrays": ({}, small_arrays),
     "bool": ({}, of_type("?", DATA % 3 == 0, chunks=CHUNK)),
     "complex": ({}, of_type("c8", DATA + 1j, chunks=CHUNK, compression="gzip")),
     "bfloat16": ({}, lambda file: write_bfloat16(file)),
@@ -122,9 +117,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[h5py.File], None]]] = {
     "pages": ({"fs_strategy": "page", "fs_page_size": 4096}, simple(chunks=CHUNK, compression="gzip")),
 }
 
-DECODED_BY_HDF5 = {
-    *("lzf", "lzf left out", "scaleoffset", "nbit", "12 bits", "szip", "bitshuffle", "blosc2", "bzip2", "zfp", "small arrays")
-}
+DECODED_BY_HDF5 = {*("lzf", "lzf left out", "scaleoffset", "nbit", "12 bits", "szip", "bitshuffle", "blosc2", "bzip2", "zfp")}
 
 
 def write_bfloat16(file: h5py.File) -> None:
