@@ -292,9 +292,9 @@ def fill_value(dataset: OpenDataset, dtype: np.dtype[Any]) -> np.ndarray[Any, An
 
     HDF5 does that if the dataset's creator chose never to fill, or no fill value. h5py passes HDF5 a buffer of zeros.
     """
-    creation, number = dataset.creation, dataset.element[0]
+    creation = dataset.creation
     # In the file's byte order: to another one HDF5 converts neither bit fields nor the complex numbers of HDF5 2.0.
-    value = np.zeros((), np.float32 if is_added(dtype) else dtype.newbyteorder(number.dtype.byteorder))
+    value = np.zeros((), np.float32 if is_added(dtype) else dtype.newbyteorder(dataset.kind.dtype.byteorder))
     if not leaves_gaps(dataset):
         creation.get_fill_value(value)
     return value.astype(dtype)

@@ -46,7 +46,7 @@ from shardload.formats.hdf5.opened import (
 )
 from shardload.formats.hdf5.skeleton import SkeletonSource, StoreSource
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.hdf5.tiles import PartOpener, Versions, tell_parts
+from shardload.formats.hdf5.tiles import PartOpener, Versions
 from shardload.storage.block_cache import BlockCache
 from shardload.storage.local import Fence, NotAFileError, head_of, open_file, state_of
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
@@ -146,7 +146,9 @@ class Hdf5File(OpenFile):
         if others.refused is not None:
             return self._refused(name, others.refused)
         info = describe(dataset, self._path, name, others, in_full)
-        return _with_parts(info, dataset, others, planned) if others.is_virtual and info.refused is None else info
+        if planned is not None and planned.parts is not None and others.is_virtual:  # a rank has looked at the parts before
+            return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
+        return replace(info, parts=others.parts) if info.refused is None else info
 
     def _refused(self, name: str, why: str) -> ArrayInfo:
         return ArrayInfo(self._path, name, "HDF5", (), "unknown", refused=why)
@@ -338,22 +340,6 @@ def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
 
 
 # --- descriptions
-
-
-def _with_parts(info: ArrayInfo, dataset: OpenDataset, others: OtherFiles, planned: ArrayInfo | None) -> ArrayInfo:
-    """Add what other ranks must know of the parts of a virtual dataset; from `planned`, if a rank has looked at them before."""
-    if planned is not None and planned.parts is not None:
-        return replace(info, chunks=planned.chunks, codec=planned.codec, parts=planned.parts)
-    parts = tell_parts(dataset, others.names, others.metadata, info.chunks)
-    if any(names in dataset.facts.in_store for names in others.names):
-        if parts is None:
-            why = (
-                "values of files at URLs, whose types differ from each other or from NumPy's, so that HDF5 would have to open "
-                "them. `shardload copy` each first"
-            )
-            return replace(info, dtype="unknown", refused=why)
-        parts["in_store"] = True
-    return replace(info, parts=parts)
 
 
 def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:

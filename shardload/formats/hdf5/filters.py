@@ -77,9 +77,9 @@ def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
     if dataset.creation.get_layout() != h5py.h5d.CHUNKED:
         return None
     chunk = tuple(dataset.creation.get_chunk())
-    for k, (number, _, values, label) in enumerate(dataset.stored_filters):
+    for number, _, values, label in dataset.stored_filters:
         refused = refuse_filter(number, label, values, dataset.kind, chunk, access) or missing_filter(number, label)
-        if refused is not None and not _is_unused(dataset, k):
+        if refused is not None:
             return refused
     compressors = [(number, label) for number, _, _, label in dataset.stored_filters if not filter_of(number).is_sized]
     if n_compressors((number for number, _ in compressors), access) < 2:
@@ -105,23 +105,6 @@ def codec_text(filters: Filters) -> str:
     """Filters for people: compressors first, then shuffle and checksum."""
     ordered = sorted(filters, key=lambda f: f[0] in HELPERS)
     return "+".join(name_of(number, label) for number, _, _, label in ordered) or "none"
-
-
-def _is_unused(dataset: h5py.Dataset, k: int) -> bool:
-    """True if filter `k` was applied to no stored chunk, by their masks: an optional filter may fail, and HDF5 goes on."""
-    is_used = False
-
-    def look(chunk: Any) -> bool | None:
-        nonlocal is_used
-        is_used = not chunk.filter_mask >> k & 1
-        return is_used or None  # True ends the iteration
-
-    try:
-        with phil:
-            dataset.id.chunk_iter(look)
-    except (OSError, RuntimeError, ValueError):  # the index is damaged
-        return False
-    return not is_used
 
 
 def refuse_filter(

@@ -157,11 +157,9 @@ class JoinedFile(Hdf5Sink):
                 place = part.path if "://" in part.path else real_of(os.path.join(folder, part.path))
                 metadata = others.metadata.get((place, part.dataset))
                 if part.region.size and (metadata is None or metadata.shape != part.shape):
-                    why = "is not where it was looked for: unset HDF5_VDS_PREFIX"
-                    if metadata is not None:
-                        why = f"has {metadata.shape} in HDF5, which joins no small arrays as elements: `shardload copy` it"
                     raise SourceError(
-                        f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, {why}",
+                        f"'{name}' in '{self.path}' cannot be made: its part '{part.path}', of shape {part.shape}, is not "
+                        "where it was looked for: unset HDF5_VDS_PREFIX",
                         path=self.path,
                         dataset=name,
                     )

@@ -14,30 +14,27 @@ HDF5_VDS_PREFIX, the folder of the file that names it, the working folder. HDF5 
 here the first place where anything exists must be that file. Names are bytes to HDF5, and to `follow`. A name that this module
 does not understand is refused.
 
-The library opens the files of a virtual dataset itself when it reads. After the read, `nothing_else_opened` checks which files
-the process has open: that is where the library really went.
+The library never reads a virtual dataset: each part is read as the dataset that it is (`tiles`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import h5py
-from h5py._objects import phil
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import Filters, refuse_filters
-from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, OpenFacts, close_all, decoded, encoded, has_signature
-from shardload.formats.hdf5.tiles import Names, PartMetadata, version_of
-from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, real_path_of, state_of, why_not_a_file
+from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, OpenFacts, close_all, decoded, encoded
+from shardload.formats.hdf5.tiles import Names, PartMetadata, tell_parts, version_of
+from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, state_of, why_not_a_file
 from shardload.system.undo import Undo
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
@@ -56,7 +53,7 @@ class OtherFiles:
     fence : Fence
         The folders where these files may be.
     is_virtual : bool
-        True if the HDF5 library opens files when it reads.
+        True if its values are in other datasets.
     access : Access
         What the caller allows.
     names : list of Names
@@ -65,6 +62,8 @@ class OtherFiles:
         Of the dataset at each of these names; by its real path, too.
     versions : dict of str to tuple of int
         Size and time of each of these files, and of those to which links in them lead, when it was checked.
+    parts : dict or None
+        Of a virtual dataset: what ranks that read must know of its parts (`tell_parts`).
     """
 
     refused: str | None = None
@@ -74,16 +73,7 @@ class OtherFiles:
     names: list[Names] = field(default_factory=list)
     metadata: dict[Names, PartMetadata] = field(default_factory=dict)
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def state(self) -> tuple[int, int] | None:
-        """The bytes of all files, and a number that changes if the size or the time of last change of one does; None without
-        files.
-        """
-        return version_of({path: state_of(path) or (0, 0) for path in self.versions}) if self.versions else None
-
-    def opened_in(self) -> tuple[int, int] | None:
-        """`state` as it was when the files were checked."""
-        return version_of(self.versions) if self.versions else None
+    parts: dict[str, Any] | None = None
 
     @property
     def filters(self) -> Filters:
@@ -98,17 +88,6 @@ class OtherFiles:
         """
         padded = {((1,) * ndim + part.chunks)[len(part.chunks) :] for part in self.metadata.values() if part.chunks}
         return tuple(map(min, zip(*padded, strict=True))) if padded else None
-
-    def check_whole(self) -> None:
-        """Raise OSError if one of the files has become shorter: HDF5 would give zeros or fill values."""
-        for path, (nbytes, *_) in self.versions.items():
-            now = os.stat(path).st_size
-            if now < nbytes:
-                raise OSError(f"'{path}', which holds values, was cut to {now} bytes from {nbytes} since it was opened")
-
-    def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Read inside this context: it raises OutsideError if the library opened a file outside the fence."""
-        return nothing_else_opened(self.fence) if self.is_virtual else contextlib.nullcontext()
 
 
 def follow(facts: OpenFacts, name: str, fence: Fence) -> tuple[Any, list[OpenFacts]]:
@@ -332,6 +311,12 @@ def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, 
         metadata, inner = part
         others.versions |= inner.versions
         others.metadata[name, inside] = others.metadata[key] = metadata
+    others.parts = tell_parts(dataset, names, others.metadata, others.smallest_chunk(len(dataset.shape or ())))
+    if others.parts is None:
+        raise _RefusedError(
+            "a virtual dataset whose parts overlap, are no boxes of other datasets, or have another shape or type than it "
+            "says, which is not supported. Write it again with h5py: new[name] = old[name][...]"
+        )
 
 
 def _names_of_part(creation: Any, k: int) -> Names:
@@ -454,49 +439,3 @@ class SearchPath:
         if folder not in self._resolved:
             self._resolved[folder] = os.path.realpath(folder)
         return path, os.path.join(self._resolved[folder], last)
-
-
-@contextlib.contextmanager
-def nothing_else_opened(fence: Fence) -> Iterator[None]:
-    """Compare the HDF5 files that the process has open before and after this context.
-
-    h5py's own lock is held meanwhile, so that no other thread opens a file through it. Only HDF5 files count, because other
-    threads may open other files.
-
-    Raises
-    ------
-    OutsideError
-        If a new one is outside the fence.
-    """
-    if not fence.folders:
-        yield
-        return
-    with phil:
-        before = _open_files()
-        yield
-        for descriptor, *_ in _open_files() - before:
-            if not fence.holds_open(descriptor, "") and _is_hdf5(descriptor):
-                where = real_path_of(descriptor, "")
-                raise OutsideError(_leads_outside(f"values of another file, '{where}', as the HDF5 library says when it reads"))
-
-
-def _open_files() -> set[tuple[int, int, int]]:
-    """The files that this process has open: descriptor, device and inode; empty if the system does not say."""
-    try:
-        numbers = [int(text) for text in os.listdir("/proc/self/fd")]
-    except OSError:
-        return set()
-    files = set()
-    for descriptor in numbers:
-        with contextlib.suppress(OSError):  # the descriptor that listed them is closed again
-            state = os.fstat(descriptor)
-            if stat.S_ISREG(state.st_mode):
-                files.add((descriptor, state.st_dev, state.st_ino))
-    return files
-
-
-def _is_hdf5(descriptor: int) -> bool:
-    try:
-        return has_signature(descriptor)
-    except OSError:  # closed meanwhile, or open for writing only
-        return False

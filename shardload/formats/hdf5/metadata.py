@@ -75,6 +75,7 @@ _REFUSED_CLASSES = {
     h5py.h5t.OPAQUE: ("opaque", "opaque bytes (dates that NumPy wrote, for instance)"),
     h5py.h5t.REFERENCE: ("reference", "references to other objects"),
     h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
+    h5py.h5t.ARRAY: ("array", "small arrays as elements"),
 }
 
 
@@ -249,21 +250,16 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
     """
     step_done()
     creation, filters, access = dataset.creation, dataset.stored_filters, others.access
-    number, inner = dataset.element
-    dtype, refused = _type_of(number)
-    if inner and refused is not None:
-        dtype, refused = "array", f"small arrays as elements, of {refused}"
+    dtype, refused = _type_of(dataset.kind)
     is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
     if dataset.shape is None:
         dtype, refused = NOTHING, "no values: its dataspace is null, which is neither an array nor a number"
-    elif refused is None and inner and is_virtual:
-        refused = "small arrays as elements, in a virtual dataset"
     elif refused is None:
         refused = refuse_filters(dataset, access)
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     if is_virtual and refused is None:  # HDF5 decodes chunks of its parts, and whole ones, however little is read
         chunks, filters = others.smallest_chunk(len(dataset.shape)), others.filters
-    shape, chunks = (*(dataset.shape or ()), *inner), chunks and (*chunks, *inner)
+    shape = dataset.shape or ()
     refused = refused or unaddressable(shape, chunks)
     attributes, packing = _meaning(dataset, in_full)
     is_coordinate = is_scale(dataset)
@@ -333,7 +329,6 @@ def axes_of(dataset: OpenDataset) -> Labels:
     Of attributes it has notes only: which names of axes cannot be read, and why.
     """
     dims: list[str | None] = [None] * len(dataset.shape or ())
-    inner = (None,) * len(dataset.element[1])
     coords: dict[str, Coordinate] = {}
     if is_scale(dataset):
         last = str(dataset.name or "").rpartition("/")[2]  # in netCDF, one of several axes is the scale of its first one
@@ -344,14 +339,14 @@ def axes_of(dataset: OpenDataset) -> Labels:
                 coords[dim] = Coordinate(full)
         is_known = len(others) + 1 >= len(dims)
         notes = {} if is_known else {NO_NAMES: Note("all but the first, of a dimension scale of several axes")}
-        return Labels((*[last][: len(dims)], *dims[1:], *inner), notes, coords)
+        return Labels((*[last][: len(dims)], *dims[1:]), notes, coords)
     texts, no_texts = axis_texts_of(dataset)
     scales, no_scales = scales_of(dataset)
     for axis, (text, of_axis) in enumerate(zip(texts, scales, strict=True)):
         dims[axis] = _name_by_scale(dataset, *of_axis[0], coords) if of_axis else text or None
     why = "; ".join(filter(None, (no_texts, no_scales)))
     notes = {NO_NAMES: Note(why)} if why else {}
-    return Labels((*dims, *inner), notes, coords)
+    return Labels(tuple(dims), notes, coords)
 
 
 def dimensions_by_number(dataset: OpenDataset) -> list[str]:
@@ -446,8 +441,7 @@ def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Prope
     attrs, unread = _typed_attributes(dataset, str(dataset.name))
     if isinstance(why := labels.attrs.get(NO_NAMES), Note):
         unread.append(f"what axes of '{dataset.name}' are called ({why})")
-    kind, inner = dataset.element  # the axes of small arrays as elements have neither scales nor labels
-    number = kind.dtype
+    kind, number = dataset.kind, dataset.kind.dtype
     if h5py.check_enum_dtype(number) is not None:
         unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
     dtype = type_of_values(kind)
@@ -459,7 +453,7 @@ def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Prope
         try:
             creation.get_fill_value(value)
             fill = value.astype(native_dtype(dtype))[()]
-        except (OSError, TypeError) as error:  # HDF5 does not convert that of bit fields, and of small arrays
+        except (OSError, TypeError) as error:  # HDF5 does not convert that of bit fields
             unread.append(f"the fill value of '{dataset.name}' ({error})")
     scales = tuple(tuple(name for name, scale in of_axis if not stands_for_axis(scale)) for of_axis in scales_of(dataset)[0])
     if "_FillValue" in attrs:
@@ -479,8 +473,8 @@ def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Prope
         unread=tuple(unread),
         stored_name=last if last.startswith(NON_COORDINATE) else None,
         texts=_texts(dataset),
-        scales=(*scales, *[()] * len(inner)),
-        axis_labels=(*axis_texts_of(dataset)[0], *[""] * len(inner)),
+        scales=scales,
+        axis_labels=tuple(axis_texts_of(dataset)[0]),
         scale_name=plain_attribute(dataset, "NAME") if is_scale(dataset) else None,
     )
 

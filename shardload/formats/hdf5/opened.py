@@ -498,14 +498,6 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         return self.id.get_type()
 
     @cached
-    def element(self) -> tuple[Any, tuple[int, ...]]:
-        """The type of its numbers in the file, and the axes of an element: none, unless elements are small arrays."""
-        kind, shape = self.kind, tuple[int, ...]()
-        while kind.get_class() == h5py.h5t.ARRAY:
-            kind, shape = kind.get_super(), (*shape, *kind.get_array_dims())
-        return kind, shape
-
-    @cached
     def stored_filters(self) -> list[tuple[int, int, Any, bytes]]:
         """The filters of its chunks, in the order in which they are applied: number, flags, parameters, name."""
         return filters_of(self.creation)
@@ -550,8 +542,3 @@ def image_of(file: h5py.File) -> bytes:
     """The bytes of a file."""
     file.flush()
     return bytes(file.id.get_file_image())
-
-
-def file_of(image: bytes) -> h5py.File:
-    """A file of these bytes, which may be written to."""
-    return h5py.File(h5py.h5f.open_file_image(image, flags=h5py.h5f.FILE_IMAGE_OPEN_RW))

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -213,21 +212,14 @@ class Hdf5Source(Source):
         self.dataset, self._info, self.others, self._is_linked = dataset, info, others, is_linked
         self._open_part, self._close = open_part, close
         self._expected: Region | None = None
-        kind, self._inner = dataset.element  # its numbers, and the axes of an element
-        self._chunks = info.chunks and info.chunks[: len(info.chunks) - len(self._inner)]
         if info.refused:  # nothing is read
-            self._dtype = self._element_dtype = np.dtype("V1")
+            self._dtype = np.dtype("V1")
             return
-        self._dtype = self._element_dtype = np.dtype(info.dtype)
-        self._memory_type, self._swaps = _memory_type_of(kind, self._dtype)
-        if self._inner:  # to HDF5 an element is so many bytes
-            self._memory_type = h5py.h5t.array_create(self._memory_type or h5py.h5t.py_create(self._dtype), self._inner)
-            self._element_dtype = np.dtype((np.void, self._memory_type.get_size()))
+        self._dtype = np.dtype(info.dtype)
+        self._memory_type, self._swaps = _memory_type_of(dataset.kind, self._dtype)
         # The value of what HDF5 does not write into the buffer; None if it writes all. It is zero, as h5py has it there, if the
-        # creator chose never to fill. Of a virtual dataset HDF5 may leave out what no mapping covers: if mappings overlap, and
-        # have as many elements in all as the dataset.
-        has_gaps = leaves_gaps(dataset) or others.is_virtual
-        self._gap_value = fill_value(dataset, self._element_dtype) if has_gaps else None
+        # creator chose never to fill.
+        self._gap_value = fill_value(dataset, self._dtype) if leaves_gaps(dataset) else None
 
     @property
     def info(self) -> ArrayInfo:
@@ -246,7 +238,7 @@ class Hdf5Source(Source):
     def expect_in_order(self, regions: Iterator[Region]) -> None:
         """See `Source`: values of parts at URLs are fetched ahead."""
         if self.dataset.facts.in_store and self._tiles is not None:
-            self._tiles.expect_in_order(self._cut(region)[0] for region in regions)
+            self._tiles.expect_in_order(regions)
 
     def nbytes_stored(self) -> int | None:
         """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
@@ -257,21 +249,10 @@ class Hdf5Source(Source):
         check_request(self._info, self._dtype, region, out)
         if region.size == 0:
             return
-        if self._inner:
-            elements, inside = self._cut(region)
-            numbers = np.empty((*elements.shape, *self._inner), self._dtype)
-            self._read_into(elements, numbers.reshape(-1).view(self._element_dtype).reshape(elements.shape))
-            out[...] = numbers[inside]
-        elif self.dataset.id.valid and self._tiles is not None:
+        if self.dataset.id.valid and self._tiles is not None:
             self._tiles.read_into(region, out)
         else:
-            with self.others.watched():
-                self._read_into(region, out)
-
-    def _cut(self, region: Region) -> tuple[Region, tuple[Any, ...]]:
-        """The elements of the dataset that a region meets; and what of these, if they are small arrays, lies in the region."""
-        n = region.ndim - len(self._inner)
-        return Region(region.start[:n], region.stop[:n]), (..., *Region(region.start[n:], region.stop[n:]).slices())
+            self._read_into(region, out)
 
     def _read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         is_open = self.dataset.id.valid
@@ -279,7 +260,7 @@ class Hdf5Source(Source):
             self._contiguous.read_into(region, out)
             return
         if is_open and self._reader is not None:
-            read_by_chunks(self._reader, self._chunks or (), region, out)
+            read_by_chunks(self._reader, self._info.chunks or (), region, out)
             return
         if is_open:
             self._check_stored(region)
@@ -300,7 +281,6 @@ class Hdf5Source(Source):
         now, before = self.dataset.facts.state(), self.dataset.file.id.get_filesize()
         if now is not None and now[0] < before:
             raise OSError(f"the file was cut to {now[0]} bytes from {before} since it was opened")
-        self.others.check_whole()
 
     def _read_by_library(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         if region.ndim == 0:
@@ -312,16 +292,11 @@ class Hdf5Source(Source):
             if part != region:
                 start = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
                 in_memory.select_hyperslab(start, part.shape)
-            with self._with_values(part) as identifier:
-                identifier.read(in_memory, in_file, out, self._memory_type)
-
-    def _with_values(self, part: Region) -> contextlib.AbstractContextManager[Any]:
-        """The dataset from which HDF5 reads a part."""
-        return contextlib.nullcontext(self.dataset.id)
+            self.dataset.id.read(in_memory, in_file, out, self._memory_type)
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call of HDF5."""
-        return iter((region,)) if self._chunks is None else a_few_chunks(region, self._chunks, _MOST_AT_ONCE)
+        return iter((region,)) if self._info.chunks is None else a_few_chunks(region, self._info.chunks, _MOST_AT_ONCE)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet `region`; ``[()]`` for a dataset without chunks and without stored values."""
@@ -329,9 +304,8 @@ class Hdf5Source(Source):
             return []
         if self._tiles is not None:
             return self._tiles.missing(region)
-        elements = self._cut(region)[0]
         if self.places is not None:
-            return [(*index, *((0,) * len(self._inner))) for index in self.places.missing(elements)]
+            return self.places.missing(region)
         creation = self.dataset.creation
         is_contiguous = creation.get_layout() == h5py.h5d.CONTIGUOUS and not creation.get_external_count()
         return [()] if is_contiguous and self.dataset.extent is None else []
@@ -341,15 +315,14 @@ class Hdf5Source(Source):
         """Where the chunks are; None for a dataset without chunks."""
         if self.dataset.creation.get_layout() != h5py.h5d.CHUNKED:
             return None
-        expected = None if self._expected is None else self._cut(self._expected)[0]
-        return ChunkPlaces(self.dataset, expected)
+        return ChunkPlaces(self.dataset, self._expected)
 
     @cached
     def _reader(self) -> ChunkReader | None:
         """A reader of chunks without HDF5, which takes twice as long; None if only HDF5 can read or decode them."""
         if self._info.refused is not None or self.places is None:
             return None
-        return open_chunks(self.dataset, self._element_dtype, self.places)
+        return open_chunks(self.dataset, self._dtype, self.places)
 
     def _check_stored(self, region: Region) -> None:
         """Raise ValueError if HDF5 must not decode the chunks that meet a non-empty region: it might crash."""
@@ -362,7 +335,7 @@ class Hdf5Source(Source):
             return
         if self._reader is not None:  # only `plain` has HDF5 decode what this can decode
             for part in self._parts(region):
-                read_by_chunks(self._reader, self._chunks or (), part, np.empty(part.shape, self._element_dtype))
+                read_by_chunks(self._reader, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         elif not all(map(self.others.access.may_use, names)):
             raise UndecodedError(
                 f"its chunks are encoded by {' and '.join(names)}, and only HDF5 can read them (of a file that is open for "
@@ -371,29 +344,21 @@ class Hdf5Source(Source):
             )
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
-        """The values as h5py's indexing gives them."""
-        if self.dataset.facts.in_store and self._tiles is not None:
-            elements, inside = self._cut(region)
-            return np.asarray(self._tiles.plain(elements)[inside])
-        with self.others.watched():
-            try:
-                elements, inside = self._cut(region)
-                return np.asarray(self._plain(elements)[inside])
-            finally:  # as for `read_into`
-                self._check_whole()
+        """The values as h5py's indexing gives them; of a virtual dataset, as it gives those of the parts."""
+        if self._tiles is not None:
+            return self._tiles.plain(region)
+        try:
+            return self._plain(region)
+        finally:  # as for `read_into`
+            self._check_whole()
 
     def _plain(self, region: Region) -> np.ndarray[Any, Any]:
         if region.size:
             self._check_stored(region)
-        if self._element_dtype == BFLOAT16:  # h5py makes float32 of it
+        if self._dtype == BFLOAT16:  # h5py makes float32 of it
             out = np.full(region.shape, self._gap_value or 0, self._dtype)
             if region.size:
                 self._read_by_library(region, out)
-            return out
-        if self.others.is_virtual and region.size:
-            out = np.full(region.shape, self._gap_value, self.dataset.dtype)
-            for part in self._parts(region):
-                self.dataset.read_direct(out, part.slices(), part.slices(region.start))
             return out
         return index_in_parts(self.dataset, region, self._parts)
 
@@ -411,7 +376,7 @@ class Hdf5Source(Source):
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
-        if self._info.refused is not None or self._chunks is None:
+        if self._info.refused is not None or self._info.chunks is None:
             return None
         if self.others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
@@ -419,40 +384,36 @@ class Hdf5Source(Source):
 
     @cached
     def _tiles(self) -> Tiles | None:
-        """The parts of a virtual dataset; None for any other one, and if HDF5 has to read it."""
+        """The parts of a virtual dataset; None for any other one."""
         if self._open_part is None or self._info.refused is not None or self._info.parts is None:
             return None
         names, shapes = self.others.names, self._info.parts["shapes"]
         boxes = find_boxes(self.dataset, names, shapes) if len(names) == len(shapes) else None
-        if boxes is None or len(boxes) != len(self._info.parts["versions"]):  # HDF5 must not read parts that nobody looked at
+        if boxes is None:
             raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
-        return Tiles(boxes, self._info, fill_value(self.dataset, self._element_dtype), self._open_part, self._expected)
+        versions = dict(zip(names, self._info.parts["versions"], strict=True))
+        fill = fill_value(self.dataset, self._dtype)
+        return Tiles(boxes, versions, self._info, fill, self._open_part, self._expected)
 
     @cached
     def _contiguous(self) -> Hdf5Contiguous | None:
         """A reader of contiguous values without HDF5; None if only HDF5 can read them."""
-        return open_contiguous(self.dataset, self._element_dtype)
+        return open_contiguous(self.dataset, self._dtype)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None.
 
-        If other files hold values, their sizes and times are in it. Those of `Tiles` were compared when they were opened; here
-        they are compared again.
+        Other files that hold values were compared when they were opened; here they are compared again.
         """
-        state = self.dataset.facts.state()
-        if state is None:
-            return None
-        tiles = self.__dict__.get("_tiles")
-        if self._info.parts is not None:
-            return *state, 0 if tiles is None else tiles.n_changed()
-        return _together(state, self.others.state())
+        state, tiles = self.dataset.facts.state(), self.__dict__.get("_tiles")
+        if state is None or self._info.parts is None:
+            return state
+        return *state, 0 if tiles is None else tiles.n_changed()
 
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before anything was read of these files."""
         state = self.dataset.facts.opened_in
-        if state is None:
-            return None
-        return (*state, 0) if self._info.parts is not None else _together(state, self.others.opened_in())
+        return state if state is None or self._info.parts is None else (*state, 0)
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""
@@ -460,7 +421,3 @@ class Hdf5Source(Source):
         if tiles is not None:
             tiles.close()
         self._close()
-
-
-def _together(state: tuple[int, ...], others: tuple[int, int] | None) -> tuple[int, ...]:
-    return state if others is None else (state[0] + others[0], state[1] ^ others[1], *state[2:])

@@ -3,8 +3,8 @@
 HDF5 would read it in one thread, under its lock. It takes fill values for what it does not find, and decodes chunks of the
 parts without the checks that this package makes (docs/trust.md). So:
 
-1. `find_boxes` accepts a virtual dataset if each part is a box of another dataset, in the same order, and no two boxes
-   overlap: a *tile*. Others (every other row) are left to HDF5.
+1. `find_boxes` accepts a virtual dataset that is made of boxes of other datasets, in the same order, of which no two overlap:
+   *tiles*. A part whose rows lie between those of others (detectors that take turns) has a tile for each run of rows.
 2. One rank looks at all parts (`PartMetadata`). What other ranks must know goes to them with the metadata (`tell_parts`):
    which version of each file was seen, and whether chunks lie on one grid.
 3. `Tiles.read_into` cuts a region at the borders of the tiles. The source of each part reads what lies in it. What no part
@@ -68,8 +68,10 @@ class PartMetadata:
         The `version_of` all files that hold its values.
     shape, chunks : tuple of int
         Its shape, and its chunks if it has some; if it is virtual, the `smallest_chunk` of its parts.
+    dtype : dtype
+        The type of its values, in native byte order; void for no numbers.
     kind : bytes
-        The type of its values in the file, as HDF5 encodes it.
+        That in the file, as HDF5 encodes it.
     filters : list
         Those of its chunks.
     fill : bytes
@@ -83,6 +85,7 @@ class PartMetadata:
     version: tuple[int, ...]
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
+    dtype: np.dtype[Any]
     kind: bytes
     filters: Filters
     fill: bytes
@@ -93,13 +96,12 @@ class PartMetadata:
     def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> PartMetadata:
         """Of an open dataset, with this version."""
         creation, kind = dataset.creation, dataset.kind
-        dtype = native_dtype(type_of_values(kind)) if kind.get_class() in _NUMBERS else None
-        fill = b"" if dtype is None or refusal(dtype) is not None else fill_value(dataset, dtype).tobytes()
+        dtype = native_dtype(type_of_values(kind)) if kind.get_class() in _NUMBERS else np.dtype("V")
+        fill = b"" if refusal(dtype) is not None else fill_value(dataset, dtype).tobytes()
         chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
         is_raw = not dataset.facts.creation.get_userblock()
-        return cls(
-            version, tuple(dataset.shape or ()), chunks, bytes(kind.copy().encode()), dataset.stored_filters, fill, is_raw
-        )
+        encoded = bytes(kind.copy().encode())
+        return cls(version, tuple(dataset.shape or ()), chunks, dtype, encoded, dataset.stored_filters, fill, is_raw)
 
 
 def version_of(files: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -141,7 +143,7 @@ class Box:
         return low, high
 
 
-def find_boxes(dataset: OpenDataset, names: Sequence[Names], shapes: Sequence[Sequence[int] | None]) -> list[Box] | None:
+def find_boxes(dataset: OpenDataset, names: Sequence[Names], shapes: Sequence[Sequence[int]]) -> list[Box] | None:
     """The tiles of a virtual dataset; None if it is not made of boxes.
 
     Parameters
@@ -151,30 +153,31 @@ def find_boxes(dataset: OpenDataset, names: Sequence[Names], shapes: Sequence[Se
     names : sequence
         The names of each mapping.
     shapes : sequence
-        The shape of the part of each mapping; None if that is not known.
+        The shape of the part of each mapping.
     """
-    if len(names) > _MOST_TILES:
-        return None
-    creation, boxes = dataset.creation, []
+    creation, boxes = dataset.creation, list[Box]()
     for k, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         space = creation.get_virtual_vspace(k)
         if not space.get_select_npoints():
             continue
-        region = _box_of(space, dataset.shape)
-        in_part = None if shape is None else _box_of(creation.get_virtual_srcspace(k), shape)
-        if region is None or shape is None or in_part is None:
+        runs, runs_in_part = _runs_of(space, dataset.shape), _runs_of(creation.get_virtual_srcspace(k), shape)
+        if runs is None or runs_in_part is None or any(len(along_axis) > 1 for along_axis in runs_in_part):
             return None
-        axes = _axes_along(region.shape, in_part.shape)
-        if axes is None or not Region.whole(dataset.shape).contains(region) or not Region.whole(shape).contains(in_part):
+        start = tuple(run.start for (run,) in runs_in_part)
+        axes = _axes_along([sum(map(len, along_axis)) for along_axis in runs], [len(run) for (run,) in runs_in_part])
+        if axes is None or len(boxes) + math.prod(map(len, runs)) > _MOST_TILES:
             return None
-        boxes.append(Box(region, name, in_part.start, axes))
+        for index in itertools.product(*map(enumerate, runs)):
+            region = Region(tuple(run.start for _, run in index), tuple(run.stop for _, run in index))
+            before = [*(i * len(run) for i, run in index), 0]  # elements of the part; none along no axis, which is -1
+            boxes.append(Box(region, name, tuple(a + before[k] for a, k in zip(start, axes, strict=True)), axes))
     return None if _overlap([box.region for box in boxes]) else boxes
 
 
 def tell_parts(
     dataset: OpenDataset, names: Sequence[Names], metadata: Mapping[Names, PartMetadata], chunks: tuple[int, ...] | None
 ) -> dict[str, Any] | None:
-    """What ranks that read must know of the parts, as plain JSON (`ArrayInfo.parts`); None if HDF5 has to read them.
+    """What ranks that read must know of the parts, as plain JSON (`ArrayInfo.parts`); None if they cannot be read.
 
     Parameters
     ----------
@@ -187,15 +190,16 @@ def tell_parts(
     chunks : tuple of int or None
         The grid by which it is read.
     """
-    shapes = [metadata[name].shape if name in metadata else None for name in names]
-    boxes = find_boxes(dataset, names, shapes)
-    if boxes is None:
+    parts, virtual = [metadata[name] for name in names], PartMetadata.of(dataset, ())
+    boxes = find_boxes(dataset, names, [part.shape for part in parts])
+    if boxes is None or not all(np.can_cast(part.dtype, virtual.dtype) for part in parts):
         return None
-    parts, virtual = [metadata[box.names] for box in boxes], PartMetadata.of(dataset, ())
-    if not all(_same_kind(part.kind, virtual.kind) for part in parts):
-        return None  # HDF5 converts types
-    versions, is_one_grid = [list(part.version) for part in parts], _is_one_grid(boxes, parts, virtual, chunks)
-    return {"versions": versions, "shapes": shapes, "is_one_grid": is_one_grid}
+    return {
+        "versions": [list(part.version) for part in parts],
+        "shapes": [part.shape for part in parts],
+        "is_one_grid": _is_one_grid(boxes, [metadata[box.names] for box in boxes], virtual, chunks),
+        "in_store": any(name in dataset.facts.in_store for name in names),
+    }
 
 
 def _same_kind(kind: bytes, other: bytes) -> bool:
@@ -215,6 +219,8 @@ def _is_one_grid(
             return False
         if (part.chunks, part.filters, part.fill) != (parts[0].chunks, parts[0].filters, parts[0].fill):
             return False
+        if part.dtype != virtual.dtype or not _same_kind(part.kind, parts[0].kind):
+            return False
         n = len(shape) - len(part.chunks)
         if (1,) * n + part.chunks != chunks or box.axes != tuple(range(n, len(shape))):
             return False
@@ -225,20 +231,25 @@ def _is_one_grid(
     return sum(box.region.size for box in boxes) == math.prod(shape) or parts[0].fill == virtual.fill
 
 
-def _box_of(space: Any, shape: Sequence[int]) -> Region | None:
-    """The elements that are selected, if they are one box."""
+def _runs_of(space: Any, shape: Sequence[int]) -> list[list[range]] | None:
+    """The elements that are selected, as runs along each axis: one along each of a box. None if it is irregular, reaches out of
+    the shape, or has too many runs.
+    """
     selection = space.get_select_type()
     if selection == h5py.h5s.SEL_ALL:
-        return Region.whole(shape)
+        return [[range(n)] for n in shape]
     if selection != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
         return None
-    start, stride, count, block = space.get_regular_hyperslab()
-    if any(n > 1 and step != length for n, step, length in zip(count, stride, block, strict=True)):
-        return None
-    if any(n * length >= 1 << 63 for n, length in zip(count, block, strict=True)):
-        return None
-    stop = tuple(int(a + n * length) for a, n, length in zip(start, count, block, strict=True))
-    return Region(tuple(map(int, start)), stop)
+    runs = []
+    for start, step, n, length, most in zip(*space.get_regular_hyperslab(), shape, strict=True):
+        if start + (n - 1) * step + length > most:
+            return None
+        if step == length:
+            n, length = 1, n * length
+        if n > _MOST_TILES:
+            return None
+        runs.append([range(start + k * step, start + k * step + length) for k in range(n)])
+    return runs
 
 
 def _axes_along(shape: Sequence[int], part_shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -287,6 +298,8 @@ class Tiles(ChunkReader):
     ----------
     boxes : sequence of Box
         From `find_boxes`.
+    versions : mapping of Names to tuple of int
+        Of the parts, from when they were looked at.
     info : ArrayInfo
         Of the virtual dataset, with `parts`.
     fill : ndarray
@@ -300,30 +313,34 @@ class Tiles(ChunkReader):
     def __init__(
         self,
         boxes: Sequence[Box],
+        versions: Mapping[Names, Sequence[int]],
         info: ArrayInfo,
         fill: np.ndarray[Any, Any],
         open_part: PartOpener,
         expected: Region | None = None,
     ) -> None:
         self._boxes, self.shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
-        self._parts: Mapping[str, Any] = info.parts or {}
+        self._versions, self._is_one_grid = versions, bool(info.parts and info.parts["is_one_grid"])
         ends = (np.array([getattr(box.region, end) for box in boxes], dtype=np.int64) for end in ("start", "stop"))
         self._start, self._stop = (end.reshape(len(boxes), len(info.shape)) for end in ends)
+        self._tiles_of: dict[Names, list[Box]] = {}
+        for box in boxes:
+            self._tiles_of.setdefault(box.names, []).append(box)
         self._lock = threading.Lock()
-        self._open: dict[int, _Part] = {}  # the last used ones last
+        self._open: dict[Names, _Part] = {}  # the last used ones last
         self._is_closed = False
         self._expected = expected or Region.whole(info.shape)
         self._decoder: Any = None
         self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
-        self._files: dict[int, list[str]] = {}  # that hold the values of the parts that were opened
+        self._files: dict[Names, list[str]] = {}  # that hold the values of the parts that were opened
         self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
     def n_changed(self) -> int:
         """How many of the parts that were opened have changed since they were looked at."""
         with self._lock:
             files = list(self._files.items())
-        states = [(k, {path: state_of(path) or (0, 0) for path in paths}) for k, paths in files if paths]
-        return sum(version_of(now) != tuple(self._parts["versions"][k]) for k, now in states)
+        states = [(names, {path: state_of(path) or (0, 0) for path in paths}) for names, paths in files if paths]
+        return sum(version_of(now) != tuple(self._versions[names]) for names, now in states)
 
     def meeting(self, region: Region) -> Iterator[tuple[int, Region]]:
         """The tiles that a non-empty region meets, and what it has in common with each."""
@@ -336,18 +353,19 @@ class Tiles(ChunkReader):
 
     @contextmanager
     def use(self, k: int) -> Iterator[_Part]:
-        """Tile k, open until the end of the ``with`` statement."""
+        """The part of tile k, open until the end of the ``with`` statement."""
+        names = self._boxes[k].names
         with self._lock:
             if self._is_closed:
                 raise OSError("the file was closed")
-            part = self._open.pop(k, None) or self._opened(k)
-            self._open[k] = part
+            part = self._open.pop(names, None) or self._opened(names)
+            self._open[names] = part
             part.n_users += 1
             n_more = len(self._open) - _MOST_OPEN - (0 if self._is_read_plain else self._n_at_urls)
             if n_more > 0:
-                idle = [n for n, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
-                for n in idle[:n_more]:
-                    self._open.pop(n).source.close()
+                idle = [key for key, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
+                for key in idle[:n_more]:
+                    self._open.pop(key).source.close()
         try:
             yield part
         finally:
@@ -358,21 +376,22 @@ class Tiles(ChunkReader):
         """False for a part at a URL: what was fetched ahead of it would be lost. But `plain` keeps up to 32 MiB of each."""
         return self._is_read_plain or not is_remote(part.source.info.path)
 
-    def _opened(self, k: int) -> _Part:
+    def _opened(self, names: Names) -> _Part:
         """Open a part. ChangedError if it has changed since it was looked at."""
-        box = self._boxes[k]
-        source, files = self._open_part(*box.names)
+        source, files = self._open_part(*names)
         with Undo(source.close):
-            expected, state = tuple(self._parts["versions"][k]), version_of(files)
+            expected, state = tuple(self._versions[names]), version_of(files)
             if files and state != expected:
                 changed = f"had {expected[0]} bytes and has {state[0]}" if state[0] != expected[0] else "has another time"
                 raise ChangedError(
                     f"'{source.info.path}' has changed since it was looked at ({changed}). Load it again, or make a new plan"
                 )
-            self._files[k] = [path for path in files if not is_remote(path)]  # of a URL, each answer has its version
-            wanted = box.region.intersect(self._expected)
-            if wanted is not None:
-                source.expect(box.inside(wanted))
+            self._files[names] = [path for path in files if not is_remote(path)]  # of a URL, each answer has its version
+            tiles = [(box, box.region.intersect(self._expected)) for box in self._tiles_of[names]]
+            wanted = [box.inside(region) for box, region in tiles if region is not None]
+            if wanted:
+                starts, stops = zip(*((region.start, region.stop) for region in wanted), strict=True)
+                source.expect(Region(tuple(map(min, *starts, starts[0])), tuple(map(max, *stops, stops[0]))))
             self._n_at_urls += is_remote(source.info.path)
             return _Part(source)
 
@@ -387,8 +406,9 @@ class Tiles(ChunkReader):
             box = self._boxes[k]
             in_part = box.inside(common)
             into = out[common.slices(region.start)] if region.ndim else out
-            values = into if into.flags.c_contiguous else np.empty(common.shape, out.dtype)
             with self.use(k) as part:
+                is_in_place = into.flags.c_contiguous and part.source.dtype == out.dtype
+                values = into if is_in_place else np.empty(common.shape, part.source.dtype)
                 part.source.read_into(in_part, values.reshape(in_part.shape))
                 missing |= self._on_grid(part.source.missing(in_part), part.source.info.chunks, box, common)
             if values is not into:
@@ -443,7 +463,7 @@ class Tiles(ChunkReader):
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of the chunks of all parts; None if they do not lie on one grid, or are not encoded alike."""
-        if self._chunks is None or not self._parts.get("is_one_grid"):
+        if self._chunks is None or not self._is_one_grid:
             return None
         k = next((k for k, _ in self.meeting(self._expected)), 0) if self._expected.size else 0
         with self.use(k) as part:

@@ -62,12 +62,12 @@ def rows(folder: Path, lengths: Sequence[int], rest: tuple[int, ...] = (6, 5), d
     return whole(folder, values.shape, placed, dtype)
 
 
-def check(path: str, is_tiled: bool = True, has_reader: bool | None = None) -> Hdf5Source:
+def check(path: str, has_reader: bool | None = None) -> Hdf5Source:
     """Every box of a few cuts along each axis, by all ways of reading, against h5py."""
     with h5py.File(path) as file:
         expected = file["x"][...]
     source = open_source(path, "/x")
-    assert isinstance(source, Hdf5Source) and (source._tiles is not None) == is_tiled
+    assert isinstance(source, Hdf5Source) and source._tiles is not None
     reader = source.chunk_reader()
     assert has_reader is None or (reader is not None) == has_reader
     cuts = [
@@ -204,14 +204,55 @@ def test_missing_chunks_of_a_part_are_told(tmp_path: Path) -> None:
     source.close()
 
 
-def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
-    """Overlaps, every other row, another type, another order of elements."""
-    values = numbered((8, 6))
-    first, second = write(tmp_path, "p0.h5", values), write(tmp_path, "p1.h5", -values)
-    check(whole(tmp_path, (10, 6), [((slice(0, 8),), first), ((slice(2, 10),), second)]), is_tiled=False)
-    check(whole(tmp_path, (8, 6), [((slice(0, 8, 2),), first[:4]), ((slice(1, 8, 2),), second[:4])]), is_tiled=False)
-    check(whole(tmp_path, (8, 6), [((slice(0, 8),), first)], dtype="f8"), is_tiled=False)
-    check(whole(tmp_path, (6, 8), [((slice(0, 6),), first)]), is_tiled=False)
+def test_what_is_not_supported(tmp_path: Path) -> None:
+    """Overlaps, every other row of a part, a type that loses digits, another order of elements."""
+    first, second = write(tmp_path, "p0.h5", numbered((8, 6))), write(tmp_path, "p1.h5", -numbered((8, 6)))
+    for shape, placed, dtype in (
+        ((10, 6), [((slice(0, 8),), first), ((slice(2, 10),), second)], "f4"),
+        ((4, 6), [((slice(0, 4),), first[::2])], "f4"),
+        ((8, 6), [((slice(0, 8),), first)], "f2"),
+        ((6, 8), [((slice(0, 6),), first)], "f4"),
+    ):
+        with pytest.raises(SourceError, match=r"virtual dataset whose parts overlap, .* not supported. .* old\[name\]\[...\]"):
+            open_source(whole(tmp_path, shape, placed, dtype), "/x")
+    with h5py.File(tmp_path / "outer.h5", "w") as file:
+        layout = h5py.VirtualLayout((6, 8), "f4")
+        layout[:] = h5py.VirtualSource("whole.h5", "x", (6, 8), "f4")
+        file.create_virtual_dataset("x", layout)
+    with pytest.raises(SourceError, match="a virtual dataset whose parts overlap"):
+        open_source(str(tmp_path / "outer.h5"), "/x")
+
+
+@pytest.mark.parametrize(("dtype", "wider"), [("f4", "f8"), (">f4", "<f4"), ("bool", "i1"), ("u2", "i4")])
+def test_parts_of_another_type(tmp_path: Path, dtype: str, wider: str) -> None:
+    """Wrong if the threads of a reader decoded them as the type that is loaded."""
+    part = write(tmp_path, "p0.h5", numbered((8, 6), "i4").astype(dtype), chunks=(2, 6), compression="gzip")
+    check(whole(tmp_path, (8, 6), [((slice(0, 8),), part)], dtype=wider))
+
+
+@pytest.mark.parametrize("how", [{}, {"chunks": (1, 3), "compression": "gzip"}, {"chunks": (4, 6), "compression": "gzip"}])
+def test_parts_that_take_turns(tmp_path: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of detectors: one each, some each, with a gap, and along both axes. Each part is opened once."""
+    monkeypatch.setattr(tiles, "_MOST_OPEN", 2)
+    opened, right = list[tuple[str, ...]](), tiles.Tiles._opened
+    monkeypatch.setattr(tiles.Tiles, "_opened", lambda self, names: opened.append(names) or right(self, names))
+    first, second = write(tmp_path, "p0.h5", numbered((8, 6)), **how), write(tmp_path, "p1.h5", -numbered((8, 6)), **how)
+    check(whole(tmp_path, (16, 6), [((slice(0, 16, 2),), first), ((slice(1, 16, 2),), second)]))
+    assert len(opened) == 2
+    check(whole(tmp_path, (9, 6), [((slice(1, 8, 3),), first[2:5]), ((slice(0, 8, 3),), second[:3])]))
+    check(whole(tmp_path, (8, 12), [((slice(0, 8), slice(0, 12, 2)), first), ((slice(0, 8), slice(1, 12, 2)), second)]))
+    check(whole(tmp_path, (16, 12), [((slice(0, 16, 2), slice(1, 12, 2)), first)]))
+    frame = write(tmp_path, "p2.h5", numbered((3, 2, 4)), **({"chunks": (1, 2, 4)} if how else {}))
+    check(whole(tmp_path, (6, 2, 4), [((slice(0, 6, 2),), frame)]), has_reader=None if how else False)
+
+    def blocks(creation: Any) -> None:
+        space = h5py.h5s.create_simple((13, 6))
+        space.select_hyperslab((1, 0), (2, 1), (6, 6), (4, 6))  # 1 to 5 and 7 to 11
+        creation.set_virtual(space, b"p0.h5", b"g/x", h5py.h5s.create_simple((8, 6)))
+
+    with h5py.File(tmp_path / "blocks.h5", "w") as file:
+        raw_dataset(file, "x", h5py.h5t.IEEE_F32LE, (13, 6), setting=blocks)
+    check(str(tmp_path / "blocks.h5"))
 
 
 @pytest.mark.parametrize("dtype", ["c8", "bool"])
@@ -370,7 +411,7 @@ def two(folder: Path, first: Any, second: Any) -> str:
 
 
 def by_rows(folder: Path, name: str, source: h5py.VirtualSource) -> h5py.VirtualSource:
-    """A virtual dataset that HDF5 has to read: the rows of a source in another order."""
+    """A virtual dataset: the rows of a source in another order."""
     layout = h5py.VirtualLayout((4, 6), "f4")
     layout[::2], layout[1::2] = source[2:], source[:2]
     with h5py.File(folder / name, "w") as file:
@@ -379,7 +420,7 @@ def by_rows(folder: Path, name: str, source: h5py.VirtualSource) -> h5py.Virtual
 
 
 def test_parts_that_are_reached_or_stored_in_another_way(tmp_path: Path) -> None:
-    """By a link into a file beside it; behind a user block; a virtual dataset that HDF5 reads; values in a raw file."""
+    """By a link into a file beside it; behind a user block; a virtual dataset; with an axis less."""
     values, how = numbered((4, 6)), {"chunks": (2, 3), "compression": "gzip"}
     first = write(tmp_path, "p0.h5", values, **how)
 

@@ -467,7 +467,7 @@ def test_a_part_that_leads_to_the_new_file(snapshot: list[str], tmp_path: Path, 
     )
     assert Path(first).read_bytes() == before
     (tmp_path / "else").mkdir()
-    shutil.copy(snapshot[1], tmp_path / "else" / "snap.0.h5")
+    shutil.copy(snapshot[0], tmp_path / "else" / "snap.0.h5")
     monkeypatch.setenv("HDF5_VDS_PREFIX", str(tmp_path / "else"))
     refused(
         r"part 'snap\.0\.h5', of shape \(5,.*\), is not where .* HDF5_VDS_PREFIX",
