@@ -542,3 +542,8 @@ def image_of(file: h5py.File) -> bytes:
     """The bytes of a file."""
     file.flush()
     return bytes(file.id.get_file_image())
+
+
+def file_of(image: bytes) -> h5py.File:
+    """A file of these bytes, which may be written to."""
+    return h5py.File(h5py.h5f.open_file_image(image, flags=h5py.h5f.FILE_IMAGE_OPEN_RW))

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -292,7 +293,12 @@ class Hdf5Source(Source):
             if part != region:
                 start = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
                 in_memory.select_hyperslab(start, part.shape)
-            self.dataset.id.read(in_memory, in_file, out, self._memory_type)
+            with self._with_values(part) as identifier:
+                identifier.read(in_memory, in_file, out, self._memory_type)
+
+    def _with_values(self, part: Region) -> contextlib.AbstractContextManager[Any]:
+        """The dataset from which HDF5 reads a part."""
+        return contextlib.nullcontext(self.dataset.id)
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call of HDF5."""
