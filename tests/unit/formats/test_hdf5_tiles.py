@@ -573,8 +573,8 @@ def two_arrays(folder: Path) -> str:
 @pytest.mark.parametrize("most", [3, 2, 0])
 def test_files_stay_open_from_one_array_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Wrong if each array opened all files again, those that are too many to keep stayed open, or one did after the end."""
-    path, opened, right = two_arrays(tmp_path), list[str](), opened_module.open_to_read
-    monkeypatch.setattr(opened_module, "open_to_read", lambda path: (opened.append(path), right(path))[1])
+    path, opened, right = two_arrays(tmp_path), list[str](), links.open_to_read
+    monkeypatch.setattr(links, "open_to_read", lambda path: (opened.append(path), right(path))[1])
     monkeypatch.setattr(opened_module, "_MOST_PARTS", most)
     with format_of(path).open_file(path) as file:
         for name, dtype in (("x", "f4"), ("y", "i8")):
