@@ -153,10 +153,6 @@ class Hdf5File(OpenFile):
     def _refused(self, name: str, why: str) -> ArrayInfo:
         return ArrayInfo(self._path, name, "HDF5", (), "unknown", refused=why)
 
-    def _at_end_of(self, opened: list[OpenFacts]) -> Hdf5File:
-        """The last of the files to which links have led, or this one; with the caller's path and access."""
-        return Hdf5File(opened[-1], self._path, self._access, self._fence) if opened else self
-
     def _look_up(self, name: str) -> tuple[OpenDataset, list[OpenFacts]]:
         """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a
         link has no target, or leads outside.
@@ -210,7 +206,8 @@ class Hdf5File(OpenFile):
         except KeyError:  # no such name
             return []
         try:
-            return list(self._at_end_of(opened).list_below(target, group, in_full)) if isinstance(target, h5py.Group) else []
+            at_end = Hdf5File(opened[-1], self._path, self._access, self._fence) if opened else self
+            return list(at_end.list_below(target, group, in_full)) if isinstance(target, h5py.Group) else []
         finally:
             close_all(opened)
 

@@ -114,8 +114,9 @@ def test_parts_one_after_the_other(
     check(rows(tmp_path, lengths, dtype=dtype, **how), has_reader=has_reader)
 
 
-def test_parts_in_rows_and_columns(tmp_path: Path) -> None:
-    """Wrong if parts were taken to follow each other along one axis."""
+def test_parts_in_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if parts were taken to follow each other along one axis, or each were compared with every other one."""
+    monkeypatch.setattr(tiles, "_MOST_COMPARED", 1)
     values, placed = numbered((8, 9)), []
     for n, (rows_, columns) in enumerate(itertools.product([slice(0, 2), slice(2, 8)], [slice(0, 3), slice(3, 9)])):
         how = {"chunks": (2, 3), "compression": "gzip"}
