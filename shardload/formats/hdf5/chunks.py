@@ -459,7 +459,7 @@ class ChunkPlaces:
         is_missing = (self.of(box)[0] == _NOWHERE).reshape(tuple(map(len, box)))
         return list(map(tuple, (np.argwhere(is_missing) + [axis.start for axis in box]).tolist()))
 
-    def check(self, region: Region | None = None) -> None:
+    def check(self, region: Region) -> None:
         """Raise ValueError if a stored chunk that meets a region has an impossible size: too long, or too short without
         compression.
 
@@ -467,12 +467,7 @@ class ChunkPlaces:
         without compression is too short, HDF5 fills the rest with whatever is in its memory, and its Fletcher-32 filter reads
         past the end of memory. With nothing to decode, h5py's LZF filter may go on for ever.
         """
-        if region is None:  # a table of all would have a place for each missing chunk, too
-            self._list([range(n) for n in self.counts], self._check)
-        else:
-            self._check(None, *self.of(chunks_met(region, self.chunk)))
-
-    def _check(self, _: Ints | None, offsets: Ints, sizes: Ints, masks: Ints) -> None:
+        offsets, sizes, masks = self.of(chunks_met(region, self.chunk))
         is_stored = offsets != _NOWHERE
         sizes, masks = sizes[is_stored], masks[is_stored]
         for mask in np.unique(masks).tolist():

@@ -153,10 +153,6 @@ class Hdf5File(OpenFile):
     def _refused(self, name: str, why: str) -> ArrayInfo:
         return ArrayInfo(self._path, name, "HDF5", (), "unknown", refused=why)
 
-    def _at_end_of(self, opened: list[OpenFacts]) -> Hdf5File:
-        """The last of the files to which links have led, or this one; with the caller's path and access."""
-        return Hdf5File(opened[-1], self._path, self._access, self._fence) if opened else self
-
     def _look_up(self, name: str) -> tuple[OpenDataset, list[OpenFacts]]:
         """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a
         link has no target, or leads outside.
@@ -201,9 +197,7 @@ class Hdf5File(OpenFile):
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
-        first = {info.dataset: info for info in self._below(like)}
-        rest = (info for info in self.list_below(most=most, like=like) if info.dataset not in first)
-        return list(itertools.islice(itertools.chain(first.values(), rest), None if most is None else most + 1))
+        return list(itertools.islice(self.list_below(most=most, like=like), None if most is None else most + 1))
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """The datasets below a group to which links lead, as h5py follows them."""
@@ -212,7 +206,8 @@ class Hdf5File(OpenFile):
         except KeyError:  # no such name
             return []
         try:
-            return list(self._at_end_of(opened).list_below(target, group, in_full)) if isinstance(target, h5py.Group) else []
+            at_end = Hdf5File(opened[-1], self._path, self._access, self._fence) if opened else self
+            return list(at_end.list_below(target, group, in_full)) if isinstance(target, h5py.Group) else []
         finally:
             close_all(opened)
 
@@ -228,13 +223,14 @@ class Hdf5File(OpenFile):
         of the group for the caller.
 
         With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300), one of each array. If
-        there are more than `most`, those most similar to `like` come first.
+        there are more than `most`, those below `like` come first, or those most similar to it.
         """
         group, prefix = self._facts.file if group is None else group, prefix.rstrip("/")
         names, lost = names_below(group, None if most is None else max(most, _MOST_NAMES))
         if most is not None and len(names) > most and like:
-            near = difflib.get_close_matches(like.strip("/"), names, n=MOST_NAMED)
-            names = list(dict.fromkeys([*near, *names]))
+            like = like.strip("/")
+            below = [name for name in names if name.startswith(f"{like}/")]
+            names = list(dict.fromkeys([*(below or difflib.get_close_matches(like, names, n=MOST_NAMED)), *names]))
         netcdf = _netcdf_names(group, names)
         dimensions = set(netcdf.values())  # whose names variables have
         for name in names:
@@ -250,21 +246,6 @@ class Hdf5File(OpenFile):
                 yield self._refused(full, f"metadata that HDF5 cannot read ({error})")
         for name, why in lost.items():
             yield self._refused(f"{prefix}/{name}", f"a group that HDF5 cannot read ({why})")
-
-    def _below(self, name: str) -> list[ArrayInfo]:
-        """Some of the arrays below a group, to which links may lead. Empty without a group."""
-        try:
-            group, opened = follow(self._facts, name, self._fence)
-        except HDF5_ERRORS:  # the search for the array has said what is wrong
-            return []
-        try:
-            if not name or not isinstance(group, h5py.Group):
-                return []
-            return list(itertools.islice(self._at_end_of(opened).list_below(group, name, most=MOST_NAMED), MOST_NAMED + 1))
-        except HDF5_ERRORS:
-            return []
-        finally:
-            close_all(opened)
 
     def groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """The attributes of all groups; this goes through the whole file."""

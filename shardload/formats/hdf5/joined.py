@@ -27,7 +27,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import OpenFile
 from shardload.formats.hdf5.filters import Hdf5Encoder, let_list_grow
 from shardload.formats.hdf5.links import look_through
-from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory, image_of
+from shardload.formats.hdf5.opened import OpenFacts, encoded, file_in_memory, image_of, open_to_read
 from shardload.formats.hdf5.sink import Hdf5Sink
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import Names, PartMetadata, version_of
@@ -98,7 +98,7 @@ class JoinedFile(Hdf5Sink):
                 self._put(self.library, values)
             self.finish()
             temporary = self.ticket.temporary
-            with contextlib.closing(OpenFacts.at(temporary)) as facts:
+            with contextlib.closing(OpenFacts(open_to_read(temporary))) as facts:
                 self._check(facts, os.path.dirname(temporary), Fence(), Access(allow_external=True))
             check()
             self.commit()

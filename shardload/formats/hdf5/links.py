@@ -30,9 +30,8 @@ import h5py
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.hdf5.chunks import ChunkPlaces
 from shardload.formats.hdf5.filters import Filters, refuse_filters
-from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, OpenFacts, close_all, decoded, encoded
+from shardload.formats.hdf5.opened import HDF5_ERRORS, OpenDataset, OpenFacts, close_all, decoded, encoded, open_to_read
 from shardload.formats.hdf5.tiles import Names, PartMetadata, tell_parts, version_of
 from shardload.storage.local import TARGET_HINT, Fence, LocalFile, OutsideError, state_of, why_not_a_file
 from shardload.system.undo import Undo
@@ -202,7 +201,7 @@ def open_other(path: str, reference: str, fence: Fence) -> OpenFacts:
 
 def _open_checked(path: str, reference: str, fence: Fence) -> OpenFacts:
     try:
-        facts = OpenFacts.at(path)
+        facts = OpenFacts(open_to_read(path))
     except OSError as error:
         raise _lost(reference, f"HDF5 says: {error}") from error
     if isinstance(facts.stored, LocalFile) and not fence.holds_open(facts.stored.descriptor, path):
@@ -265,7 +264,6 @@ Seen = dict[tuple[str, str], tuple[PartMetadata, OtherFiles] | None]
 
 def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, are_known: bool = False) -> None:
     creation = dataset.creation
-    layout = creation.get_layout()
     if level > _MOST_LEVELS:
         raise _RefusedError(f"virtual datasets made of virtual datasets, more than {_MOST_LEVELS} deep")
     if creation.get_external_count() > 0:
@@ -275,9 +273,7 @@ def _look(dataset: OpenDataset, others: OtherFiles, seen: Seen, level: int = 0, 
         )
     if level > 0 and (why := refuse_filters(dataset, others.access)) is not None:
         raise _RefusedError(f"values of another dataset, '{dataset.name}' in '{dataset.file.filename}', which holds {why}")
-    if layout != h5py.h5d.VIRTUAL:
-        if level > 0 and layout == h5py.h5d.CHUNKED:
-            ChunkPlaces(dataset).check()
+    if creation.get_layout() != h5py.h5d.VIRTUAL:
         return
     if dataset.facts.is_in_store:
         raise _RefusedError(
@@ -418,7 +414,6 @@ class SearchPath:
             prefixes.append(folder + "/" + setting.removeprefix("${ORIGIN}"))
         prefixes += [text.replace("${ORIGIN}", folder) for text in prefixes if "${ORIGIN}" in text]
         self._folders = (*prefixes, folder, "", os.path.dirname(os.path.realpath(self.path)))
-        self._resolved: dict[str, str] = {}
 
     def of(self, name: str) -> str:
         """Where the file of this name is."""
@@ -433,9 +428,4 @@ class SearchPath:
         again; and that path without symbolic links.
         """
         path = os.path.join(os.getcwd(), self.path if name == "." else self.of(name))  # not abspath: ".." may follow a link
-        if os.path.islink(path):
-            return path, os.path.realpath(path)
-        folder, last = os.path.split(path)
-        if folder not in self._resolved:
-            self._resolved[folder] = os.path.realpath(folder)
-        return path, os.path.join(self._resolved[folder], last)
+        return path, os.path.realpath(path)

@@ -292,11 +292,6 @@ class OpenFacts:
         self.opened_in = self.state()
 
     @classmethod
-    def at(cls, path: str) -> OpenFacts:
-        """Open a file for reading only. Raises OSError as h5py."""
-        return cls(open_to_read(path))
-
-    @classmethod
     def of_image(cls, image: bytes, in_store: Mapping[tuple[str, str], Any] | None = None) -> OpenFacts:
         """A file that is open from its bytes, which never change: its state is their number, and a digest. `in_store`: see
         `Concatenation`.

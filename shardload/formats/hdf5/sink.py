@@ -160,13 +160,12 @@ class LedgerSink(Sink):
         return offsets
 
     def finish(self) -> None:
-        """See `Sink`. ValueError if a chunk has no place; RuntimeError if two have one."""
+        """See `Sink`. ValueError if a chunk has no place."""
         _ = self.library  # ValueError if that was done before
         for chunks in self.chunks.values():
             chunks.check_complete()
         with self.calls():
             self.close_library()
-        self._check_apart()
         changes = self.ledger.changes()
         with as_write_error(self.path):
             self._file.finish(self.ledger.nbytes, changes)
@@ -177,17 +176,6 @@ class LedgerSink(Sink):
     @abc.abstractmethod
     def finished(self, changes: list[Change]) -> AbstractContextManager[h5py.File]:
         """The file as it will be, as HDF5 reads it. `changes` were given to `NewFile.finish` or `GrowingFile.finish`."""
-
-    def _check_apart(self) -> None:
-        if not self.chunks:
-            return
-        offsets, sizes = map(np.concatenate, zip(*(chunks.stored() for chunks in self.chunks.values()), strict=True))
-        order = np.argsort(offsets)
-        starts, sizes = offsets[order], sizes[order]
-        clash = np.flatnonzero(starts[:-1] + sizes[:-1] > starts[1:])
-        if len(clash):
-            first, second = starts[clash[0] : clash[0] + 2].tolist()
-            raise RuntimeError(f"HDF5 gave the same bytes of '{self.path}' twice, at {first} and {second}")
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -390,11 +378,6 @@ class Hdf5PlacedChunks(PlacedChunks):
         self.most_nbytes = (1 << 32) - 1 if self.grid else self.most_nbytes
         self._chunks, self._origin = np.array(spec.chunks or (), np.int64), np.array(origin or (0,) * len(self.grid), np.int64)
         self._masks = np.zeros(len(self.sizes), np.uint32)
-
-    def stored(self) -> tuple[Ints, np.ndarray[Any, Any]]:
-        """Offsets and sizes of the chunks that have a place."""
-        has_place = self.sizes > 0
-        return self.offsets[has_place], self.sizes[has_place]
 
     def starts(self, numbers: Ints) -> Ints:
         """The first element of chunks in the file: a row for each."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,13 +45,14 @@ from shardload.formats.hdf5.filters import Filters
 from shardload.formats.hdf5.opened import OpenDataset, type_of_values
 from shardload.planning.region import Region
 from shardload.storage.local import state_of
+from shardload.storage.objects import Ints
 from shardload.storage.remote import is_remote
 from shardload.system.undo import Undo
 
 _NUMBERS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.COMPOUND, h5py.h5t.ENUM, getattr(h5py.h5t, "COMPLEX", None))
 _MOST_OPEN = 8  # parts: with hundreds of open objects, HDF5 takes a millisecond to close a file
 _MOST_TILES = 1 << 16  # of one dataset; asking HDF5 where each is takes 20 microseconds, on every rank
-_MOST_COMPARED = 2048  # tiles in two or more rows and columns, each compared with every other one
+_MOST_COMPARED = 2048  # tiles that cannot be parted along an axis, each compared with every other one
 
 Names = tuple[str, str]  # of a file as it is named there, and of a dataset in it
 Versions = dict[str, tuple[int, ...]]  # size and time of files, by their paths
@@ -171,7 +173,7 @@ def find_boxes(dataset: OpenDataset, names: Sequence[Names], shapes: Sequence[Se
             region = Region(tuple(run.start for _, run in index), tuple(run.stop for _, run in index))
             before = [*(i * len(run) for i, run in index), 0]  # elements of the part; none along no axis, which is -1
             boxes.append(Box(region, name, tuple(a + before[k] for a, k in zip(start, axes, strict=True)), axes))
-    return None if _overlap([box.region for box in boxes]) else boxes
+    return None if _overlap(*_ends_of(boxes, dataset.ndim)) else boxes
 
 
 def tell_parts(
@@ -268,27 +270,25 @@ def _axes_along(shape: Sequence[int], part_shape: Sequence[int]) -> tuple[int, .
     return tuple(-1 if n == 1 else next(axes) for n in part_shape)
 
 
-def _overlap(regions: Sequence[Region]) -> bool:
-    """True if two regions share an element, or if that would take long to find out."""
-    if len(regions) < 2:
+def _ends_of(boxes: Sequence[Box], ndim: int) -> list[Ints]:
+    """Where the tiles begin and end in the virtual dataset: a row each."""
+    ends = ([getattr(box.region, end) for box in boxes] for end in ("start", "stop"))
+    return [np.array(end, dtype=np.int64).reshape(len(boxes), ndim) for end in ends]
+
+
+def _overlap(start: Ints, stop: Ints) -> bool:
+    """True if two regions (a row each) share an element, or if that would take long to find out."""
+    if len(start) < 2:
         return False
-    start, stop = (np.array([getattr(region, end) for region in regions], dtype=np.int64) for end in ("start", "stop"))
-    for axis in range(start.shape[1]):  # one after the other along an axis, as mostly
-        order = np.argsort(start[:, axis], kind="stable")
-        if (start[order[1:], axis] >= stop[order[:-1], axis]).all():
-            return False
-    if len(regions) > _MOST_COMPARED:
+    for a, b in zip(start.T, stop.T, strict=True):  # rows of tiles lie apart along one axis, and each row's along another
+        order = np.argsort(a, kind="stable")
+        cuts = np.flatnonzero(a[order[1:]] >= np.maximum.accumulate(b[order])[:-1]) + 1
+        if len(cuts):
+            return any(_overlap(start[row], stop[row]) for row in np.split(order, cuts) if len(row) > 1)
+    if len(start) > _MOST_COMPARED:
         return True
     overlaps = ((start[:, None] < stop[None]) & (start[None] < stop[:, None])).all(axis=2)
-    return bool(overlaps.sum() > len(regions))  # more than each with itself
-
-
-@dataclass(eq=False)
-class _Part:
-    """A part that is open."""
-
-    source: Source
-    n_users: int = 0
+    return bool(overlaps.sum() > len(start))  # more than each with itself
 
 
 class Tiles(ChunkReader):
@@ -321,17 +321,17 @@ class Tiles(ChunkReader):
     ) -> None:
         self._boxes, self.shape, self._chunks, self._fill, self._open_part = boxes, info.shape, info.chunks, fill, open_part
         self._versions, self._is_one_grid = versions, bool(info.parts and info.parts["is_one_grid"])
-        ends = (np.array([getattr(box.region, end) for box in boxes], dtype=np.int64) for end in ("start", "stop"))
-        self._start, self._stop = (end.reshape(len(boxes), len(info.shape)) for end in ends)
+        self._start, self._stop = _ends_of(boxes, len(info.shape))
         self._tiles_of: dict[Names, list[Box]] = {}
         for box in boxes:
             self._tiles_of.setdefault(box.names, []).append(box)
         self._lock = threading.Lock()
-        self._open: dict[Names, _Part] = {}  # the last used ones last
+        self._open: dict[Names, Source] = {}  # the last used ones last
+        self._n_users: Counter[Names] = Counter()
         self._is_closed = False
         self._expected = expected or Region.whole(info.shape)
         self._decoder: Any = None
-        self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
+        self._is_read_plain = False
         self._files: dict[Names, list[str]] = {}  # that hold the values of the parts that were opened
         self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
@@ -352,31 +352,30 @@ class Tiles(ChunkReader):
                 yield k, common
 
     @contextmanager
-    def use(self, k: int) -> Iterator[_Part]:
+    def use(self, k: int) -> Iterator[Source]:
         """The part of tile k, open until the end of the ``with`` statement."""
         names = self._boxes[k].names
         with self._lock:
             if self._is_closed:
                 raise OSError("the file was closed")
-            part = self._open.pop(names, None) or self._opened(names)
-            self._open[names] = part
-            part.n_users += 1
-            n_more = len(self._open) - _MOST_OPEN - (0 if self._is_read_plain else self._n_at_urls)
-            if n_more > 0:
-                idle = [key for key, candidate in self._open.items() if not candidate.n_users and self._may_close(candidate)]
-                for key in idle[:n_more]:
-                    self._open.pop(key).source.close()
+            source = self._open.pop(names, None) or self._opened(names)
+            self._open[names] = source
+            self._n_users[names] += 1
+            closable = [key for key, candidate in self._open.items() if self._may_close(candidate)]
+            for key in closable[: max(0, len(closable) - _MOST_OPEN)]:
+                if not self._n_users[key]:
+                    self._open.pop(key).close()
         try:
-            yield part
+            yield source
         finally:
             with self._lock:
-                part.n_users -= 1
+                self._n_users[names] -= 1
 
-    def _may_close(self, part: _Part) -> bool:
+    def _may_close(self, source: Source) -> bool:
         """False for a part at a URL: what was fetched ahead of it would be lost. But `plain` keeps up to 32 MiB of each."""
-        return self._is_read_plain or not is_remote(part.source.info.path)
+        return self._is_read_plain or not is_remote(source.info.path)
 
-    def _opened(self, names: Names) -> _Part:
+    def _opened(self, names: Names) -> Source:
         """Open a part. ChangedError if it has changed since it was looked at."""
         source, files = self._open_part(*names)
         with Undo(source.close):
@@ -392,8 +391,7 @@ class Tiles(ChunkReader):
             if wanted:
                 starts, stops = zip(*((region.start, region.stop) for region in wanted), strict=True)
                 source.expect(Region(tuple(map(min, *starts, starts[0])), tuple(map(max, *stops, stops[0]))))
-            self._n_at_urls += is_remote(source.info.path)
-            return _Part(source)
+            return source
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of a non-empty region into `out`, as `Source.read_into` does."""
@@ -407,10 +405,10 @@ class Tiles(ChunkReader):
             in_part = box.inside(common)
             into = out[common.slices(region.start)] if region.ndim else out
             with self.use(k) as part:
-                is_in_place = into.flags.c_contiguous and part.source.dtype == out.dtype
-                values = into if is_in_place else np.empty(common.shape, part.source.dtype)
-                part.source.read_into(in_part, values.reshape(in_part.shape))
-                missing |= self._on_grid(part.source.missing(in_part), part.source.info.chunks, box, common)
+                is_in_place = into.flags.c_contiguous and part.dtype == out.dtype
+                values = into if is_in_place else np.empty(common.shape, part.dtype)
+                part.read_into(in_part, values.reshape(in_part.shape))
+                missing |= self._on_grid(part.missing(in_part), part.info.chunks, box, common)
             if values is not into:
                 np.copyto(into, values)
         self._missing = list(missing)
@@ -421,7 +419,7 @@ class Tiles(ChunkReader):
         out = np.full(region.shape, self._fill)
         for k, common in self.meeting(region) if region.size else ():
             with self.use(k) as part:
-                out[common.slices(region.start)] = part.source.plain(self._boxes[k].inside(common)).reshape(common.shape)
+                out[common.slices(region.start)] = part.plain(self._boxes[k].inside(common)).reshape(common.shape)
         return out
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
@@ -467,11 +465,11 @@ class Tiles(ChunkReader):
             return None
         k = next((k for k, _ in self.meeting(self._expected)), 0) if self._expected.size else 0
         with self.use(k) as part:
-            reader = part.source.chunk_reader()
+            reader = part.chunk_reader()
             if reader is None:
                 return None
             if self._decoder is None:
-                part.n_users += 1  # it decodes for all, until they are closed
+                self._n_users[self._boxes[k].names] += 1  # it decodes for all, until they are closed
                 self._decoder = reader
         return self
 
@@ -480,7 +478,7 @@ class Tiles(ChunkReader):
         met = ((k, self._boxes[k].inside(common)) for region in regions if region.size for k, common in self.meeting(region))
         for k, regions_of_part in itertools.groupby(met, key=lambda pair: pair[0]):
             with suppress(OSError), self.use(k) as part:  # who reads it meets the same error, and raises it
-                part.source.expect_in_order(iter([region for _, region in regions_of_part]))
+                part.expect_in_order(iter([region for _, region in regions_of_part]))
 
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
         """See `ChunkReader`, for parts at URLs."""
@@ -535,9 +533,9 @@ class Tiles(ChunkReader):
         """The reader of part k, and a box of the virtual dataset's chunks that lie in it, as one of the part's chunks."""
         tile, chunks = self._boxes[k], self._chunks or ()
         with self.use(k) as part:
-            reader = part.source.chunk_reader()
+            reader = part.chunk_reader()
             if reader is None:
-                raise ChangedError(f"{part.source.info} is encoded in another way than when it was looked at. Make a new plan")
+                raise ChangedError(f"{part.info} is encoded in another way than when it was looked at. Make a new plan")
             n = len(chunks) - len(tile.start)
             starts = zip(tile.region.start, (0,) * n + tile.start, chunks, strict=True)
             shifts = [(outside - inside) // c for outside, inside, c in starts]
@@ -548,4 +546,4 @@ class Tiles(ChunkReader):
         with self._lock:
             self._is_closed = True
             while self._open:
-                self._open.popitem()[1].source.close()
+                self._open.popitem()[1].close()

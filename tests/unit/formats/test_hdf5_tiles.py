@@ -114,8 +114,9 @@ def test_parts_one_after_the_other(
     check(rows(tmp_path, lengths, dtype=dtype, **how), has_reader=has_reader)
 
 
-def test_parts_in_rows_and_columns(tmp_path: Path) -> None:
-    """Wrong if parts were taken to follow each other along one axis."""
+def test_parts_in_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if parts were taken to follow each other along one axis, or each were compared with every other one."""
+    monkeypatch.setattr(tiles, "_MOST_COMPARED", 1)
     values, placed = numbered((8, 9)), []
     for n, (rows_, columns) in enumerate(itertools.product([slice(0, 2), slice(2, 8)], [slice(0, 3), slice(3, 9)])):
         how = {"chunks": (2, 3), "compression": "gzip"}
@@ -573,8 +574,8 @@ def two_arrays(folder: Path) -> str:
 @pytest.mark.parametrize("most", [3, 2, 0])
 def test_files_stay_open_from_one_array_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Wrong if each array opened all files again, those that are too many to keep stayed open, or one did after the end."""
-    path, opened, right = two_arrays(tmp_path), list[str](), opened_module.open_to_read
-    monkeypatch.setattr(opened_module, "open_to_read", lambda path: (opened.append(path), right(path))[1])
+    path, opened, right = two_arrays(tmp_path), list[str](), links.open_to_read
+    monkeypatch.setattr(links, "open_to_read", lambda path: (opened.append(path), right(path))[1])
     monkeypatch.setattr(opened_module, "_MOST_PARTS", most)
     with format_of(path).open_file(path) as file:
         for name, dtype in (("x", "f4"), ("y", "i8")):
