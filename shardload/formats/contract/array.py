@@ -431,8 +431,6 @@ class Properties:
         Axes that may grow.
     coordinates : tuple of str
         Full names of the arrays that are its coordinates.
-    is_dimension : bool
-        True for an array without values that stands for an axis (a netCDF dimension without a variable).
     unread : tuple of str
         Which attributes could not be read, in words.
     stored_name : str or None
@@ -451,7 +449,6 @@ class Properties:
     fill_value: Any = None
     unlimited: tuple[int, ...] = ()
     coordinates: tuple[str, ...] = ()
-    is_dimension: bool = False
     unread: tuple[str, ...] = ()
     stored_name: str | None = None
     texts: np.ndarray[Any, Any] | None = None

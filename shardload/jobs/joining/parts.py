@@ -299,7 +299,7 @@ class JoinedParts:
             links = [name for name in file.links() if not any(f"{array}/".startswith(f"{name}/") for array in described)]
             notes += [f"'{printable(name)}' was left out: it is a link" for name in links]
         for name, (info, properties, _) in described.items():
-            if not properties.is_dimension:
+            if not info.is_dimension:
                 self._take(k, info, properties)
                 if self._members[name].is_coordinate_of(self._request.axis or self._request.stack):  # else it is opened again
                     self._members[name].values[k] = read_values(file, name)
