@@ -146,14 +146,12 @@ class SourceArray:
 def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Groups | None, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without the attributes of groups, and without text."""
     about = {} if groups is None else describe(request, sources, groups)
-    groups = groups or {}
     return make_sink(
         request.target,
         {array.name: array.spec for array in sources},
         format=request.format,
         mode=request.mode,
         alignment=page_nbytes(n_nodes),
-        attrs=groups.get("/", {}),
         group_attrs=groups,
         about=about,
         storage=request.options.storage,
