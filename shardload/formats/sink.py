@@ -580,12 +580,6 @@ class Writer:
         with as_write_error(self._sink.path):
             self._storage.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Sink(abc.ABC):
     """A new file: what is in it and how each array is stored. The same on every rank.

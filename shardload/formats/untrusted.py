@@ -36,6 +36,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import (
+    MOST_AXES,
     ArrayInfo,
     Coordinate,
     Labels,
@@ -323,7 +324,6 @@ def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
             process.wait(_END_SECONDS)
 
 
-_MOST_AXES = 64  # NumPy's
 _INT64 = 2**63
 _MOST_VALUES = 64
 _LONGEST_STATE = 8
@@ -383,7 +383,7 @@ def info_of(answer: Any, path: str) -> ArrayInfo:
         info = ArrayInfo.from_dict(cleaned | {"path": path, "dataset": answer["dataset"], "parts": None, "labels": None})
         texts = (info.dataset, info.format, info.codec, info.dtype, info.refused or "")
         _require(all(type(text) is str for text in texts), "texts")
-        _require(len(info.shape) <= _MOST_AXES and _are_ints(info.shape, 0, _INT64), "shape")
+        _require(len(info.shape) <= MOST_AXES and _are_ints(info.shape, 0, _INT64), "shape")
         for sizes in (info.chunks or (1,) * len(info.shape), info.shards or (1,) * len(info.shape)):
             _require(len(sizes) == len(info.shape) and _are_ints(sizes, 1, _INT64), "chunks")
         _require(info.nbytes_stored is None or _are_ints([info.nbytes_stored], 0, 2 * _INT64), "stored bytes")

@@ -225,6 +225,23 @@ def test_an_untrusted_file(comm: Any, shared_tmp_path: Path) -> None:
             assert second["u"].encoding["zlib"]
 
 
+def test_a_coordinate_that_was_never_written_in_an_untrusted_file(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if it were taken for a dimension without a variable, because nothing of it is stored, and left out."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
+
+    def write() -> None:
+        with h5py.File(before, "w") as file:
+            file["x"] = np.arange(3.0)
+            file.create_dataset("t", (3,), "f8", fillvalue=7.0).make_scale("t")
+            file["x"].dims[0].attach_scale(file["t"])
+
+    on_root(comm, write)
+    copy(comm, before, after, untrusted=True)
+    if comm.rank == 0:
+        with h5py.File(after) as file:
+            assert file["t"][...].tolist() == [7.0] * 3
+
+
 @pytest.mark.parametrize(
     ("dataset", "select", "dtype"),
     [

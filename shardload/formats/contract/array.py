@@ -141,7 +141,7 @@ def names_in(text: Any) -> list[str]:
 
 
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
-_MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
+MOST_AXES = 64  # NumPy's
 
 
 _KINDS = {
@@ -209,8 +209,8 @@ def unaddressable(shape: Sequence[int], chunks: Sequence[int] | None) -> str | N
     >>> unaddressable((2**62,), (4,)), unaddressable((1,) * 65, None)
     (None, 'an array of 65 axes; NumPy has 64 at most')
     """
-    if len(shape) > _MOST_AXES:
-        return f"an array of {len(shape)} axes; NumPy has {_MOST_AXES} at most"
+    if len(shape) > MOST_AXES:
+        return f"an array of {len(shape)} axes; NumPy has {MOST_AXES} at most"
     if max(shape, default=0) > _MOST_ELEMENTS:
         return f"an array with an axis of {max(shape)} elements, which 64 bits cannot count"
     if chunks is not None and _WIDEST * math.prod(max(1, n) for n in chunks) > _MOST_ELEMENTS:
@@ -431,8 +431,6 @@ class Properties:
         Axes that may grow.
     coordinates : tuple of str
         Full names of the arrays that are its coordinates.
-    is_dimension : bool
-        True for an array without values that stands for an axis (a netCDF dimension without a variable).
     unread : tuple of str
         Which attributes could not be read, in words.
     stored_name : str or None
@@ -451,7 +449,6 @@ class Properties:
     fill_value: Any = None
     unlimited: tuple[int, ...] = ()
     coordinates: tuple[str, ...] = ()
-    is_dimension: bool = False
     unread: tuple[str, ...] = ()
     stored_name: str | None = None
     texts: np.ndarray[Any, Any] | None = None

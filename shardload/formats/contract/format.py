@@ -162,8 +162,7 @@ class Source(abc.ABC):
             compression = {"name": name, "shuffle": "shuffle" in words or name == "blosc"}
             if len(codecs) > 1:
                 compression["options"] = {"cname": codecs[1]}
-        is_dimension = info.is_coordinate and info.nbytes_stored == 0
-        return Properties.of(labels, self.dtype, attrs, compression=compression, is_dimension=is_dimension)
+        return Properties.of(labels, self.dtype, attrs, compression=compression)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only

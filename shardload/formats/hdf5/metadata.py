@@ -262,7 +262,6 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
     shape = dataset.shape or ()
     refused = refused or unaddressable(shape, chunks)
     attributes, packing = _meaning(dataset, in_full)
-    is_coordinate = is_scale(dataset)
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -275,8 +274,8 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
         if is_virtual or (chunks and (not in_full or dataset.facts.is_in_store))
         else int(dataset.id.get_storage_size()),
         refused=refused,
-        is_coordinate=is_coordinate,
-        is_dimension=is_coordinate and stands_for_axis(dataset),
+        is_coordinate=is_scale(dataset),
+        is_dimension=stands_for_axis(dataset),
         attributes=attributes,
         packing=packing,
     )
@@ -469,7 +468,6 @@ def properties_of(dataset: OpenDataset, filters: Filters | None = None) -> Prope
         fill_value=fill,
         unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
         coordinates=tuple(dict.fromkeys(itertools.chain(coordinates, *scales))),
-        is_dimension=stands_for_axis(dataset),
         unread=tuple(unread),
         stored_name=last if last.startswith(NON_COORDINATE) else None,
         texts=_texts(dataset),

@@ -216,10 +216,8 @@ class Hdf5Sink(LedgerSink):
         Whether it is a netCDF4 file: each axis gets a dimension, and only netCDF's types are allowed.
     alignment : int
         See `LedgerSink`.
-    attrs : mapping
-        Attributes of the file.
     group_attrs : mapping
-        Attributes of its groups, by their full names.
+        Attributes of the file (``"/"``) and of its groups, by their full names.
 
     Attributes
     ----------
@@ -235,13 +233,11 @@ class Hdf5Sink(LedgerSink):
         mode: str = "w-",
         is_netcdf: bool = False,
         alignment: int = 1,
-        attrs: Mapping[str, Any] | None = None,
         group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self._group_attrs = group_attrs or {}
         Target(path, mode)  # checks the mode
         self.path, self.mode, self.is_netcdf, self.alignment = path, mode, is_netcdf, alignment
-        self._attrs = dict(attrs or {})
         checked = {}
         for name, spec in specs.items():
             if spec.shards is not None:
@@ -291,7 +287,6 @@ class Hdf5Sink(LedgerSink):
             file.attrs["_NCProperties"] = np.bytes_(
                 f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
             )
-        write_attrs(file, "/", self._attrs, is_netcdf=self.is_netcdf)
         for name, array in self.arrays.items():
             with _making(name):
                 self._make(*self._place(file, name), name, array, is_trial)
@@ -304,8 +299,7 @@ class Hdf5Sink(LedgerSink):
                 dataset = self._write_text(*self._place(file, name), spec)
             write_attrs(dataset, name, spec.attrs, is_netcdf=self.is_netcdf)
         for name, group_attrs in self._group_attrs.items():
-            if name.strip("/"):
-                write_attrs(self._group(file, name.strip("/")), name, group_attrs, is_netcdf=self.is_netcdf)
+            write_attrs(self._group(file, name), name, group_attrs, is_netcdf=self.is_netcdf)
         write_axis_names(file, {self.stored_names[name]: spec for name, spec in specs.items()}, is_netcdf=self.is_netcdf)
 
     def _group(self, file: h5py.File, name: str) -> h5py.Group:

@@ -146,14 +146,12 @@ class SourceArray:
 def new_sink(request: CopyRequest, sources: Sequence[SourceArray], groups: Groups | None, n_nodes: int) -> Sink:
     """The sink of the new file; on other ranks than 0 without the attributes of groups, and without text."""
     about = {} if groups is None else describe(request, sources, groups)
-    groups = groups or {}
     return make_sink(
         request.target,
         {array.name: array.spec for array in sources},
         format=request.format,
         mode=request.mode,
         alignment=page_nbytes(n_nodes),
-        attrs=groups.get("/", {}),
         group_attrs=groups,
         about=about,
         storage=request.options.storage,
@@ -230,11 +228,11 @@ def _plan_arrays(
     coordinates = {name for name, array in described.items() if array.info.is_coordinate}
     for name, array in described.items():
         coordinates |= {*array.properties.coordinates, *bounds_of(name, array.properties.attrs)} - {name}
-    numbers = [name for name, (_, p, _) in described.items() if p.texts is None and not p.is_dimension]
+    numbers = [name for name, (info, p, _) in described.items() if p.texts is None and not info.is_dimension]
     main = [name for name in numbers if name not in coordinates] or numbers
     if not is_all:
         notes += take_along(file, described)
-    valueless = {name for name, array in described.items() if array.properties.is_dimension}
+    valueless = {name for name, array in described.items() if array.info.is_dimension}
     described = {name: array for name, array in described.items() if name not in valueless}
     for info in (described[name].info for name in main):
         if request.dtype is not None and np.dtype(info.dtype).kind == "c" and request.dtype.kind != "c":

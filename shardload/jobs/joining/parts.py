@@ -299,7 +299,7 @@ class JoinedParts:
             links = [name for name in file.links() if not any(f"{array}/".startswith(f"{name}/") for array in described)]
             notes += [f"'{printable(name)}' was left out: it is a link" for name in links]
         for name, (info, properties, _) in described.items():
-            if not properties.is_dimension:
+            if not info.is_dimension:
                 self._take(k, info, properties)
                 if self._members[name].is_coordinate_of(self._request.axis or self._request.stack):  # else it is opened again
                     self._members[name].values[k] = read_values(file, name)
@@ -635,9 +635,8 @@ class JoinedParts:
         from shardload.formats.hdf5.joined import JoinedFile
 
         places = {name: [replace(part, path=names[part.path]) for part in placed] for name, placed in self.places.items()}
-        groups, is_netcdf = dict(self._group_attrs), self._kind == "netcdf4"
-        attrs = groups.pop("/", {})
-        return JoinedFile(path, self.specs, places, mode=mode, is_netcdf=is_netcdf, attrs=attrs, group_attrs=groups)
+        is_netcdf = self._kind == "netcdf4"
+        return JoinedFile(path, self.specs, places, mode=mode, is_netcdf=is_netcdf, group_attrs=self._group_attrs)
 
     def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""

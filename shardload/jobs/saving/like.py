@@ -208,7 +208,7 @@ def _coordinates(
             info, properties, _ = model.arrays[place]
             is_text, has_axes = properties.texts is not None, lengths.keys() >= set(properties.dims)
             is_missed = place in named or has_axes or (is_text and not lengths.keys().isdisjoint(properties.dims))
-            if properties.is_dimension or not is_missed:
+            if info.is_dimension or not is_missed:
                 continue
             axes: list[Any] = list(zip(properties.dims, info.shape, strict=True))
             model_dims = model.arrays[model.name].properties.dims  # it may have other axes, as bounds do

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import shlex
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: 
     """Half of the chunk was written before. The error names it, and neither harms the old file nor leaves anything."""
     save(tmp_path / name, {"old": OLD})
     sink, pwrite, calls = a_sink(tmp_path, name), os.pwrite, []
-    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+    with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
 
         def torn(descriptor: int, data: Any, offset: int) -> int:
             calls.append(len(data))

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharde
         key: spec(one.dtype, (COMMON | ONLY_2)[name], checksum=version == "zarr" and k % 2 == 1, **more)
         for k, (key, one) in enumerate(values.items())
     }
-    sink = save(tmp_path / "x.zarr", values, specs, format=version, attrs={"title": "a test"})
+    sink = save(tmp_path / "x.zarr", values, specs, format=version, group_attrs={"/": {"title": "a test"}})
     group = zarr.open_group(tmp_path / "x.zarr", mode="r")
     assert dict(group.attrs) == {"title": "a test"}
     for key, expected in values.items():
@@ -180,7 +181,7 @@ def test_metadata_comes_last(tmp_path: Path) -> None:
 
 def test_a_chunk_is_written_once(tmp_path: Path) -> None:
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
-    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+    with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
         first = sink, writer, catalog, "/x", ramp(SHAPE, "f4"), sink.arrays["/x"].region((0, 0, 0))
         put_whole(*first)
         with pytest.raises(SourceError, match=r"chunk \(0, 0, 0\) of '/x' .*EEXIST"):
@@ -194,7 +195,7 @@ def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: P
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
     one, values, right = sink.arrays["/x"], ramp(SHAPE, "f4"), shutil.rmtree
     catalog = sink.create()
-    with sink.writer(catalog.ticket) as writer:
+    with closing(sink.writer(catalog.ticket)) as writer:
         put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 0)))
         late = iter([1, 2])
 
@@ -243,7 +244,7 @@ def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
     """Wrong if a group that has attributes only, as headers of simulations are, were lost."""
     path, version = tmp_path / name.replace("zarr2", "zarr"), "zarr2" if name.endswith("2") else None
     groups = {"/": {"t": 0}, "/g": {"t": 1}, "/Header": {"t": 2}, "/a/b/c": {"t": 3}}
-    save(path, {"g/x": np.arange(3, dtype="i4")}, format=version, attrs=groups["/"], group_attrs=groups)
+    save(path, {"g/x": np.arange(3, dtype="i4")}, format=version, group_attrs=groups)
     opened = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path)
     assert {
         group: int(opened[group.strip("/") or "/"].attrs["t"] if group != "/" else opened.attrs["t"]) for group in groups
@@ -317,7 +318,7 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec})
     one, synced, opened, os_open = sink.arrays["/x"], [], [], os.open
     monkeypatch.setattr(new_folder, "_MOST_UNSYNCED", 100)
-    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+    with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
         monkeypatch.setattr(new_folder.os, "fsync", synced.append)
         monkeypatch.setattr(new_folder.os, "open", lambda *arguments: opened.append(arguments) or os_open(*arguments))
         stored = {k: one.encode(one.region(k), values[one.region(k).slices()]) for k in np.ndindex(*one.spec.grid)}
@@ -362,7 +363,7 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
     values = ramp(SHAPE, "f4")
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one, os_open, synced = sink.arrays["/x"], os.open, set[str]()  # what was synced after the file was there
-    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+    with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
 
         def opened(path: str, flags: int, *more: Any) -> int:
             if flags & os.O_CREAT:
@@ -388,7 +389,7 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
     values, write, n_written = ramp(SHAPE, "f4"), target.WritableFile.write_at, 0
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one = sink.arrays["/x"]
-    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+    with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
 
         def write_at(file: target.WritableFile, data: Any, offset: int) -> None:
             nonlocal n_written
