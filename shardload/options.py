@@ -164,11 +164,7 @@ def _compression(compression: Any) -> Any:
 
 
 def _like(like: Any) -> str | None:
-    if like is None:
-        return None
-    if not isinstance(like, (str, os.PathLike)) or not os.fspath(like):
-        raise ConfigError(f"like is {like!r}; expected an array in a file, such as 'in.h5:/rho'")
-    return str(os.fspath(like))
+    return None if like is None else check_path("like", like, "an array in a file, such as 'in.h5:/rho'")
 
 
 def _attrs(attrs: Any) -> dict[str, Any]:

@@ -196,12 +196,6 @@ class LoadLayout:
         """Bytes of the values that are loaded, without padding, each counted once."""
         return math.prod(self.schedule.blocks.shape) * self.source.dtype.itemsize
 
-    @property
-    def extent(self) -> Extent:
-        """Which elements of the jax.Array are the file's, and which are padding or halo."""
-        shards = self.schedule.shards
-        return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo.widths)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PrintedReport):
@@ -309,7 +303,8 @@ class Plan(PrintedReport):
     @property
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
-        return self._layout.extent
+        shards = self.schedule.shards
+        return Extent(self.shape, shards.shape_global, shards.cuts, shards.halo.widths)
 
     @property
     def nbytes(self) -> int:
