@@ -25,6 +25,7 @@ from shardload.formats.lookup import Finder, split_path
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.call import LoadCall, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
+from shardload.jobs.loading.execution import Loader
 from shardload.jobs.loading.planner import plan_scatter
 from shardload.jobs.loading.request import has_trees, read_requests
 from shardload.jobs.trees import (
@@ -210,7 +211,7 @@ class VerifyCall(LoadCall):
     def verify(self) -> Any:
         """Plan, and compare: what was proven of each array, in the structure of the tree. Collective."""
         loads = self.plan()
-        return self.tree.build(self.loader(loads).verify(self._arrays(), int(self._keywords["seed"])))
+        return self.tree.build(Loader(self.call, loads, self._tuning).verify(self._arrays(), int(self._keywords["seed"])))
 
     def _arrays(self) -> list[Any]:
         """The caller's arrays, in the order of the tree."""
