@@ -149,11 +149,11 @@ def load(
     pad : number, optional
         Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the
         shape without padding. By default such an axis is an error.
-    halo : int, tuple or dict
+    halo : int or tuple of int
         Rows of its neighbours that each shard has on either side: ``2`` on each axis that the spec cuts, ``(2, 1)`` on axes 0
-        and 1, ``{2: 1}`` on axis 2. The array has the shards side by side: an axis of N elements in n shards becomes
+        and 1, ``(0, 0, 1)`` on axis 2. The array has the shards side by side: an axis of N elements in n shards becomes
         ``N + 2 * halo * n`` long, as after padding each shard and `jaxdecomp.halo_exchange`. Not wider than a shard.
-    edge : {"wrap", "edge"} or number, or a tuple or dict of them
+    edge : {"wrap", "edge"} or number, or a tuple of them
         What a halo has beyond the ends of the array: the rows of its other end (``"wrap"``), its last row again (``"edge"``),
         or this value. One for all axes, or one per axis as for `halo`.
     readers : {"auto", "root", "parallel", "direct"} or int

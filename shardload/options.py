@@ -77,21 +77,18 @@ def _select(select: Any) -> Any:
 
 
 def _per_axis(option_value: Any, is_value: Callable[[Any], bool], expected: str) -> Any:
-    """A value for all axes, for each axis, or by the numbers of axes. The plan checks that the array has them."""
-    is_dict, is_list = isinstance(option_value, Mapping), isinstance(option_value, (tuple, list))
-    values = list(option_value.values()) if is_dict else list(option_value) if is_list else [option_value]
-    if not all(map(is_value, values)) or (is_dict and not all(map(_is_integer, option_value))):
+    """A value for all axes, or one for each of the first axes. The plan checks that the array has them."""
+    values = option_value if isinstance(option_value, (tuple, list)) else [option_value]
+    if not all(map(is_value, values)):
         raise ConfigError(expected)
     values = [int(value) if _is_integer(value) else value for value in values]
-    if is_dict:
-        return dict(sorted(zip(map(int, option_value), values, strict=True), key=lambda pair: pair[0]))
-    return tuple(values) if is_list else values[0]
+    return tuple(values) if isinstance(option_value, (tuple, list)) else values[0]
 
 
 def _halo(halo: Any) -> Any:
     expected = (
         f"halo is {halo!r}; expected the number of rows on either side of a shard, 0 or more: halo=2 for every axis that the "
-        "spec cuts, halo=(2, 1) for axes 0 and 1, or halo={2: 1} for axis 2"
+        "spec cuts, halo=(2, 1) for axes 0 and 1, halo=(0, 0, 1) for axis 2"
     )
     return _per_axis(halo, lambda n: _is_integer(n) and n >= 0, expected)
 
@@ -99,7 +96,7 @@ def _halo(halo: Any) -> Any:
 def _edge(edge: Any) -> Any:
     expected = (
         f"edge is {edge!r}; expected what lies beyond the ends of an axis with a halo: 'wrap' (its other end), 'edge' (its "
-        "last row again) or a value such as 0; or one of these per axis: ('wrap', 0), {2: 'edge'}"
+        "last row again) or a value such as 0; or one of these per axis: ('wrap', 0)"
     )
 
     def is_rule(rule: Any) -> bool:
@@ -114,10 +111,8 @@ def is_plain_tuple(value: Any) -> bool:
 
 
 def _is_one_halo(halo: Any) -> bool:
-    """True for one halo or edge: a number or word, or a tuple of them, or a dict of them by axis."""
-    values = halo.values() if isinstance(halo, Mapping) and all(map(_is_integer, halo)) else halo
-    is_several = is_plain_tuple(halo) or values is not halo
-    return all(isinstance(value, (str, Number)) for value in (values if is_several else (halo,)))
+    """True for one halo or edge: a number or word, or a tuple of them."""
+    return all(isinstance(value, (str, Number)) for value in (halo if is_plain_tuple(halo) else (halo,)))
 
 
 def _is_one_selection(select: Any) -> bool:
@@ -169,11 +164,7 @@ def _compression(compression: Any) -> Any:
 
 
 def _like(like: Any) -> str | None:
-    if like is None:
-        return None
-    if not isinstance(like, (str, os.PathLike)) or not os.fspath(like):
-        raise ConfigError(f"like is {like!r}; expected an array in a file, such as 'in.h5:/rho'")
-    return str(os.fspath(like))
+    return None if like is None else check_path("like", like, "an array in a file, such as 'in.h5:/rho'")
 
 
 def _attrs(attrs: Any) -> dict[str, Any]:
@@ -739,10 +730,10 @@ class Options(CallOptions):
         True if stored numbers are decoded by their attributes, ``"valid"`` also by the valid range; None: not, with a warning.
     pad : object
         Fill value for axes that do not divide evenly; None refuses them.
-    halo : int, tuple or dict
-        Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
-    edge : str, number, tuple or dict
-        What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
+    halo : int or tuple
+        Rows of its neighbours that each shard has on either side: on every axis that is cut, or per axis.
+    edge : str, number or tuple
+        What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, or per axis.
     """
 
     dataset: str | None
@@ -750,7 +741,7 @@ class Options(CallOptions):
     dtype: np.dtype[Any] | None
     pad: Any
     decode: bool | str | None = DEFAULTS.decode
-    halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
+    halo: int | tuple[int, ...] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
 
     @classmethod

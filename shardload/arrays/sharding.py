@@ -16,7 +16,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from numbers import Number
 from typing import Any
 
 import jax
@@ -178,16 +177,19 @@ def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: Axes, cuts: Sequ
         If an axis is not one of the array's, is padded, or has shards that are narrower than the halo.
     """
     ndim = len(shape)
+    for option, value in (("halo", halo), ("edge", edge)):
+        if isinstance(value, tuple) and len(value) > ndim:
+            raise ConfigError(f"{option} is {value!r}, for {len(value)} axes, but {name} has {ndim}")
     if isinstance(halo, int):
         if halo and not any(axes):
             raise ConfigError(
                 f"halo is {halo}, which is for the axes that the spec cuts, but it cuts none of {name}. Say which axis is "
-                f"meant, such as halo={{0: {halo}}}, or pass no halo"
+                f"meant, such as halo=({halo},) for axis 0, or pass no halo"
             )
         widths = {axis: halo for axis, cut in enumerate(axes) if cut}
     else:
-        widths = _by_axis(halo, ndim, "halo", name)
-    edges = dict.fromkeys(range(ndim), edge) if isinstance(edge, (str, Number)) else _by_axis(edge, ndim, "edge", name)
+        widths = dict(enumerate(halo))
+    edges = dict(enumerate(edge if isinstance(edge, tuple) else (edge,) * ndim))
     for axis, h in widths.items():
         n, c = shape[axis], cuts[axis]
         if h and axis not in edges:
@@ -204,22 +206,6 @@ def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: Axes, cuts: Sequ
                 f"halo has rows of the nearest neighbours only. Pass at most {n // c}, or cut that axis into fewer shards"
             )
     return Halo(tuple(widths.get(axis, 0) for axis in range(ndim)), tuple(edges.get(axis, WRAP) for axis in range(ndim)))
-
-
-def _by_axis(option_value: Any, ndim: int, option: str, name: str) -> dict[int, Any]:
-    """A value per axis, from a tuple or a dict."""
-    if not isinstance(option_value, dict):
-        if len(option_value) > ndim:
-            raise ConfigError(f"{option} is {option_value!r}, for {len(option_value)} axes, but {name} has {ndim}")
-        return dict(enumerate(option_value))
-    values: dict[int, Any] = {}
-    for axis, value in option_value.items():
-        if not -ndim <= axis < ndim:
-            raise ConfigError(f"{option} is {option_value!r}, which names axis {axis}, but {name} has {ndim} axes")
-        if axis % ndim in values:
-            raise ConfigError(f"{option} is {option_value!r}, which names axis {axis % ndim} of {name} twice")
-        values[axis % ndim] = value
-    return values
 
 
 def _one_of(numbers: Sequence[int]) -> str:

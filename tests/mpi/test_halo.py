@@ -55,8 +55,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "both axes on one, b major, a value": (P(None, ("b", "a")), 1, -5),
     "replicas over b": (P("a"), 2, "wrap"),
     "axis 0 not cut, corners differ": (P(None, "a", "b"), (3, 1, 2), ("edge", "wrap", 0)),
-    "only an axis that is not cut": (P("a"), {-1: 4}, "wrap"),
-    "not cut at all": (P(), {0: 2, 2: 1}, {0: "wrap", 2: "edge"}),
+    "only an axis that is not cut": (P("a"), (0, 0, 4), "wrap"),
+    "not cut at all": (P(), (2, 0, 1), ("wrap", 0, "edge")),
 }
 
 
@@ -65,12 +65,8 @@ def read_case(case: tuple[Any, Any, Any]) -> tuple[tuple[int, ...], tuple[Any, .
     spec, halo, edge = case
     if isinstance(halo, int):
         widths = tuple(halo if k < len(spec) and spec[k] else 0 for k in range(3))
-    elif isinstance(halo, dict):
-        widths = tuple(next((n for axis, n in halo.items() if axis % 3 == k), 0) for k in range(3))
     else:
         widths = (*halo, 0, 0, 0)[:3]
-    if isinstance(edge, dict):
-        edge = tuple(edge.get(k, 0) for k in range(3))
     return widths, edge if isinstance(edge, tuple) else (edge,) * 3
 
 
@@ -123,7 +119,7 @@ def test_with_select_dtype_and_pad(files: dict[str, str]) -> None:
     )
     check(x, with_halos(expected, mesh, spec, widths, edges), mesh, spec)
     check(shardload.load(
-        files["big_endian"], mesh, spec, dataset=NAME, select=select, dtype=values.dtype, pad=-1, halo={0: 1}, edge="edge"
+        files["big_endian"], mesh, spec, dataset=NAME, select=select, dtype=values.dtype, pad=-1, halo=(1,), edge="edge"
     ), with_halos(expected, mesh, spec, (1, 0), ("edge", 0)), mesh, spec)  # fmt: skip
 
 
@@ -211,11 +207,9 @@ def test_bad_halos(comm: Any, files: dict[str, str]) -> None:
     error(f"halo is {core + 1} on axis 0", f"a shard has {core} elements", f"at most {core}", halo=core + 1)
     error("halo is -1", "0 or more", halo=-1)
     error("4 axes", "has 3", halo=(1, 0, 0, 0))
-    error("names axis 3", halo={3: 1})
-    error("names axis 0", "twice", halo={0: 1, -3: 1})
-    error("it cuts none", "halo={0: 2}", halo=2, spec=P(), mesh=mesh)
+    error("it cuts none", "halo=(2,)", halo=2, spec=P(), mesh=mesh)
     error("edge is 'mirror'", "'wrap'", halo=1, edge="mirror")
-    error("edge is {1: 0}", "nothing of that axis", halo=1, edge={1: 0})
+    error("edge is (0,)", "nothing of that axis", halo=(0, 1), edge=(0,), spec=P(None, "a"))
     error("edge is nan, which an array of int16 cannot hold", halo=1, edge=float("nan"), dtype="int16")
     if n > 1:
         error("do not divide", "no halo on that axis", halo=1, pad=0, select=np.s_[1:])

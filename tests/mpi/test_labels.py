@@ -723,7 +723,7 @@ def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
     shardload.save(out, 2 * u, shape=plan.shape)
     on_root(comm, lambda: np.testing.assert_array_equal(opened(out)["u"].shape, plan.shape))
     how = {"decode": True, "select": {"lat": slice(1, None)}}
-    haloed = shardload.plan(path, mesh_of(), P(None, "b"), dataset="u", halo={1: 1}, **how)
+    haloed = shardload.plan(path, mesh_of(), P(None, "b"), dataset="u", halo=(0, 1), **how)
     x = shardload.to_xarray(haloed.execute(), haloed)
     for given, more in ((x, {}), (2 * x, {"plan": haloed}), (x.sum("time"), {"plan": haloed})):
         call = lambda g=given, h=more: shardload.save(out, g, mode="w", **h)  # noqa: E731

@@ -284,9 +284,9 @@ def test_padding_is_not_written(comm: Any, shared_tmp_path: Path) -> None:
     tree = shardload.plan(source, mesh, spec, dataset={"a": "data"}, pad=-1)
     says = ("plan does not match the arrays: only plan has ['a']",)
     same_error(comm, lambda: shardload.save(path, {"b": twice}, plan=tree), ConfigError, *says)
-    halo = shardload.load(source, mesh_of(), P(None, None, None), halo={1: 1})
+    halo = shardload.load(source, mesh_of(), P(None, None, None), halo=(0, 1))
     same_error(comm, lambda: shardload.save(path, halo), ConfigError, "has halos", "shardload.unpad(x)")
-    planned = {"plan": shardload.plan(source, mesh_of(), P(None, None, None), halo={1: 1})}
+    planned = {"plan": shardload.plan(source, mesh_of(), P(None, None, None), halo=(0, 1))}
     same_error(comm, lambda: shardload.save(path, 2 * halo, **planned), ConfigError, "has halos", "shardload.unpad(x, plan)")
     same_error(comm, lambda: shardload.save(path, 2 * halo), PaddingWarning, "only with its halos", "shardload.unpad(x, plan)")
     assert not path.exists()

@@ -386,7 +386,7 @@ def load_into_memory_of_the_host() -> None:
         paths = [str(Path(folder) / name) for name in ("x.h5", "y.h5")]
         with h5py.File(paths[0], "w") as file:
             file.create_dataset("x", data=table, chunks=(3, 5))
-        for n, more in ((8, {"pad": 0}), (2, {"halo": {0: 1}})):
+        for n, more in ((8, {"pad": 0}), (2, {"halo": (1,)})):
             mesh = Mesh(np.array(jax.devices()[:n]), ("a",))
             whole = NamedSharding(mesh, P(), memory_kind="pinned_host")
             x = shardload.load(paths[0], NamedSharding(mesh, P("a"), memory_kind="pinned_host"), verify="full", **more)

@@ -50,10 +50,10 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "allow_external": ([1, "yes"], "True or False"),
     "untrusted": ([1], "True or False"),
     "halo": (
-        [-1, True, np.True_, 1.0, "2", None, (1, -1), (1, True), {0: 1.5}, {"a": 1}, {True: 1}, [[1]]],
+        [-1, True, np.True_, 1.0, "2", None, (1, -1), (1, True), {0: 1}, [[1]]],
         "the number of rows",
     ),
-    "edge": (["Wrap", "reflect", None, True, (0, "x"), {0: None}, {"a": 0}, [[0]]], "what lies beyond the ends"),
+    "edge": (["Wrap", "reflect", None, True, (0, "x"), {0: 0}, [[0]]], "what lies beyond the ends"),
     "chunks": ([(1, "a"), True, 1.5], SIZES),
     "shards": (["auto", (None,)], SIZES),
     "dims": ([3, ("a", 1)], "a name for each axis"),
@@ -122,7 +122,7 @@ def test_description_tells_different_options_apart() -> None:
     assert all(type(v) is str for v in base.values())
     changed: dict[str, Any] = {"dataset": "a", "select": slice(0, 1), "dtype": "f4", "pad": 0, "readers": "root", "staging": 1}
     changed |= {"verify": "checksum", "missing": "error", "allow_external": True, "untrusted": True, "allow_filters": "zfp"}
-    for name, value in (changed | {"halo": {0: 1}, "edge": ("wrap", 0)}).items():
+    for name, value in (changed | {"halo": (1,), "edge": ("wrap", 0)}).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}
     for a, b in ((0, 0.0), (0, False), (math.nan, 0)):  # they fill alike or not, but are not the same call
@@ -131,15 +131,15 @@ def test_description_tells_different_options_apart() -> None:
     assert Options.check(progress=True).describe() == base
 
 
-@pytest.mark.parametrize("halo", [0, 3, np.int64(2), (1, 0), [np.int32(2)], {-1: 2, 0: 1}])
+@pytest.mark.parametrize("halo", [0, 3, np.int64(2), (1, 0), [np.int32(2)]])
 def test_halo(halo: Any) -> None:
     found = Options.check(halo=halo).halo
     assert found == (tuple(halo) if isinstance(halo, list) else halo)
-    assert type(found) in (int, tuple, dict)
+    assert type(found) in (int, tuple)
     assert Options.check(halo=halo).describe() == Options.check(halo=found).describe()
 
 
-@pytest.mark.parametrize("edge", ["wrap", "edge", 0, math.nan, np.float32(1), 1j, ("wrap", -1), {1: "edge"}])
+@pytest.mark.parametrize("edge", ["wrap", "edge", 0, math.nan, np.float32(1), 1j, ("wrap", -1)])
 def test_edge(edge: Any) -> None:
     assert Options.check(edge=edge).edge is edge or Options.check(edge=edge).edge == edge
 

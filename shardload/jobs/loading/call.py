@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import groupby
 from typing import Any, Self
 
 import jax
@@ -105,7 +104,7 @@ class LoadCall:
         self.tree = self._join()
         self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
         for request in self.requests:
-            self._devices_per_rank(request)
+            devices_per_process(request.sharding.mesh, self._keywords.get("processes"))
         per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
         if per_node is not None and not self._is_abstract:
             raise ConfigError(
@@ -183,15 +182,11 @@ class LoadCall:
         ranks = PlannedRanks(group.rank, group.size, rank_of_process(group), has_mpi=group.has_mpi, tuning=self._tuning)
         return replace(ranks, n_nodes=machine.n_nodes, n_threads=machine.n_threads, memory_nbytes=machine.memory_nbytes)
 
-    def _devices_per_rank(self, request: Request) -> int:
-        """For an abstract mesh. ConfigError if the caller says how many processes have the devices of another one."""
-        return devices_per_process(request.sharding.mesh, self._keywords.get("processes"))
-
     def ranks_for(self, request: Request) -> PlannedRanks:
         """The ranks that an array is planned for."""
         if self._ranks is not None:
             return self._ranks
-        devices_per_rank = self._devices_per_rank(request)
+        devices_per_rank = devices_per_process(request.sharding.mesh, self._keywords.get("processes"))
         n = request.sharding.mesh.size // devices_per_rank
         n_nodes = -(-n // min(n, self._keywords.get("ranks_per_node") or n))
         ranks = PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=devices_per_rank, tuning=self._tuning)
@@ -219,12 +214,8 @@ class LoadCall:
         """Do `plan`, and load what is planned: the arrays in the structure of the tree. Collective."""
         started = time.perf_counter()
         loads = self.plan(root)
-        arrays, _ = self.loader(loads).run(started)
+        arrays, _ = Loader(self.call, loads, self._tuning).run(started)
         return self.tree.build(arrays)
-
-    def loader(self, loads: list[ArrayLoad]) -> Loader:
-        """What loads the planned arrays, inside this call."""
-        return Loader(self.call.group, loads, self.call.invocation, self._tuning)
 
     @property
     def call(self) -> Call:
@@ -335,7 +326,8 @@ class LoadCall:
         request = self.requests[0]
         ranks = self.ranks_for(request)
         if ranks.n > 1:  # each of many small arrays is read by one rank
-            loads = _with_plans(loads, read_in_turn(ranks, [load.plan for load in loads]))
+            plans = read_in_turn(ranks, [load.plan for load in loads])
+            loads = [replace(load, plan=plan) for load, plan in zip(loads, plans, strict=True)]
         return share_staging(request, ranks, loads)
 
     def plan_file(self, request: Request, place: Place, where: str, array: FoundArray) -> ArrayLoad:
@@ -398,24 +390,13 @@ def share_staging(request: Request, ranks: PlannedRanks, loads: list[ArrayLoad])
     reason = f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}"
     cap = request.options.staging_cap(needed, reason, memory_nbytes=ranks.memory_nbytes, fix=", or load them one by one")
     staging_nbytes = max(cap, *(load.plan.staging_nbytes for load in loads))
-    plans = [
-        load.plan if load.plan.staging_nbytes == staging_nbytes else replace(load.plan, staging_nbytes=staging_nbytes)
-        for load in loads
-    ]
-    return _with_plans(loads, plans)
-
-
-def _with_plans(loads: Sequence[ArrayLoad], plans: Sequence[Plan]) -> list[ArrayLoad]:
-    pairs = zip(loads, plans, strict=True)
-    return [load if load.plan is plan else replace(load, plan=plan) for load, plan in pairs]
+    return [replace(load, plan=replace(load.plan, staging_nbytes=staging_nbytes)) for load in loads]
 
 
 def _describe_loads(loads: Sequence[ArrayLoad]) -> str:
-    """All plans as text. Arrays of a kind share theirs; neighbours of the same text are counted."""
-    plans = {id(load.layout): load.plan for load in loads}
-    texts = {key: describe_job(plan) for key, plan in plans.items()}
-    counted = [(text, len(list(neighbours))) for text, neighbours in groupby(texts[id(load.layout)] for load in loads)]
-    return "; ".join(f"{n} times {text}" if n > 1 else text for text, n in counted)
+    """All plans as text. Arrays of a kind share theirs."""
+    texts = {id(load.layout): describe_job(load.plan) for load in {id(load.layout): load for load in loads}.values()}
+    return "; ".join(texts[id(load.layout)] for load in loads)
 
 
 def _with_names(load: ArrayLoad) -> Plan:

@@ -169,12 +169,8 @@ class OpenSources:
 
     @staticmethod
     def _file_of(load: ArrayLoad) -> Any:
-        """A key that is equal for arrays of one file; None if the array is not in a file that is opened here.
-
-        Arrays whose `access` differs open their file twice.
-        """
-        is_path = isinstance(load.handle, (str, os.PathLike))
-        return (file_of(os.fspath(load.handle)), load.options.access) if is_path else None
+        """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
+        return file_of(os.fspath(load.handle)) if isinstance(load.handle, (str, os.PathLike)) else None
 
     def open(self, load: ArrayLoad) -> Source:
         """Open the source of an array by its handle. SourceError if it is not as it was planned."""
@@ -332,9 +328,9 @@ class ShardedArray:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
         regions = ((p.region, p.data) for p in self.pieces.shards.values())
-        plan, layout = self.load.plan, self.load.layout
+        plan = self.load.plan
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, regions, self._early)
-        remember(self.array, layout.extent, plan.is_decoded if plan.info.packing else None)
+        remember(self.array, plan.extent, plan.is_decoded if plan.info.packing else None)
         self.device_seconds = time.perf_counter() - started
 
 

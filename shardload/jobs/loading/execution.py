@@ -25,7 +25,7 @@ import numpy as np
 from shardload.arrays.padding import loaded_as
 from shardload.arrays.verification import ShardFindings, Verifier, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation
-from shardload.engine.call import begin_call
+from shardload.engine.call import Call, begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
@@ -67,7 +67,7 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
     options: CallOptions = loads[0].options
     with begin_call(invocation, comm=comm, timeout=options.timeout) as call:
         call.settle()
-        return Loader(call.group, loads, call.invocation, tuning).run(started)
+        return Loader(call, loads, tuning).run(started)
 
 
 def _name_of(loads: Sequence[ArrayLoad]) -> str:
@@ -80,18 +80,16 @@ class Loader:
 
     Parameters
     ----------
-    group : Group
-        The ranks.
+    call : Call
+        The call of all ranks, with the plan on which they agreed.
     loads : sequence of ArrayLoad
         The arrays, at least one. Their `staging`, `timeout`, `progress` and `verify` are the same.
-    agreed : Invocation
-        The call, with the plan, on which all ranks agreed.
     tuning : Tuning
         The sizes from which each optimization pays off.
     """
 
-    def __init__(self, group: Group, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> None:
-        self._group, self._loads, self._agreed, self._tuning = group, list(loads), agreed, tuning
+    def __init__(self, call: Call, loads: Sequence[ArrayLoad], tuning: Tuning) -> None:
+        self._group, self._loads, self._agreed, self._tuning = call.group, list(loads), call.invocation, tuning
         self._options: CallOptions = loads[0].options
         self._name = _name_of(loads)
 

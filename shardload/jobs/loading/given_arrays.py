@@ -2,15 +2,15 @@
 
 Of a `scatter` only the rank that has the arrays knows their tree. A `verify` plans the load that would give its arrays. With
 `like=`, arrays with a `NamedSharding` are loaded as others are; what each process has for itself (numbers, NumPy arrays, arrays
-on one device) is read by rank 0, which tells the others.
+on one device) is loaded whole by each process.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,18 +18,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.assemble import plain_jax
-from shardload.comm.group import Invocation
-from shardload.engine.call import begin_call
+from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError
-from shardload.formats.access import Access
-from shardload.formats.contract.array import ArrayInfo, native_dtype, settle_bools, some
-from shardload.formats.contract.format import Source
-from shardload.formats.diagnosis import as_source_error, check_loadable
-from shardload.formats.lookup import Finder, open_file, split_path
+from shardload.formats.contract.array import native_dtype
+from shardload.formats.lookup import Finder, split_path
 from shardload.formats.memory import MemorySource
-from shardload.jobs.consistency import State, check_unchanged
-from shardload.jobs.loading.call import LoadCall, describe_path, share_staging
+from shardload.jobs.loading.call import LoadCall, share_staging
 from shardload.jobs.loading.endpoints import ArrayLoad
+from shardload.jobs.loading.execution import Loader
 from shardload.jobs.loading.planner import plan_scatter
 from shardload.jobs.loading.request import has_trees, read_requests
 from shardload.jobs.trees import (
@@ -44,15 +40,15 @@ from shardload.jobs.trees import (
     text_of,
     where_text,
 )
-from shardload.options import FILE, FULL, OPTIONS, Options
-from shardload.planning.region import Grid, Region, ravel
+from shardload.options import FILE, FULL, OPTIONS
+from shardload.planning.region import Region
 from shardload.planning.schedule import ROOT
-from shardload.planning.selection import select_axes
 from shardload.transfer.buffers import sendable
-from shardload.transfer.counters import MOST_NAMED, describe_missing, settle_missing
 from shardload.units import counted
 
 Array = np.ndarray[Any, Any]
+# Options that count for what `like` has a sharding of; and what they are for the rest, which is loaded as it is stored.
+_OF_WHOLE = {name: OPTIONS[name].default for name in ("dtype", "halo", "edge")} | {"decode": False}
 
 
 class ScatterCall(LoadCall):
@@ -215,7 +211,7 @@ class VerifyCall(LoadCall):
     def verify(self) -> Any:
         """Plan, and compare: what was proven of each array, in the structure of the tree. Collective."""
         loads = self.plan()
-        return self.tree.build(self.loader(loads).verify(self._arrays(), int(self._keywords["seed"])))
+        return self.tree.build(Loader(self.call, loads, self._tuning).verify(self._arrays(), int(self._keywords["seed"])))
 
     def _arrays(self) -> list[Any]:
         """The caller's arrays, in the order of the tree."""
@@ -272,23 +268,44 @@ def _sharding_of(x: Any) -> Any:
 
 
 class StateCall(LoadCall):
-    """One call of `load(..., like=)` on this rank: `leaves` are the sharded leaves of `like`, by their names in the file.
+    """One call of `load(..., like=)` on this rank: `leaves` are those of `like`, by their names in the file.
 
-    On rank 0 `state` is that of the file when the arrays were found.
+    A leaf without a `NamedSharding` is loaded whole, on a device of each process, from which `load_state` takes it.
     """
 
     def __init__(self, path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
-        self.state: State = None
         self._text = _text_of(leaves)
-        super().__init__("load", path, [leaf.sharding for leaf in leaves.values()], None, {**keywords, "dataset": [*leaves]})
+        self._whole = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("process",)), PartitionSpec())  # until ranks are known
+        shardings = [leaf.sharding if _is_sharded(leaf) else self._whole for leaf in leaves.values()]
+        options = {
+            name: [keywords[name] if _is_sharded(leaf) else default for leaf in leaves.values()]
+            for name, default in _OF_WHOLE.items()
+        }
+        super().__init__("load", path, shardings, None, {**keywords, **options, "dataset": [*leaves]})
 
     def _source_text(self, place: Place) -> dict[str, str]:
         return {**super()._source_text(place), "like": self._text}
 
     def _find_all(self, finder: Finder) -> Any:
         """See `LoadCall`."""
-        self.state = finder.file(split_path(os.fsdecode(self._path))[0], is_loaded=True).state()
+        inside = split_path(os.fsdecode(self._path))[1]
+        if inside is not None:
+            raise ConfigError(
+                f"path is '{self._path}', and load(..., like=) takes the path of a file: the keys of `like` are names from its "
+                f"root on. Pass them with the groups that lead to '{inside}'"
+            )
         return super()._find_all(finder)
+
+    @plain_jax()  # numbers of 64 bits are none of JAX's, if they go on as those of Python or NumPy
+    def make(self, arrays: Any) -> list[ArrayLoad]:
+        """See `LoadCall`."""
+        device_of = {device.process_index: device for device in reversed(jax.devices())}
+        devices = [device_of[process] for process in sorted(rank_of_process(self.call.group))]
+        whole = NamedSharding(Mesh(np.array(devices), ("process",)), PartitionSpec())
+        requests = {id(request): request for request in self.requests}
+        requests |= {k: replace(r, sharding=whole) for k, r in requests.items() if r.sharding is self._whole}
+        self.requests = [requests[id(request)] for request in self.requests]
+        return super().make(arrays)
 
 
 def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
@@ -302,23 +319,17 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
         raise ConfigError(f"an array in `like` is called '/{pattern}', which stands for all arrays of a group. Rename it")
     if not isinstance(path, (str, os.PathLike)) or not leaves:
         raise ConfigError(f"load(..., like=) takes the path of one file and a tree with leaves; found {path!r}, {type(like)}")
-    sharded = {name: leaf for name, leaf in leaves.items() if isinstance(getattr(leaf, "sharding", None), NamedSharding)}
-    unsharded = {name: leaf for name, leaf in leaves.items() if name not in sharded}
-    if unsharded and (keywords["select"] is not None or keywords["decode"]):
+    unsharded = next((name for name, leaf in leaves.items() if not _is_sharded(leaf)), None)
+    if unsharded is not None and (keywords["select"] is not None or keywords["decode"]):
         option = "decode" if keywords["select"] is None else "select"
         raise ConfigError(
-            f"{option} is {keywords[option]!r}, but '/{next(iter(unsharded))}' has no NamedSharding in `like`, and what has "
+            f"{option} is {keywords[option]!r}, but '/{unsharded}' has no NamedSharding in `like`, and what has "
             "none is read as a whole, as it is stored. Leave that out of `like`, and load it in a call of its own"
         )
-    values: dict[str, Any] = {}
-    state: State = None
-    if sharded:
-        with StateCall(path, sharded, keywords).begin() as call:
-            values, state = dict(zip(sharded, call.load(), strict=True)), call.state
-    if unsharded:
-        values |= {name: _as(leaves[name], value) for name, value in _read_all(path, unsharded, keywords, state).items()}
+    with StateCall(path, leaves, keywords).begin() as call:
+        values = dict(zip(leaves, call.load(), strict=True))
     for name, leaf in leaves.items():
-        value = values[name]
+        value = values[name] = values[name] if _is_sharded(leaf) else _as(leaf, values[name])
         if np.shape(value) != np.shape(leaf) or not _is_like(leaf, value):
             raise ConfigError(
                 f"'/{name}' in '{path}' is {value.dtype} {np.shape(value)}, and in `like` "
@@ -328,75 +339,22 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
 
 
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(getattr(leaf, "sharding", None), NamedSharding)
+
+
 def _text_of(leaves: Mapping[str, Any]) -> str:
     """The leaves of `like`, which must be the same on all ranks: a rank that refuses one would do so alone."""
     kinds = (f"'/{name}' {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}" for name, leaf in leaves.items())
     return "; ".join(kinds)
 
 
-def _read_all(path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any], state: State) -> dict[str, Array]:
-    """The values of whole arrays, which rank 0 reads and tells all. SourceError if `state` is that of another version of the
-    file, from which it has other arrays. Collective.
+@plain_jax()
+def _as(leaf: Any, array: jax.Array) -> Any:
+    """An array that each process has whole as the kind of a leaf: a number of Python, an array of NumPy, or one on the devices
+    of the leaf. As an array of NumPy if it would not be the same there, which is an error.
     """
-    options = Options.check(
-        **{name: keywords[name] for name in ("allow_external", "allow_filters", "untrusted", "storage", "timeout", "missing")}
-    )
-    path_text, names = describe_path(path), list(leaves)
-    texts = {"path": path_text, "dataset": repr(names), "like": _text_of(leaves)}
-    invocation = Invocation("load", f"load of {path_text}", texts)
-    values: dict[str, Array]
-    with begin_call(invocation, comm=keywords["comm"], timeout=options.timeout, process=jax.process_index) as call:
-        values, missing = call.plan(lambda: _read(path, names, options.access, state), lambda found: found, lambda _: "")
-        if missing:
-            settle_missing("; ".join(text for _, text in missing), options.missing, call.group.rank, missing[0][0])
-        return values
-
-
-def _read(
-    path: Any, names: Sequence[str], access: Access, state: State
-) -> tuple[dict[str, Array], list[tuple[ArrayInfo, str]]]:
-    """The values of arrays by name; and those of which chunks are missing, in words."""
-    values, missing = dict[str, Array](), list[tuple[ArrayInfo, str]]()
-    inside = split_path(os.fsdecode(path))[1]
-    if inside is not None:
-        raise ConfigError(
-            f"path is '{path}', and load(..., like=) takes the path of a file: the keys of `like` are names from its root on. "
-            f"Pass them with the groups that lead to '{inside}'"
-        )
-    with open_file(path, access) as file:
-        state = file.state() if state is None else state
-        stored = {info.dataset for info in file.list_arrays()}
-        if absent := [f"/{name}" for name in names if f"/{name}" not in stored]:
-            absent_text, stored_text = (some(list(map(repr, sorted(names)))) for names in (absent, stored))
-            raise ConfigError(f"'{path}' has no {absent_text}, which `like` has; it has {stored_text}")
-        for name in names:
-            with closing(file.open(f"/{name}")) as source, as_source_error(source.info.path, name):
-                values[name], text = _read_whole(source)
-                missing += [(source.info, text)] if text else []
-        check_unchanged(f"'{path}'", state, file.state(), str(path), "")
-    return values, missing
-
-
-def _read_whole(source: Source) -> tuple[Array, str]:
-    """All values of an array; and which of its chunks are missing, in words, if any are."""
-    info, whole = check_loadable(source.info), Region.whole(source.info.shape)
-    source.expect(whole)
-    values = np.empty(whole.shape, source.dtype)
-    source.read_into(whole, values)
-    settle_bools(values)
-    indices = source.missing(whole)
-    if not indices:
-        return values, ""
-    cell = info.chunks or (1,) * len(info.shape)
-    chunks = Grid(info.shape, cell, (0,) * len(cell))
-    numbers = [ravel(index, chunks.counts) for index in indices[:MOST_NAMED] if index]
-    return values, describe_missing(len(indices), numbers, info, select_axes(None, info.shape), chunks)
-
-
-def _as(leaf: Any, value: Array) -> Any:
-    """A value of the kind of a leaf: a number of Python, an array of NumPy, or one on the devices of the leaf. The value itself
-    if it would not be the same there, which is an error.
-    """
+    value = np.array(array.addressable_data(0))
     if np.shape(value) != np.shape(leaf):
         return value
     if _is_number(leaf):
@@ -412,8 +370,7 @@ def _as(leaf: Any, value: Array) -> Any:
     # JAX computes with what is on no device by choice (`jnp.int32(0)`) beside arrays on any mesh, if that stays so.
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     sharding = None if is_array and not leaf.committed else getattr(leaf, "sharding", None)
-    with plain_jax():
-        return jax.device_put(value, sharding)
+    return jax.device_put(value, sharding)
 
 
 def _is_number(leaf: Any) -> bool:
