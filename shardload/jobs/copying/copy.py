@@ -14,8 +14,8 @@ JAX is not needed, and not imported.
 from __future__ import annotations
 
 import json
-import math
 import os
+import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from shardload.formats.likeness import KEEP
 from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
 from shardload.jobs.consistency import SINCE_FOUND, KeptSources, as_planned, check_same_objects
-from shardload.jobs.copying.request import CopyRequest, SourceArray, find, new_sink, without_what_is_refused
+from shardload.jobs.copying.request import CopyRequest, SourceArray, find, new_sink
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, DEFAULTS, TIMEOUT, Progress
 from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_copy_rounds, plan_slab_layout
@@ -340,12 +340,10 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
     def look() -> tuple[list[SourceArray], list[str]]:
         arrays, groups, notes = find(request)
         try:
-            sink = new_sink(request, arrays, groups, n_nodes)
+            on_root.append(new_sink(request, arrays, groups, n_nodes))
         except ConfigError as error:
-            arrays, more = without_what_is_refused(request, arrays, error)
-            notes += more
-            sink = new_sink(request, arrays, groups, n_nodes)
-        on_root.append(sink)
+            fix = "" if request.dataset or len(arrays) == 1 else ". Or name the arrays to copy, those alone, with dataset="
+            raise ConfigError(f"{error}{fix}") from None
         return [array.for_others() for array in arrays if not array.is_text], notes
 
     def make(arrays_and_notes: tuple[list[SourceArray], list[str]]) -> tuple[Sink, CopyPlan]:
@@ -537,13 +535,7 @@ def find_done(group: Group, sink: Sink, plan: CopyPlan) -> list[Bools]:
     def look() -> bytes:
         is_there = sink.take_up()
         if is_there is None:
-            return b""
-        return np.packbits(np.concatenate([is_there[array.name].reshape(-1) for array in plan.sources])).tobytes()
+            return pickle.dumps([])
+        return pickle.dumps([is_there[array.name].reshape(array.spec.grid) for array in plan.sources])
 
-    message = group.tell(look, 0)
-    if not len(message):
-        return []
-    grids = [array.spec.grid for array in plan.sources]
-    sizes = list(map(math.prod, grids))
-    bits = np.unpackbits(np.frombuffer(message, dtype=np.uint8), count=sum(sizes)).astype(bool)
-    return [part.reshape(grid) for part, grid in zip(np.split(bits, np.cumsum(sizes)[:-1]), grids, strict=True)]
+    return cast(list[Bools], pickle.loads(group.tell(look, 0)))  # of a rank of this job, never of a file

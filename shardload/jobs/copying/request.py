@@ -298,30 +298,6 @@ def _copied_groups(
     return groups, notes + [f"{attribute} was left out" for attribute in unread]
 
 
-def without_what_is_refused(
-    request: CopyRequest, sources: list[SourceArray], error: ConfigError
-) -> tuple[list[SourceArray], list[str]]:
-    """The arrays that the new file's format can hold, if `error` says that it cannot hold all; and notes of the others. Raises
-    the error if the caller has named one of these, or if none is left.
-    """
-    requested = {f"/{name.strip('/')}" for name in (*request.dataset, split_path(request.source)[1] or "*")}
-    accepted, notes = [], []
-    for array in sources:
-        spec = replace(array.spec, chunks=None, shards=None, compression=None, checksum=False, unlimited=())
-        specs = {array.name: spec} | ({"/a": ArraySpec((), np.dtype("i1"))} if array.is_text else {})
-        try:
-            make_sink(request.target, specs, format=request.format, mode=request.mode, storage=request.options.storage)
-        except ConfigError as refusal:
-            if array.name in requested:
-                raise error from None
-            notes.append(f"'{array.name}' was left out: {refusal}")
-        else:
-            accepted.append(array)
-    if all(array.is_text for array in accepted) or not notes:
-        raise error
-    return accepted, notes
-
-
 def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described]) -> Any:
     """A selection with positions in place of values of coordinates. ConfigError if these say none, or coordinates differ."""
     if not needs_coordinates(select):
