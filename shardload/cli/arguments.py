@@ -12,14 +12,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import EllipsisType
 from typing import IO, Annotated, Any, cast
 
 import typer
 
 from shardload.comm.mpi import is_connected, launched, task
-from shardload.errors import ShardloadError, ShardloadWarning, printable
+from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, printable
 from shardload.options import OPTIONS
 from shardload.system.terminal import own_stdout, say_error
 
@@ -156,57 +156,30 @@ def _typed_end(text: str) -> int | float | str | None:
         return None
 
 
-def parse_pad(text: str) -> int | float:
-    """A number, from ``--pad``; an integer stays one.
+def parse_plain(text: str) -> Any:
+    """Numbers and words: the fill value of ``--pad``, an axis by name or number. Several, or one with a comma, are a tuple.
 
-    >>> parse_pad("0"), parse_pad("1e20")
-    (0, 1e+20)
+    >>> [parse_plain(text) for text in ("0", "1e20", "parallel", "none", "(128, 64)", "time,-1", "0,")]
+    [0, 1e+20, 'parallel', None, (128, 64), ('time', -1), (0,)]
     """
+    parts = [_number_or_word(part.strip()) for part in text.strip("() ").removesuffix(",").split(",")]
+    return tuple(parts) if "," in text else parts[0]
+
+
+def _number_or_word(text: str) -> int | float | str | None:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
-    raise wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
+    return None if text.lower() == "none" else text
 
 
-def parse_word(text: str) -> str | int:
-    """A word or a whole number: a way of reading or how many read (``--readers``), an axis by name or number (``--along``).
-
-    >>> parse_word("parallel"), parse_word("-1"), parse_word("time")
-    ('parallel', -1, 'time')
-    """
-    return int(text) if re.fullmatch(r"-?[0-9]+", text.strip()) else text.strip()
-
-
-def parse_sizes(flag: str, text: str) -> tuple[int, ...] | str | None:
-    """Sizes along the axes, from ``--chunks`` and ``--shards``; None for none.
-
-    >>> parse_sizes("--chunks", "128,64"), parse_sizes("--chunks", "none"), parse_sizes("--chunks", "keep")
-    ((128, 64), None, 'keep')
-    >>> parse_sizes("--chunks", "(128,)")
-    (128,)
-    """
-    word = text.strip().lower()
-    if word in ("none", KEEP):
-        return None if word == "none" else KEEP
-    parts = [part.strip() for part in text.strip("() ").removesuffix(",").split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise wrong(flag, f"{text!r} is not a size for each axis. Type for example {flag} 128,128,128, or {flag} none")
-    return tuple(int(part) for part in parts)
-
-
-def parse_axes(text: str) -> tuple[str | int, ...]:
-    """Axes by name or number, from ``--unlimited``.
-
-    >>> parse_axes("time,-1")
-    ('time', -1)
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        fix = "Type for example --unlimited time, or --unlimited 0 for the first axis"
-        raise wrong("--unlimited", f"cannot read {text!r}. {fix}")
-    return tuple(map(parse_word, parts))
+def _checked(name: str, text: str) -> Any:
+    """The value of an option of plain values, as far as the library can check it by itself."""
+    value = parse_plain(text)
+    try:
+        return value if value == KEEP else OPTIONS[name].check(value)
+    except ConfigError as error:
+        raise wrong(_FLAGS[name], as_typed(str(error))) from error
 
 
 def parse_compression(text: str) -> Any:
@@ -242,35 +215,19 @@ def parse_storage(text: str) -> tuple[str, str]:
     return name.strip(), value
 
 
-def parse_window(text: str) -> int | tuple[int, ...]:
-    """Steps of a sample, from ``--window``; several, or one with a comma, give an axis.
-
-    >>> parse_window("-1,0"), parse_window("1"), parse_window("0,")
-    ((-1, 0), 1, (0,))
-    """
-    try:
-        steps = tuple(int(step) for step in text.removesuffix(",").split(","))
-    except ValueError:
-        fix = "expected steps from the anchor of a sample. Type --window -1,0 or --window 1"
-        raise wrong("--window", f"cannot read {text!r}; {fix}") from None
-    return steps if "," in text else steps[0]
-
-
 KEEP = "keep"
-_PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+_PARSERS: dict[str, tuple[str, Callable[[str], Any] | None]] = {  # None: plain values
     "select": ("TEXT", parse_select),
-    "pad": ("NUMBER", parse_pad),
-    "readers": ("WAY|N", parse_word),
-    "chunks": ("N,...|none", lambda text: parse_sizes("--chunks", text)),
-    "shards": ("N,...|none", lambda text: parse_sizes("--shards", text)),
+    "pad": ("NUMBER", None),
+    "readers": ("WAY|N", None),
+    "chunks": ("N,...|none", None),
+    "shards": ("N,...|none", None),
     "compression": ("NAME[:LEVEL][+shuffle]|none", parse_compression),
-    "unlimited": ("AXIS,...", parse_axes),
-    "along": ("AXIS", parse_word),
-    "window": ("STEP,...", parse_window),
+    "unlimited": ("AXIS,...", None),
+    "along": ("AXIS", None),
+    "window": ("STEP,...", None),
     "storage": ("NAME=VALUE", parse_storage),
 }
-
-
 _SWITCHES = ("decode", "progress")  # which can be switched off, too
 # The groups of options in ``--help``.
 _PANELS: dict[str, tuple[str, ...]] = {
@@ -365,6 +322,7 @@ def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> 
         kind, metavar = int, "N"
     elif name in _PARSERS:
         kind, (metavar, parser) = list[Any] if name == "storage" else Any, _PARSERS[name]
+        parser = parser or (lambda text: _checked(name, text))  # not `partial`: click 8.1 asks for a __name__
     flags = [f"{_FLAGS[name]}/{_FLAGS[name].replace('--', '--no-', 1)}" if name in _SWITCHES else _FLAGS[name], *aliases]
     default = option.default if default is ... else default
     default = ",".join(default) if isinstance(default, tuple) else default

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_spec, parse_word, says_what_is_wrong, takes
+from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_plain, parse_spec, says_what_is_wrong, takes
 from shardload.comm.mpi import launched, task
 from shardload.options import OPTIONS
 from shardload.system.terminal import say_error
@@ -285,7 +285,7 @@ def copy(
     along: Annotated[
         Any,
         typer.Option(
-            parser=parse_word,
+            parser=parse_plain,
             metavar="AXIS",
             help="Of a pattern: the axis along which the files follow each other (default: the one that can grow).",
         ),
@@ -333,7 +333,7 @@ def join(
     axis: Annotated[
         Any,
         typer.Option(
-            parser=parse_word,
+            parser=parse_plain,
             metavar="AXIS",
             help="The axis along which they follow each other, by name, or number (default: the one that can grow).",
         ),

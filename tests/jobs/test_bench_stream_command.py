@@ -85,7 +85,7 @@ def test_a_file_in_a_store(file: str) -> None:
 
 
 WRONG: list[tuple[list[str], int, str]] = [
-    (["--window", "one"], 2, "cannot read 'one'; expected steps from the anchor"),
+    (["--window", "one"], 2, "window is 'one'; expected steps from the anchor"),
     (["--steps", "1"], 2, "'--steps'"),
     (["--batch", "0"], 1, "batch is 0"),
     (["--batch", "64"], 1, "which make no batch of 64"),

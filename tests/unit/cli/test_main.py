@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import shardload
 from shardload.cli import arguments
-from shardload.cli.arguments import as_typed, parse_mesh, parse_pad, parse_select, parse_spec
+from shardload.cli.arguments import as_typed, parse_mesh, parse_plain, parse_select, parse_spec
 from shardload.cli.main import app
 from shardload.formats.access import Access
 from shardload.formats.lookup import open_file
@@ -86,7 +86,8 @@ def test_what_can_be_read() -> None:
     assert parse_spec(" b + a , - ", MESH) == (("b", "a"), None) and parse_spec("-,b,a", MESH) == (None, "b", "a")
     assert parse_select("[5:, :-3]") == (slice(5, None), slice(None, -3))
     assert parse_select("-1,...") == (-1, ...) and parse_select("::2") == (slice(None, None, 2),)
-    assert (parse_pad("0"), type(parse_pad("0")), parse_pad("-9.99e8")) == (0, int, -9.99e8) and np.isnan(parse_pad("nan"))
+    assert (parse_plain("0"), type(parse_plain("0")), parse_plain("-9.99e8")) == (0, int, -9.99e8)
+    assert np.isnan(parse_plain("nan"))
 
 
 WRONG: list[tuple[Callable[[str], Any], tuple[str, ...], str]] = [
@@ -100,7 +101,6 @@ WRONG: list[tuple[Callable[[str], Any], tuple[str, ...], str]] = [
     (lambda text: parse_spec(text, MESH), ("lat=a,b", "=a", "lat=a,lat=b"), "--spec lat=a,lon=b"),
     (parse_select, ("time=0,lat=3:5,time=-1",), "'time' twice"),
     (parse_select, ("time=2001..2002",), "years or numbers. Type 2001-01..2002-12, or 2001.0..2002.0"),  # were days, silently
-    (parse_pad, ("zero",), "not a number"),
 ]
 
 
@@ -385,9 +385,8 @@ def test_examples_can_be_pasted(command: str) -> None:
         ("--mesh a4 --spec a", 2, "Type --mesh a=4,b=2"),
         ("--mesh a=4 --spec z", 2, "--mesh has the axes a."),
         ("--mesh a=4 --spec a --select x", 2, "--select"),
-        ("--mesh a=4 --spec a --pad x", 2, "--pad"),
-        ("--mesh a=4 --spec a --readers 0", 1, "readers is 0"),
-        ("--mesh a=4 --spec a --readers all", 1, "readers is 'all'"),
+        ("--mesh a=4 --spec a --readers 0", 2, "readers is 0"),
+        ("--mesh a=4 --spec a --readers all", 2, "readers is 'all'"),
         ("--mesh a=4 --spec a --staging much", 1, "staging is 'much'"),
         ("--mesh a=4 --spec a --staging 1", 1, "--staging 1MiB or more"),
         ("--mesh a=8 --spec a", 1, "Pass --pad 0 (or another fill value)"),
