@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
+import sys
 import tracemalloc
+import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +27,7 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
 from shardload.formats.zarr.store import open_store
+from shardload.planning.region import Region
 from shardload.storage.local import OutsideError
 from shardload.storage.remote import RemoteChangedError, StorageOptions
 from tests.servers import ObjectServer
@@ -124,26 +128,114 @@ def test_what_is_wrong_with_references(tmp_path: Path) -> None:
         list_arrays(str(tmp_path / "other.json"))
 
 
+def in_parquet(path: Path, n_rows: int = 5, as_text: bool = True) -> str:
+    """The references of a set in JSON, written again in Parquet: a folder beside it."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    document = json.loads(path.read_text())
+    refs, folder = document["refs"], path.with_suffix(".parq")
+    metadata = {
+        key: json.loads(value) if isinstance(value, str) else value for key, value in refs.items() if "/.z" in f"/{key}"
+    }
+    (folder / "x").mkdir(parents=True, exist_ok=True)
+    (folder / ".zmetadata").write_text(json.dumps({"metadata": metadata, "record_size": n_rows}))
+    rows = [refs.get(f"x/{i}.{j}") for i in range(3) for j in range(2)]
+    for number in range(-(-len(rows) // n_rows)):
+        part = rows[number * n_rows :][:n_rows]
+        part += [None] * (n_rows - len(part))
+        places = [row if isinstance(row, list) else [None, 0, 0] for row in part]
+        paths = pyarrow.array(
+            [url and url.replace("{{u}}", document["templates"]["u"]) for url, *_ in places], pyarrow.string()
+        )
+        columns = {
+            "path": paths if as_text else paths.dictionary_encode(),
+            "offset": [row[1] if len(row) > 1 else 0 for row in places],
+            "size": [row[2] if len(row) > 1 else 0 for row in places],
+            "raw": pyarrow.array([row.encode() if isinstance(row, str) else None for row in part], pyarrow.binary()),
+        }
+        parquet.write_table(pyarrow.table(columns), folder / f"x/refs.{number}.parq", compression="zstd")
+    return str(folder)
+
+
+@pytest.mark.parametrize(("n_rows", "as_text"), [(1, True), (5, False), (100, True)])
+def test_parquet(tmp_path: Path, n_rows: int, as_text: bool) -> None:
+    """Ranges, a whole file, content in the table and missing chunks, as fsspec reads them. Wrong if a row were taken for that
+    of another chunk, or a table that is not there for anything but missing chunks.
+    """
+    parts = [DATA[2:4, 5:].tobytes(), np.arange(10, dtype="<f4").tobytes()]
+    (tmp_path / "whole.bin").write_bytes(zlib.compress(parts[0]))
+    inside = "base64:" + base64.b64encode(zlib.compress(parts[1])).decode()
+    write(tmp_path / "refs.json", "x.h5", {"x/1.1": ["whole.bin"], "x/0.0": inside, "x/2.0": None, "x/2.1": None})
+    folder = in_parquet(tmp_path / "refs.json", n_rows, as_text)
+    if n_rows == 1:
+        (Path(folder) / "x/refs.5.parq").unlink()
+    expected = load_all(tmp_path / "refs.json", "x")
+    assert (expected[4:] == 7).all() and (expected[:2, :5] == np.arange(10).reshape(2, 5)).all()
+    assert [(info.dataset, info.shape) for info in list_arrays(folder)] == [("/x", (6, 10))]
+    source = open_source(folder, "x")
+    check_source(source, expected)
+    assert source.labels().dims == ("a", "b") and source.opened_in() == source.state() is not None
+    theirs = pytest.importorskip("fsspec.implementations.reference").LazyReferenceMapper(folder, engine="pyarrow")
+    ours = ReferenceFolder(folder, Access())
+    for at in ("0.0", "0.1", "1.0", "1.1"):
+        stored, offset, nbytes = ours.place(f"x/{at}") or (None, 0, 0)
+        found = theirs[f"x/{at}"]
+        assert stored is not None
+        if isinstance(found, bytes):
+            assert base64.b64decode(found.removeprefix(b"base64:")) == stored.read_at_most(offset, nbytes)
+        else:
+            assert (tmp_path / found[0]).read_bytes()[offset:][:nbytes] == stored.read_at_most(offset, nbytes)
+            assert found[1:] in ([], [offset, nbytes])
+
+
+def test_parquet_at_a_url(tmp_path: Path, server: ObjectServer) -> None:
+    """Only the tables of what is read are fetched, once; and nothing outside of the set's folder, unless it is allowed."""
+    for folder in ("b/in", "b/out"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "refs.json", "")
+    for target, urls in (("x.h5", ["s3://b/in/refs.parq", f"{server.url}/b/in/refs.parq"]), ("s3://b/out/x.h5", [])):
+        write(tmp_path / "b/in/refs.json", target)
+        in_parquet(tmp_path / "b/in/refs.json", 2)
+        for url in urls:
+            server.clear()
+            of_url = access_to(server) if url.startswith("s3") else Access()
+            with closing(open_source(url, "x", of_url)) as source:
+                np.testing.assert_array_equal(source.plain(Region((2, 0), (4, 10))), DATA[2:4])
+            asked = [request.key.removeprefix("b/in/") for request in server.log]
+            assert asked.count("refs.parq/x/refs.1.parq") == 1 and asked.count("refs.parq/.zmetadata") == 1
+            assert set(asked) == {"refs.parq/.zmetadata", "refs.parq/x/refs.1.parq", "x.h5"}
+    server.clear()
+    with pytest.raises(OutsideError, match="pass allow_external=True"):
+        load_all("s3://b/in/refs.parq", "x", access_to(server))
+    assert not server.gets("b/out")
+    np.testing.assert_array_equal(load_all("s3://b/in/refs.parq", "x", access_to(server, allow_external=True)), DATA)
+    with pytest.raises(SourceError, match=r"no \.zmetadata"):
+        list_arrays("s3://b/in/none.parq", access_to(server))
+
+
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_a_set_that_was_replaced_is_noticed(tmp_path: Path, server: ObjectServer, is_remote: bool) -> None:
+def test_a_set_that_was_replaced_is_noticed(tmp_path: Path, server: ObjectServer, name: str, is_remote: bool) -> None:
     """Wrong if the set told the version that it had read: old references would take bytes of the new targets."""
     write(tmp_path / "b/refs.json", "")
-    path = "s3://b/refs.json" if is_remote else str(tmp_path / "b/refs.json")
+    in_parquet(tmp_path / "b/refs.json")
+    path = f"s3://b/{name}" if is_remote else str(tmp_path / "b" / name)
     access = access_to(server)
     with closing(open_source(path, "x", access)) as source:
         assert source.opened_in() == source.state() is not None
-        document = tmp_path / "b/refs.json"
+        document = tmp_path / "b" / name / (".zmetadata" if name.endswith("parq") else "")
         document.write_bytes(document.read_bytes() + b" ")
         assert source.opened_in() != source.state()
 
 
-def test_a_set_that_is_replaced_before_its_metadata_are_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["refs.json", "refs.parq"])
+def test_a_set_that_is_replaced_before_its_metadata_are_asked_for(tmp_path: Path, name: str) -> None:
     """Wrong if its state were looked at then: a large set takes seconds to parse, and the old references would have the new
     state.
     """
     write(tmp_path / "refs.json", "x.h5")
-    document = tmp_path / "refs.json"
-    store = open_store(str(document))
+    in_parquet(tmp_path / "refs.json")
+    store = open_store(str(tmp_path / name))
+    document = tmp_path / name / (".zmetadata" if name.endswith("parq") else "")
     document.write_bytes(document.read_bytes() + b" ")
     assert isinstance(store.node("x"), ArrayNode)
     assert store.state_before("x/.zarray") != store.state("x/.zarray") is not None
@@ -182,24 +274,47 @@ def test_an_object_that_is_opened_again_is_the_same_version(tmp_path: Path, monk
             folder.read_many(["x/2"], 10)
 
 
+def test_what_is_wrong_with_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    write(tmp_path / "refs.json", "x.h5")
+    folder = in_parquet(tmp_path / "refs.json", 3)
+    table, marks = Path(folder) / "x/refs.1.parq", Path(folder) / ".zmetadata"
+    whole, metadata = parquet.read_table(table), marks.read_text()
+    for changed, said in (
+        (whole.slice(0, 2), "has 2 rows, and none for 'x/2.1', which is in row 2: it is cut"),
+        (pyarrow.concat_tables([whole, whole]), "has 6 rows of .* expected 3 at most"),
+        (whole.set_column(1, "offset", pyarrow.nulls(3)), r"expected a text, \[URL\], or \[URL, offset, bytes\]"),
+        (whole.set_column(0, "path", pyarrow.array([1, 2, 3])), r"expected a text, \[URL\], or \[URL, offset, bytes\]"),
+    ):
+        parquet.write_table(changed, table)
+        with pytest.raises(ValueError, match=said):
+            load_all(folder, "x")
+    table.write_bytes(b"PAR1, but no more")
+    with pytest.raises((OSError, ValueError), match=r"[Pp]arquet"):
+        load_all(folder, "x")
+    marks.write_text('{"record_size": 0}')
+    with pytest.raises(SourceError, match="it is no set of references in Parquet"):
+        list_arrays(folder)
+    marks.write_text(metadata)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match="which is not installed: pip install pyarrow"):
+        list_arrays(folder)
+
+
 def test_no_more_memory_than_a_set_has(tmp_path: Path) -> None:
     """Wrong if a set of a few bytes took as much as the largest one may have: 1 GiB, which a job may not have."""
     write(tmp_path / "refs.json.zst", "x.h5")
-    path = str(tmp_path / "refs.json.zst")
-    assert [info.dataset for info in list_arrays(path)] == ["/x"]
-    tracemalloc.start()
-    list_arrays(path)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 64 << 20
-
-
-def test_a_set_in_parquet(tmp_path: Path, server: ObjectServer) -> None:
-    (tmp_path / "refs.parq").mkdir()
-    (tmp_path / "refs.parq/.zmetadata").write_text('{"metadata": {}, "record_size": 5}')
-    for path in (str(tmp_path / "refs.parq"), "s3://b/refs.parq"):
-        with pytest.raises(ConfigError, match=r"refs\.parq' has references in Parquet, which are not read"):
-            list_arrays(path, access_to(server))
+    paths = [str(tmp_path / "refs.json.zst")]
+    if importlib.util.find_spec("pyarrow"):
+        paths.append(in_parquet(Path(write(tmp_path / "refs.json", "x.h5")), 3))
+    for path in paths:
+        assert [info.dataset for info in list_arrays(path)] == ["/x"]
+        tracemalloc.start()
+        list_arrays(path)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 64 << 20
 
 
 def test_a_reference_to_more_than_a_chunk_can_have(tmp_path: Path) -> None:
@@ -218,6 +333,28 @@ def test_a_reference_to_more_than_a_chunk_can_have(tmp_path: Path) -> None:
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert most < 16 << 20
+
+
+def test_rows_of_parquet_that_have_one_long_text(tmp_path: Path) -> None:
+    """Wrong if each row had a copy of it: a file of some hundred bytes took a GiB."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    n, nbytes = 1 << 12, 1 << 16
+    write(tmp_path / "refs.json", "x.h5")
+    folder = Path(in_parquet(tmp_path / "refs.json", n))
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * n, "int32"), pyarrow.array(["base64:" + "A" * nbytes]))
+    for name in ("refs.0.parq", "refs.1.parq"):  # as one with a dictionary, and as one with plain text
+        table = {"path": pyarrow.nulls(n, "string"), "offset": [0] * n, "size": [0] * n, "raw": texts}
+        parquet.write_table(pyarrow.table(table), folder / "x" / name, compression="zstd", store_schema=name == "refs.0.parq")
+    tables = ReferenceFolder(str(folder), Access())._tables
+    assert tables is not None
+    pool, before = pyarrow.default_memory_pool(), pyarrow.default_memory_pool().max_memory()
+    for name in ("refs.0.parq", "refs.1.parq"):
+        tracemalloc.start()
+        found = tables._table(f"x/{name}")
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert found is not None and found[0] == n and len(found[1][3][n - 1]) == nbytes + 7 and found[1][0][0] is None
+        assert max(most, pool.max_memory() - before) < 16 << 20
 
 
 def test_what_is_outside_needs_to_be_allowed(tmp_path: Path, server: ObjectServer) -> None:
