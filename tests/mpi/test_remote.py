@@ -115,7 +115,7 @@ class Live:
 def test_memory_of_what_is_fetched_is_bounded_and_in_the_plan(comm, server, monkeypatch, name, spec):
     """Here all is a 32nd of what it is: 64 MiB beside the memory of a local load, 48 of them fetched before they are needed."""
     plan = shardload.plan(f"s3://bucket/{name}", mesh_of(), spec, storage=server.storage, pad=0, staging="4MiB")
-    assert plan.ahead_nbytes == 48 << 20 and "48.0 MiB of stored bytes fetched ahead" in str(plan)
+    assert plan.ahead_nbytes == 48 << 20 and "48.0 MiB at most fetched ahead" in str(plan)
     without = replace(plan._layouts["parallel"], ahead_nbytes=0).cost(plan.staging_nbytes)
     assert plan.costs["parallel"].peak_nbytes == without.peak_nbytes + min(48 << 20, without.reader_nbytes)
     for limit, nbytes in (("MOST_AHEAD_NBYTES", 48 << 15), ("_AT_ONCE_NBYTES", 16 << 15), ("PIECE_NBYTES", 8 << 15)):

@@ -107,26 +107,29 @@ def test_as_on_disk(shared: Shared, layout: str) -> None:
     check(z, expected, mesh, P("b", "a"))
 
 
-def test_what_lies_between_rows_is_fetched_if_they_are_near(shared: Shared) -> None:
-    """Of a column nearly all is fetched at once; of far rows each takes a request, and so does each chunk of a column."""
+def test_a_plan_says_what_lies_between_rows(shared: Shared) -> None:
+    """Wrong if it counted the selected bytes alone: of a column nearly all is fetched, of far rows each takes a request, and so
+    does each chunk of a column of chunks.
+    """
     near, _ = shared.write("near.h5", lambda file: file.create_dataset(NAME, data=np.zeros((1500, 400), "f4")))
     far, _ = shared.write("far.h5", lambda file: file.create_dataset(NAME, data=np.zeros((30, 9000), "f4")))
     far_planes, _ = shared.write("planes.h5", lambda file: file.create_dataset(NAME, data=np.zeros((30, 90, 100), "f4")))
     chunks, _ = shared.write(
         "chunks.h5", lambda file: file.create_dataset(NAME, data=np.zeros((30, 18000), "f4"), chunks=(1, 3000))
     )
-    for url, n_requests, nbytes in (
-        (near, 1, 1500 * 1600),
-        (far, 30, 30 * 4),
-        (far_planes, 30, 30 * 1600),
-        (chunks, 30, 30 * 12000),
+    for url, promise, nbytes in (
+        (near, "some 1 request for 2.3 MiB", 1500 * 1600),
+        (far, "some 30 requests for 120 B", 30 * 4),
+        (far_planes, "some 30 requests for 46.9 KiB", 30 * 1600),
+        (chunks, "some 30 requests for 351.6 KiB", 30 * 12000),
     ):
         select = (slice(None), slice(5, 9), 7) if url == far_planes else (slice(None), 5)
         plan = shardload.plan(url, mesh_of(), P(), select=select, readers="root", storage=shared.of_http)
+        assert promise in str(plan)
         shared.asked()
         plan.execute()
         asked = shared.asked()
-        assert len(asked) == plan.report.n_requests == n_requests
+        assert len(asked) == plan.report.n_requests == int(promise.split()[1])
         assert sum(request.nbytes for request in asked) == nbytes
 
 

@@ -78,6 +78,7 @@ def test_chunks_of_a_shard_are_fetched_together(bucket, monkeypatch, readers, sp
     plan = shardload.plan(
         "s3://bucket/cubes.zarr", mesh_of(), spec, dataset=NAME, storage=bucket.storage, readers=readers, pad=0
     )
+    assert readers == "direct" or "some 4 requests for" in str(plan), "the index of each shard, and its chunks"
     bucket.asked()
     check(plan.execute(), ramp(CUBES), mesh_of(), spec)
     asked = [request for request in bucket.asked() if "/c/" in request.key]

@@ -23,13 +23,16 @@ from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import Version
 from shardload.planning.cost import Cost, plan_cost
+from shardload.planning.region import NEAR_NBYTES, Grid
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
+from shardload.storage.remote import PIECE_NBYTES
 from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap, wrap_parts
 from shardload.transfer.counters import Counters
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
 NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
+_AT_ONCE, _LATENCY_SECONDS, _CONNECTION_NBYTES = 16, 0.02, 60 * 10**6  # of a store as it is assumed to be: S3 in its region
 _WIDE = 60  # from this width on, names have a column of their own
 
 
@@ -301,10 +304,21 @@ class Plan(PrintedReport):
         return self.info.chunks
 
     @property
+    def decoded_dtype(self) -> np.dtype[Any] | None:
+        """Type of the decoded values, before a cast to `dtype`; None if decoding does not change the stored numbers."""
+        decoding = self._layout.source.decoding
+        return None if decoding is None else decoding.dtype
+
+    @property
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
         shards = self.schedule.shards
         return Extent(self.shape, shards.shape_global, shards.cuts, shards.halo.widths)
+
+    @property
+    def halo_text(self) -> str:
+        """The halo as text: width and edge rule of each axis that has one. Empty without a halo."""
+        return str(self.schedule.shards.halo)
 
     @property
     def nbytes(self) -> int:
@@ -504,14 +518,14 @@ def _facts(plan: Plan) -> dict[str, str]:
     info = plan.info
     shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
     nbytes_chunk = math.prod(info.chunks or ()) * np.dtype(info.dtype).itemsize if plan.staging_is_raised else 0
-    halo, decoding = str(plan.schedule.shards.halo), plan._layout.source.decoding
+    halo = plan.halo_text
     padded = f", padded to {shape_text(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
     padded += f", with halos {shape_text(plan.shape_global)}" if halo else ""
     selected = f" of {shape_text(info.shape)}" if plan.shape != info.shape else ""
-    cast = "" if decoding is None else f" decoded to {decoding.dtype}"
-    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(info.dtype if decoding is None else decoding.dtype) else ""
+    cast = "" if plan.decoded_dtype is None else f" decoded to {plan.decoded_dtype}"
+    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
     chunks = "no chunks (any part can be read)" if info.chunks is None else f"chunks {shape_text(info.chunks)}, {info.codec}"
-    store = {"store": f"up to {format_nbytes(plan.ahead_nbytes)} of stored bytes fetched ahead"} if info.is_in_store else {}
+    store = {"store": _store(plan)} if info.is_in_store else {}
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
     return {
         "file": printable(info.path),
@@ -524,6 +538,36 @@ def _facts(plan: Plan) -> dict[str, str]:
         + (f", because of chunks of {format_nbytes(nbytes_chunk)}" if plan.staging_is_raised else ""),
         "chosen": f"{plan.readers}: {plan.why}",
     }
+
+
+def _store(plan: Plan) -> str:
+    """What is asked of a store, and how long that takes where nothing else does."""
+    info, cost, layout = plan.info, plan.costs[plan.readers], plan._layout.source
+    nbytes, ndim = cost.decoded_nbytes, len(info.shape)
+    units = Grid(info.shape, info.shards or info.chunks or (1,) * ndim, (0,) * ndim)  # objects, chunks, or elements
+    met = list(map(len, units.meeting_axes(layout.selection.region)))
+    if info.format.startswith("Zarr"):
+        n_objects = math.ceil(math.prod(met) * cost.chunks_decoded / max(1, layout.chunks.n_cells))
+        # Of a shard its index, and its chunks.
+        n = n_objects if info.shards is None else n_objects + max(n_objects, -(-nbytes // PIECE_NBYTES))
+    else:
+        n_reads, near_nbytes = min(1, nbytes), 0 if layout.has_chunks else NEAR_NBYTES
+        span_nbytes = stride_nbytes = layout.chunk_nbytes or layout.file_dtype.itemsize
+        for n_units, n_met in zip(reversed(units.counts), reversed(met), strict=True):
+            if n_met > 1 and 1.05 * span_nbytes < stride_nbytes and stride_nbytes > near_nbytes:
+                n_reads *= n_met
+            elif n_met > 1:  # what lies between is fetched, too
+                span_nbytes = n_met * stride_nbytes
+            stride_nbytes *= n_units
+        nbytes = max(nbytes, n_reads * span_nbytes)
+        n = max(n_reads, -(-nbytes // PIECE_NBYTES)) + info.n_parts
+    share = cost.reader_nbytes / max(1, cost.decoded_nbytes)
+    seconds = -(-n * share // _AT_ONCE) * _LATENCY_SECONDS + nbytes * share / (_AT_ONCE * _CONNECTION_NBYTES)
+    return (
+        f"some {counted(n, 'request')} for {format_nbytes(nbytes)}, fewer of both if compression helps; "
+        f"{_AT_ONCE} at a time of each reader, {format_nbytes(plan.ahead_nbytes)} at most fetched ahead; "
+        f"{seconds:.2g} s at {_LATENCY_SECONDS * 1000:.0f} ms each and {_CONNECTION_NBYTES // 10**6} MB/s a connection"
+    )
 
 
 def _decoded(plan: Plan, cost: Cost) -> str:
@@ -554,7 +598,7 @@ def _table(plan: Plan, width: int) -> list[str]:
 def describe_job(plan: Plan) -> str:
     """The plan as the text that ranks compare: every rank must have planned the same."""
     schedule, shards = plan.schedule, plan.schedule.shards
-    halo = f", halo {shards.halo}" if str(shards.halo) else ""
+    halo = f", halo {plan.halo_text}" if plan.halo_text else ""
     return (
         f"{plan.readers} of {plan.shape} {plan.dtype} as {plan.shape_global}, blocks {schedule.blocks}, {schedule.owners} of "
         f"{schedule.n_ranks} ranks, shards {shards.cuts} on ranks {shards.describe_ranks()}{halo}"

@@ -16,12 +16,13 @@ obstore is imported by `open_remote`, so never for local files.
 
 from shardload.storage.objects import RemoteError
 from shardload.storage.remote.address import StorageOptions, is_remote, with_store, without_secrets
-from shardload.storage.remote.ahead import MOST_AHEAD_NBYTES
+from shardload.storage.remote.ahead import MOST_AHEAD_NBYTES, PIECE_NBYTES
 from shardload.storage.remote.client import Counts, Pin, RemoteChangedError, counts
 from shardload.storage.remote.objects import RemoteFolder, RemoteObject, expect, open_remote
 
 __all__ = [
     "MOST_AHEAD_NBYTES",
+    "PIECE_NBYTES",
     "Counts",
     "Pin",
     "RemoteChangedError",
