@@ -43,7 +43,7 @@ from shardload.formats.diagnosis import (
 )
 from shardload.formats.memory import MemorySource
 from shardload.planning.region import Region, count_runs
-from shardload.planning.tuning import START_SECONDS, Tuning, one_reader_seconds
+from shardload.planning.tuning import Tuning
 from shardload.storage.changes import complete_append
 from shardload.storage.leftovers import refuse_leftover
 from shardload.storage.remote import is_remote, open_remote, without_secrets
@@ -612,9 +612,7 @@ def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[
 
 
 def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:
-    """True if a region is small, with all of the chunks (or shards) that it meets, and one process reads and decodes them in
-    less time than a load takes to start.
-    """
+    """True if one process reads a region, with all of the chunks (or shards) that it meets, sooner than a load starts."""
     nbytes, unit = nbytes_of(info, region.shape), info.shards or info.chunks
     if nbytes == 0:
         return False
@@ -624,9 +622,9 @@ def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:
     if nbytes <= tuning.tiny_nbytes and region.shape == info.shape:
         return True
     if info.chunks is None:
-        return one_reader_seconds(nbytes, 0, info.codec, count_runs(info.shape, region.shape)) <= START_SECONDS
-    n_chunks = math.prod(map(len, chunks_met(region, info.chunks)))
-    return one_reader_seconds(decoded, n_chunks, info.codec) <= START_SECONDS
+        return count_runs(info.shape, region.shape) <= tuning.small_reads
+    is_encoded, n_chunks = info.codec != "none", math.prod(map(len, chunks_met(region, info.chunks)))
+    return n_chunks <= tuning.small_reads and not (is_encoded and decoded > tuning.small_encoded_nbytes)
 
 
 def _read(source: Source, region: Region, out: np.ndarray[Any, Any]) -> bool:

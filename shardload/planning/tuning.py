@@ -37,9 +37,10 @@ class Tuning:
         Smaller blocks go to ranks of the same machine as messages: MPI delivers them in microseconds.
     tiny_nbytes : int
         The values of an array up to this size are sent to all ranks with its metadata: that is faster than opening a file.
-    small_nbytes : int
-        So are the values of an array up to this size, with all of its chunks or shards, if there are several ranks, and rank 0
-        reads them sooner than all ranks would (`one_reader_seconds`).
+    small_nbytes, small_encoded_nbytes, small_reads : int
+        So are the values of an array up to this size, with all of its chunks or shards, if there are several ranks; up to the
+        second if chunks are compressed, and in at most so many chunks or runs of the file. One rank reads and sends them in the
+        8 ms that a load on several ranks takes beside the reads: each opens the file, all agree to start, parts are sent.
     small_total_nbytes : int
         Cap on the values of all arrays of a call that are sent so.
     block_nbytes, block_between_nodes_nbytes : int
@@ -63,6 +64,8 @@ class Tuning:
     worth_sharing_nbytes: int = 1 << 16
     tiny_nbytes: int = 1 << 14
     small_nbytes: int = 8 << 20
+    small_encoded_nbytes: int = 2 << 20
+    small_reads: int = 1 << 9
     small_total_nbytes: int = 8 << 20
     block_nbytes: int = 4 << 20
     large_block_nbytes: int = 16 << 20
@@ -107,31 +110,3 @@ def tuned(**changes: Any) -> Iterator[Tuning]:
         yield _default
     finally:
         _default = before
-
-
-# What a load on several ranks costs beside the reads: each rank opens the file, all agree to start, parts are sent. It is
-# enough for 8 MiB in one piece.
-START_SECONDS = 8e-3
-_CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
-_RUN_SECONDS = 5e-6  # to read a run that is apart from the others, however short
-_SEND_RATE = 1.5e9
-# Bytes per second of one core through the format's library, in one thread.
-_CONTIGUOUS_RATE, _OTHER_RATE = 4e9, 1.5e8
-_CODEC_RATES = {"none": 2e9, "zstd": 6e8, "blosc": 1e9, "lz4": 1e9, "lzf": 3e8, "gzip": 3.25e8, "zlib": 3.25e8}
-
-
-def _decode_rate(codec: str) -> float:
-    names = [name for name in codec.lower().split("+") if name != "shuffle"] or ["none"]
-    return min(next((rate for word, rate in _CODEC_RATES.items() if word in name), _OTHER_RATE) for name in names)
-
-
-def one_reader_seconds(nbytes: int, n_chunks: int, codec: str, n_runs: int = 0) -> float:
-    """Estimate how long one rank takes to read an array with the format's library, and to send all of it to every rank.
-
-    `n_chunks` is 0 if the file has no chunks; then `n_runs` is how many runs of the file are read.
-
-    >>> one_reader_seconds(1_740_480, 240, "none") < START_SECONDS < one_reader_seconds(2 << 20, 240, "gzip")
-    True
-    """
-    rate = _decode_rate(codec) if n_chunks else _CONTIGUOUS_RATE
-    return nbytes / rate + n_chunks * _CHUNK_SECONDS + n_runs * _RUN_SECONDS + nbytes / _SEND_RATE
