@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +29,7 @@ from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import PARALLEL, ROOT, Owners, SourceLayout
-from shardload.planning.selection import Selection
+from shardload.planning.selection import Selection, axes_text
 from shardload.planning.shards import Shards
 from shardload.units import format_nbytes
 from shardload.values.dates import as_dates, in_other_units
@@ -136,16 +135,10 @@ def offsets_of(window: Window) -> tuple[int, ...]:
 
 def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     """The stream's axis among those of the selected array. ConfigError if it is none of them."""
-    kept_axes = selection.kept
-    n, names = len(info.shape), [name for name in info.dims if name is not None]
+    kept_axes, n = selection.kept, len(info.shape)
     if isinstance(along, str):
-        if along not in names:
-            if names:
-                nearest = (get_close_matches(along, names, n=1) or names)[0]
-                names_text = f"has axes named {', '.join(map(repr, names))}. Pass one of them, such as along={nearest!r}"
-            else:
-                names_text = f"has no names of axes. Pass one of its {n} axes, by its number: along=0"
-            raise ConfigError(f"along is {along!r}, but {info} {names_text}")
+        if along not in info.dims:
+            raise ConfigError(f"along is {along!r}, but {info} {axes_text(along, 0, info.dims, 'the number of one: along=0')}")
         axis = info.dims.index(along)
     else:
         axis = along + n if along < 0 else along
