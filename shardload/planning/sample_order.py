@@ -123,17 +123,14 @@ class SampleOrder:
             return self.anchors
         keys = words = random_words(self.seed, number, _OF_SAMPLES, self.anchors)
         if self.spread < self.n_blocks:
+            # The place of each sample's block among the shuffled blocks, with the sample's own word behind it.
             shuffled = np.argsort(random_words(self.seed, number, _OF_BLOCKS, np.arange(self.n_blocks)), kind="stable")
-            keys = self._keys_of(shuffled, words)
+            place = np.empty(self.n_blocks, dtype=np.uint64)
+            place[shuffled] = np.arange(self.n_blocks, dtype=np.uint64)
+            places = place[self.block_of(self.anchors + self.first)]
+            keys = (places << np.uint64(32)) + np.uint64(self.spread) * (words >> np.uint64(32))
         anchors: IntArray = self.anchors[np.argsort(keys, kind="stable")]
         return anchors
-
-    def _keys_of(self, shuffled: IntArray, words: Words) -> Words:
-        """The place of the block of each sample among the shuffled blocks, with the sample's own word behind it."""
-        place = np.empty(self.n_blocks, dtype=np.uint64)
-        place[shuffled] = np.arange(self.n_blocks, dtype=np.uint64)
-        blocks: Words = place[self.block_of(self.anchors + self.first)]
-        return (blocks << np.uint64(32)) + np.uint64(self.spread) * (words >> np.uint64(32))
 
     def horizon(self, batch: int, chunk: int) -> int:
         """Batches that a step waits in memory at most between two of its samples, if chunks have so many steps.

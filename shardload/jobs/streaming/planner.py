@@ -1,6 +1,6 @@
 """How does a stream come from metadata and checked arguments to a plan? Every rank makes the same one, and opens no file.
 
-1. Leaves that name the same array, in the same dtype, become one `StreamArray`, which is read once, however they cut it.
+1. Leaves that name the same array, in the same dtype and cut in the same way, become one `StreamArray`, which is read once.
 2. The order of the samples follows from the steps of the selection, windows, gaps, chunks and `pool`.
 3. Each leaf gets its places among the steps of its array, and the sharding of its batches.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +29,7 @@ from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import PARALLEL, ROOT, Owners, SourceLayout
-from shardload.planning.selection import Selection
+from shardload.planning.selection import Selection, axes_text
 from shardload.planning.shards import Shards
 from shardload.units import format_nbytes
 from shardload.values.dates import as_dates, in_other_units
@@ -118,13 +117,10 @@ class LeafRequest:
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Leaves with the same key are read together."""
-        of_values = replace(self.request.options, select=None, pad=None)  # without those that are told apart later
-        return file_of(self.handle, self.info), self.info.dataset, self.selection, of_values
-
-    @property
-    def cut(self) -> tuple[Any, ...]:
-        """Leaves of an array with the same cut hold the same steps on the same ranks."""
-        return self.request.sharding, self.request.options.pad is None
+        options = self.request.options
+        of_values = replace(options, select=None, pad=None)  # a value of pad is the leaf's
+        cut = self.request.sharding, options.pad is None
+        return file_of(self.handle, self.info), self.info.dataset, self.selection, of_values, cut
 
     @property
     def rest(self) -> list[int]:
@@ -139,16 +135,10 @@ def offsets_of(window: Window) -> tuple[int, ...]:
 
 def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     """The stream's axis among those of the selected array. ConfigError if it is none of them."""
-    kept_axes = selection.kept
-    n, names = len(info.shape), [name for name in info.dims if name is not None]
+    kept_axes, n = selection.kept, len(info.shape)
     if isinstance(along, str):
-        if along not in names:
-            if names:
-                nearest = (get_close_matches(along, names, n=1) or names)[0]
-                names_text = f"has axes named {', '.join(map(repr, names))}. Pass one of them, such as along={nearest!r}"
-            else:
-                names_text = f"has no names of axes. Pass one of its {n} axes, by its number: along=0"
-            raise ConfigError(f"along is {along!r}, but {info} {names_text}")
+        if along not in info.dims:
+            raise ConfigError(f"along is {along!r}, but {info} {axes_text(along, 0, info.dims, 'the number of one: along=0')}")
         axis = info.dims.index(along)
     else:
         axis = along + n if along < 0 else along
@@ -159,11 +149,6 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
             f"select takes one index of axis {axis} of {info}, along which the stream goes: pass a slice, or another along="
         )
     return int(kept_axes.index(axis))
-
-
-def _cuts_of(leaves: Sequence[LeafRequest]) -> dict[tuple[Any, ...], LeafRequest]:
-    """The cuts of leaves that are read together, each with one of its leaves."""
-    return {leaf.cut: leaf for leaf in leaves}
 
 
 def _typed(nbytes: int) -> str:
@@ -206,8 +191,8 @@ class StreamPlanner:
         if self._sampling.gaps != IGNORE:
             check_same_steps(arrays)
         order, pool_nbytes = self._order(arrays)
-        numbers, cuts = list(by_key), {key: list(_cuts_of(same)) for key, same in by_key.items()}
-        leaves = [self._leaf(leaf, arrays, numbers.index(leaf.key), cuts[leaf.key].index(leaf.cut)) for leaf in self._leaves]
+        numbers = list(by_key)
+        leaves = [self._leaf(leaf, arrays, numbers.index(leaf.key)) for leaf in self._leaves]
         plan = StreamPlan(
             arrays=arrays,
             leaves=leaves,
@@ -233,10 +218,11 @@ class StreamPlanner:
         order, room = plan.sample_order, self._ranks.memory_nbytes - plan.staging_nbytes
         step_nbytes = batch_nbytes = stored_nbytes = 0.0
         for array in plan.arrays:
-            step_nbytes += array.step_nbytes * sum(cut.shards.most_held / cut.shards.n_shards for cut in array.cuts)
+            shards = array.schedule.shards
+            step_nbytes += array.step_nbytes * shards.most_held / shards.n_shards
             stored_nbytes += array.stored_step_nbytes
         for leaf in plan.leaves:
-            shards = plan.arrays[leaf.array].cuts[leaf.cut].shards
+            shards = plan.arrays[leaf.array].schedule.shards
             batch_nbytes += math.prod(leaf.shape) * leaf.dtype.itemsize * shards.most_held / shards.n_shards
         room -= int((plan.prefetch + 1) * batch_nbytes)
         if order.seed is None:
@@ -272,7 +258,7 @@ class StreamPlanner:
                 fix += f", or border='reread': no such window fits into a block of {order.block} steps"
             raise ConfigError(f"{order.n_steps} steps{of_window} have {n} samples, which make no batch of {batch}. {fix}")
         if plan.remainder == "error" and n % batch:
-            n_parts = math.lcm(*(cut.shards.cuts[0] for array in plan.arrays for cut in array.cuts))
+            n_parts = math.lcm(*(array.schedule.shards.cuts[0] for array in plan.arrays))
             fits = [k for k in range(n_parts, n + 1, n_parts) if n % k == 0]
             fix = f", or batch={min(fits, key=lambda k: abs(k - batch))}" if fits else ""
             raise ConfigError(
@@ -297,10 +283,7 @@ class StreamPlanner:
             handle=leaf.handle,
             options=request.options,
             source=source,
-            cuts=[
-                BatchSchedule(blocks, axis, self._shards(of_cut, source, axis), ranks.n, owners)
-                for of_cut in _cuts_of(leaves).values()
-            ],
+            schedule=BatchSchedule(blocks, axis, self._shards(leaf, source, axis), ranks.n, owners),
             offsets=tuple(sorted({step for same in leaves for step in same.offsets})),
             sum_of_values=leaf.sum_of_values,
             state=leaf.state,
@@ -402,16 +385,15 @@ class StreamPlanner:
 
     # --- leaves
 
-    def _leaf(self, leaf: LeafRequest, arrays: Sequence[StreamArray], number: int, cut: int) -> Leaf:
+    def _leaf(self, leaf: LeafRequest, arrays: Sequence[StreamArray], number: int) -> Leaf:
         array, has_axis, sharding = arrays[number], WINDOW in leaf.leading, leaf.request.sharding
-        batch, *rest = array.cuts[cut].shards.shape_global
+        batch, *rest = array.schedule.shards.shape_global
         shape = (*[batch] * (SAMPLES in leaf.leading), *[len(leaf.offsets)] * has_axis, *rest)
         pad = leaf.request.options.pad
         if pad is not None and self._sampling.remainder == "pad":  # or the last batch of an epoch would be the first to say so
             pad_value(pad, array.source.dtype)
         return Leaf(
             array=number,
-            cut=cut,
             places=tuple(array.offsets.index(step) for step in leaf.offsets),
             has_window_axis=has_axis,
             sharding=NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),

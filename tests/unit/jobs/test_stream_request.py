@@ -101,11 +101,14 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         # What does not fit the file, or another option.
         ({"along": 3}, r"along is 3, but '/t' in .* has shape \(24, 3, 4\): pass an axis of it"),
         ({"along": -4}, r"along is -4, but .* has shape \(24, 3, 4\)"),
-        ({"along": "step"}, "along is 'step', but '/t' in .* has axes named 'time', 'level', 'lat'. Pass one of them, such"),
-        ({"along": "levle"}, "has axes named 'time', 'level', 'lat'. Pass one of them, such as along='level'"),
+        (
+            {"along": "step"},
+            "along is 'step', but '/t' in .* has the axes 'time', 'level', 'lat'; pass one .* along=0",
+        ),
+        ({"along": "levle"}, r"has the axes 'time', 'level', 'lat'. Did you mean 'level'\?"),
         (
             {"dataset": "unnamed", "along": "time"},
-            "along is 'time', but '/unnamed' in .* has no names of axes. Pass .* along=0",
+            "along is 'time', but '/unnamed' in .* has no names of axes; pass .* along=0",
         ),
         ({"dataset": "number", "spec": P()}, r"along is 0, but '/number' in .* has shape \(\)"),
         ({"select": 5}, "select takes one index of axis 0 of '/t' in .*, along which the stream goes: pass a slice"),
