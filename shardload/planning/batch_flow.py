@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -203,10 +204,10 @@ def _level(preferred: IntArray, owners: Owners, n_ranks: int) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchFlow:
-    """The `Flow` of an array in one round: runs of steps, from the owners of blocks to the shards of batches.
+class CutFlow:
+    """What goes where in one round if the batch is cut in one way: runs of steps, from the owners of blocks to the shards.
 
-    A target is a run of a tile: number ``run * n_tiles + tile``.
+    A target is a run of a tile, in this cut: number ``(run * n_tiles + tile) * n_cuts + cut``.
 
     Parameters
     ----------
@@ -218,29 +219,18 @@ class BatchFlow:
         What each part of the batch needs.
     owners : ndarray of int
         The rank that reads each block: those of the first column, then those of the next one.
+    cut, n_cuts : int
+        Which of all cuts this is, and how many there are.
     """
 
     schedule: BatchSchedule
     columns: Sequence[int]
     runs: Runs
     owners: IntArray
+    cut: int = 0
+    n_cuts: int = 1
 
-    is_direct = False
-
-    def around(self, rank: int) -> Region | None:
-        """A box around all that a rank ever reads."""
-        return Region.whole(self.schedule.blocks.shape)
-
-    def blocks_of(self, rank: int) -> list[int]:
-        """The blocks that a rank reads."""
-        return np.flatnonzero(self.owners == rank).tolist()
-
-    def outgoing(self, rank: int) -> Iterator[Block]:
-        """See `Flow`."""
-        for block in self.blocks_of(rank):
-            yield Block(self._region(block), tuple(self._parts_of(block)))
-
-    def _region(self, block: int) -> Region:
+    def region(self, block: int) -> Region:
         """The region of a block of the round."""
         place, cell = divmod(block, self.schedule.rest.n_cells)
         length, phase, axis = self.schedule.blocks.cell, self.schedule.blocks.phase, self.schedule.axis
@@ -248,7 +238,7 @@ class BatchFlow:
         stop = min(self.schedule.blocks.shape[axis], start + length[axis])
         return self.schedule.with_steps(self.schedule.rest.region(cell), max(0, start), stop)
 
-    def _parts_of(self, block: int) -> Iterator[Part]:
+    def parts_of(self, block: int) -> Iterator[Part]:
         """Which parts of a block of the round go where."""
         schedule = self.schedule
         place, cell = divmod(block, schedule.rest.n_cells)
@@ -272,22 +262,18 @@ class BatchFlow:
         holders = schedule.shards.holder_of(shards, np.zeros_like(shards))
         return schedule.shards.most_holders == 1 and np.array_equal(owners, holders)
 
-    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        """See `Flow`."""
-        schedule, awaited = self.schedule, list[tuple[int, Part]]()  # each after its block
+    def awaited(self, rank: int) -> Iterator[tuple[int, int, Part]]:
+        """The parts that come from other ranks, in any order, each after its block and cut. `Part.rank` is the sender."""
+        schedule, n_cells = self.schedule, self.schedule.rest.n_cells
         for shard, shard_region in self._held_by(rank):
             runs = self.runs_of(shard)
             for cell, common in schedule.rest.cut(shard_region):
-                blocks = self.runs.column[runs] * schedule.rest.n_cells + cell
+                blocks = self.runs.column[runs] * n_cells + cell
                 senders = self.owners[blocks]
                 for k in np.flatnonzero(senders != rank).tolist():
                     run = int(runs[k])
                     region = schedule.with_steps(common, *self.runs.steps[run])
-                    awaited.append((int(blocks[k]), Part(region, self.number(shard, run), int(senders[k]))))
-        parts_by_sender: dict[int, list[Part]] = {}
-        for _, part in sorted(awaited, key=lambda each: (each[0], each[1].target)):
-            parts_by_sender.setdefault(part.rank, []).append(part)
-        return parts_by_sender
+                    yield int(blocks[k]), self.cut, Part(region, self.number(shard, run), int(senders[k]))
 
     def _held_by(self, rank: int) -> Iterator[tuple[int, Region]]:
         """The shards of a rank that have something of the array, and what of its other axes."""
@@ -302,16 +288,16 @@ class BatchFlow:
 
     def number(self, shard: int, run: int) -> int:
         """The number of the target for a run of a shard."""
-        return run * self.schedule.n_tiles + shard % self.schedule.n_tiles
+        return (run * self.schedule.n_tiles + shard % self.schedule.n_tiles) * self.n_cuts + self.cut
 
     def target(self, number: int) -> Region | None:
-        """See `Flow`: the elements that a target needs; None if it needs none."""
-        run, tile = divmod(number, self.schedule.n_tiles)
+        """The elements that a target needs; None if it needs none."""
+        run, tile = divmod(number // self.n_cuts, self.schedule.n_tiles)
         tile_region = self.schedule.tiles[tile]
         return None if tile_region is None else self.schedule.with_steps(tile_region, *self.runs.steps[run])
 
     def targets(self, rank: int) -> list[int]:
-        """See `Flow`."""
+        """The targets that a rank fills."""
         return [self.number(shard, run) for shard, run in self.runs_held_by(rank)]
 
     def runs_held_by(self, rank: int) -> Iterator[tuple[int, int]]:
@@ -319,3 +305,47 @@ class BatchFlow:
         for shard, _ in self._held_by(rank):
             for run in self.runs_of(shard).tolist():
                 yield shard, run
+
+
+@dataclass(frozen=True, eq=False)
+class BatchFlow:
+    """The `Flow` of an array in one round, for batches that are cut in one way or several: each block is read once for all.
+
+    Parameters
+    ----------
+    cuts : sequence of CutFlow
+        With the same columns, blocks and owners.
+    """
+
+    cuts: Sequence[CutFlow]
+
+    is_direct = False
+
+    def around(self, rank: int) -> Region | None:
+        """A box around all that a rank ever reads."""
+        return Region.whole(self.cuts[0].schedule.blocks.shape)
+
+    def blocks_of(self, rank: int) -> list[int]:
+        """The blocks that a rank reads."""
+        return np.flatnonzero(self.cuts[0].owners == rank).tolist()
+
+    def outgoing(self, rank: int) -> Iterator[Block]:
+        """See `Flow`."""
+        for block in self.blocks_of(rank):
+            yield Block(self.cuts[0].region(block), tuple(part for cut in self.cuts for part in cut.parts_of(block)))
+
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+        """See `Flow`."""
+        awaited = chain.from_iterable(cut.awaited(rank) for cut in self.cuts)
+        parts_by_sender: dict[int, list[Part]] = {}
+        for _, _, part in sorted(awaited, key=lambda each: (*each[:2], each[2].target)):
+            parts_by_sender.setdefault(part.rank, []).append(part)
+        return parts_by_sender
+
+    def target(self, number: int) -> Region | None:
+        """See `Flow`."""
+        return self.cuts[number % len(self.cuts)].target(number)
+
+    def targets(self, rank: int) -> list[int]:
+        """See `Flow`."""
+        return [target for cut in self.cuts for target in cut.targets(rank)]

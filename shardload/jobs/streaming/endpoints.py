@@ -25,7 +25,7 @@ from shardload.formats.lookup import open_source
 from shardload.jobs.consistency import SINCE_STREAM, KeptSources, as_planned
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
-from shardload.planning.batch_flow import BatchFlow
+from shardload.planning.batch_flow import BatchFlow, CutFlow
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block
 from shardload.planning.tuning import default_tuning
@@ -34,23 +34,26 @@ from shardload.transfer.counters import Counters, describe_missing, settle_missi
 
 Array = np.ndarray[Any, Any]
 _INLINE_NBYTES = 1 << 20  # of a block: decoded while other ranks wait for an answer, a millisecond or two
-_Key = tuple[EpochRounds, int, int, int]  # epoch, and the numbers of array, reading and shard
+_Key = tuple[EpochRounds, int, int, int, int]  # epoch, and the numbers of array, reading, cut and shard
 
 
 class StreamMove(FileMove):
     """What moves of one array in a round; `later` is what moves of it in the next ones."""
 
-    flow: BatchFlow
-
-    def __init__(self, array: int, stream_array: StreamArray, epoch: EpochRounds, places: range) -> None:
-        super().__init__(array, epoch.flow(array, places), stream_array.info, stream_array.source)
-        self.stream_array, self.epoch, self.places = stream_array, epoch, places
+    def __init__(
+        self, array: int, stream_array: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: range
+    ) -> None:
+        super().__init__(array, BatchFlow(flows), stream_array.info, stream_array.source)
+        self.stream_array, self.flows, self.epoch, self.places = stream_array, flows, epoch, places
         self.later, self.is_expected = list[StreamMove](), False
 
 
 def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
     """What moves in a round."""
-    return [StreamMove(array, plan.arrays[array], epoch, places) for array, places in round_.readings.items()]
+    return [
+        StreamMove(array, plan.arrays[array], epoch.flows(array, places), epoch, places)
+        for array, places in round_.readings.items()
+    ]
 
 
 class StreamSource(FileSource):
@@ -164,18 +167,19 @@ class BatchTarget:
         """See `TargetEndpoint`."""
         for move in moves:
             move.targets = {}
-            for shard, run in move.flow.runs_held_by(self._rank):
-                number = move.flow.number(shard, run)
-                region = move.flow.target(number)
-                if region is not None:
-                    move.targets[number] = Piece(region, self._room(move, shard, run, region.shape))
+            for flow in move.flows:
+                for shard, run in flow.runs_held_by(self._rank):
+                    number = flow.number(shard, run)
+                    region = flow.target(number)
+                    if region is not None:
+                        move.targets[number] = Piece(region, self._room(move, flow, shard, run, region.shape))
 
-    def _room(self, move: Any, shard_number: int, run: int, shape: tuple[int, ...]) -> Array:
+    def _room(self, move: Any, flow: CutFlow, shard_number: int, run: int, shape: tuple[int, ...]) -> Array:
         """Memory for a run of steps of a shard."""
-        leaf = self._plan.in_place.get(move.array)
+        leaf = self._plan.in_place.get((move.array, flow.cut))
         if leaf is None:
             return np.empty(shape, dtype=move.dtype)
-        n, last = shape[move.stream_array.schedule.axis], int(move.flow.runs.last[run])
+        n, last = shape[move.stream_array.schedule.axis], int(flow.runs.last[run])
         batch, slot = divmod(last + 1 - n, self._plan.batch)
         shard, key = self._shards[leaf][shard_number], (move.epoch, batch, leaf, shard_number)
         if key not in self._pieces:
@@ -187,17 +191,18 @@ class BatchTarget:
         """See `TargetEndpoint`. The ranks have agreed that all has come."""
         moves: Sequence[Any] = round_.moves
         for move in moves:
-            if move.array not in self._plan.in_place:
-                self._keep(move)
+            for flow in move.flows:
+                if (move.array, flow.cut) not in self._plan.in_place:
+                    self._keep(move, flow)
             move.targets = {}
 
-    def _keep(self, move: Any) -> None:
-        """Keep the steps of an array until batches need them."""
-        axis, runs = move.stream_array.schedule.axis, move.flow.runs
+    def _keep(self, move: Any, flow: CutFlow) -> None:
+        """Keep the steps of a cut until batches need them."""
+        axis, runs = move.stream_array.schedule.axis, flow.runs
         places, ends = runs.column.tolist(), (runs.last // self._plan.batch).tolist()
-        for shard, run in move.flow.runs_held_by(self._rank):
-            key, start = (move.epoch, move.array, move.places[places[run]], shard), runs.steps[run][0]
-            piece = move.targets[move.flow.number(shard, run)]
+        for shard, run in flow.runs_held_by(self._rank):
+            key, start = (move.epoch, move.array, move.places[places[run]], flow.cut, shard), runs.steps[run][0]
+            piece = move.targets[flow.number(shard, run)]
             self._steps.setdefault(key, Steps()).add(start, np.moveaxis(piece.data, axis, 0))
             self._ends.setdefault((move.epoch, ends[run]), []).append((key, start))
 
@@ -249,7 +254,7 @@ class BatchTarget:
                 for k, place in enumerate(leaf.places if in_place is None else ()):
                     steps, readings = anchors[slots] + array.offsets[place], reading_of[slots, place]
                     for i, j in _neighbours(steps, readings):
-                        key = epoch, leaf.array, int(readings[i]), shard.number
+                        key = epoch, leaf.array, int(readings[i]), leaf.cut, shard.number
                         self._steps[key].copy(int(steps[i]), real[i:j, k])
                 if shard.scale is not None:
                     np.subtract(real, shard.scale[0], out=real)
@@ -319,7 +324,7 @@ class _LeafShard:
 
 
 def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> dict[int, _LeafShard]:
-    schedule, shards_of_rank = plan.arrays[leaf.array].schedule, dict[int, _LeafShard]()
+    schedule, shards_of_rank = plan.arrays[leaf.array].cuts[leaf.cut], dict[int, _LeafShard]()
     for number in schedule.shards.shards_of(rank):
         of_samples, held = schedule.shards.region(number), schedule.held(number)
         start, stop = list(of_samples.start), list(of_samples.stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import split_path
 from shardload.jobs.consistency import State
 from shardload.options import Options
-from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs, share_blocks
+from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.shards import Shards
@@ -60,8 +60,8 @@ class StreamArray:
         What was asked of it.
     source : SourceLayout
         How the selected elements lie in the file, and how stored numbers become values.
-    schedule : BatchSchedule
-        The columns cut into blocks, and the batch into shards.
+    cuts : sequence of BatchSchedule
+        The columns cut into blocks, and the batch into shards: in each way in which leaves ask for it.
     offsets : tuple of int
         The steps that samples have of it, from the anchor.
     sum_of_values : int or None
@@ -74,10 +74,15 @@ class StreamArray:
     handle: Any
     options: Options
     source: SourceLayout
-    schedule: BatchSchedule
+    cuts: Sequence[BatchSchedule]
     offsets: tuple[int, ...]
     sum_of_values: int | None
     state: State
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """For the blocks, which are the same in all cuts."""
+        return self.cuts[0]
 
     @property
     def region_schedule(self) -> Schedule:
@@ -128,8 +133,8 @@ class Leaf:
 
     Attributes
     ----------
-    array : int
-        The number of the `StreamArray` that it has values of.
+    array, cut : int
+        The number of the `StreamArray` that it has values of, and of the one of its cuts.
     places : tuple of int
         Which of that array's offsets it has.
     has_window_axis : bool
@@ -147,6 +152,7 @@ class Leaf:
     """
 
     array: int
+    cut: int
     places: tuple[int, ...]
     has_window_axis: bool
     sharding: NamedSharding
@@ -240,19 +246,19 @@ class StreamPlan(PrintedReport):
         return -(-n_samples // self.batch) if self.remainder == "pad" else n_samples // self.batch
 
     @cached_property
-    def in_place(self) -> dict[int, int]:
-        """By array: the leaf into whose batches steps are read at once, without a copy in between.
+    def in_place(self) -> dict[tuple[int, int], int]:
+        """By array and cut: the leaf into whose batches steps are read at once, without a copy in between.
 
         Each step then has one place, in a batch that comes soon: steps of long chunks that are shuffled wait for batches that
         are far apart, which would all be in memory.
         """
-        leaves_of_array: dict[int, list[int]] = {}
+        leaves_of_cut: dict[tuple[int, int], list[int]] = {}
         for number, leaf in enumerate(self.leaves):
             array = self.arrays[leaf.array]
             comes_soon = self.sample_order.seed is None or array.chunk_steps == 1
             if comes_soon and len(array.offsets) == 1:
-                leaves_of_array.setdefault(leaf.array, []).append(number)
-        return {array: leaves[0] for array, leaves in leaves_of_array.items() if len(leaves) == 1}
+                leaves_of_cut.setdefault((leaf.array, leaf.cut), []).append(number)
+        return {cut: leaves[0] for cut, leaves in leaves_of_cut.items() if len(leaves) == 1}
 
     @cached_property
     def horizon(self) -> int:
@@ -443,21 +449,24 @@ class EpochRounds:
         rounds = [RoundReadings(int(self.readings[array].batches[k]), {array: range(k, k + 1)}) for array, k in pairs]
         return sorted(rounds, key=lambda round_: round_.batch)
 
-    def flow(self, array: int, places: range) -> BatchFlow:
-        """What moves of an array in a round whose readings of it are `places`."""
-        columns, schedule = self.readings[array].chunks[places.start : places.stop].tolist(), self._plan.arrays[array].schedule
-        runs = self._runs(array, places)
-        return BatchFlow(schedule, columns, runs, share_blocks(schedule, runs, len(columns)))
+    def flows(self, array: int, places: range) -> list[CutFlow]:
+        """For each cut of an array, what moves in a round whose readings of the array are `places`."""
+        columns, cuts = self.readings[array].chunks[places.start : places.stop].tolist(), self._plan.arrays[array].cuts
+        flows: list[CutFlow] = []
+        for cut, (schedule, runs) in enumerate(zip(cuts, self._runs(array, places), strict=True)):
+            owners = flows[0].owners if flows else share_blocks(schedule, runs, len(columns))
+            flows.append(CutFlow(schedule, columns, runs, owners, cut, len(cuts)))
+        return flows
 
-    def _runs(self, array: int, places: range) -> Runs:
-        """The runs of steps that some of an array's readings bring."""
+    def _runs(self, array: int, places: range) -> Iterator[Runs]:
+        """For each cut of an array, the runs of steps that some of its readings bring."""
         stream_array, plan = self._plan.arrays[array], self._plan
         column, step, sample = self.readings[array].uses(places.start, places.stop)
-        shards = stream_array.schedule.shards
-        step_nbytes = stream_array.step_nbytes * shards.cuts[0] // max(1, shards.n_shards)
-        most = 1 << 30 if plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
-        part = stream_array.schedule.part_of_samples(sample % plan.batch)
-        return Runs.of(column, part, step, sample, most, plan.batch if array in plan.in_place else None)
+        for cut, schedule in enumerate(stream_array.cuts):
+            step_nbytes = stream_array.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
+            most = 1 << 30 if plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
+            part = schedule.part_of_samples(sample % plan.batch)
+            yield Runs.of(column, part, step, sample, most, plan.batch if (array, cut) in plan.in_place else None)
 
     @cached_property
     def most_held_nbytes(self) -> int:
@@ -471,13 +480,13 @@ class EpochRounds:
             for number, places in round_.readings.items():
                 begin_of[number][places.start : places.stop] = batch
         for number, (array, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):
-            runs = self._runs(number, range(len(readings)))
-            begin, end = begin_of[number][runs.column], runs.last // self._plan.batch
-            if number in self._plan.in_place:  # from the first step of a batch on
-                first_of_batch = np.full(self.n_batches, self.n_batches)
-                np.minimum.at(first_of_batch, end, begin)
-                begin = first_of_batch[end]
-            nbytes = (runs.stop - runs.start) * array.step_nbytes
-            np.add.at(change, begin, nbytes)
-            np.subtract.at(change, end + 1, nbytes)
+            for cut, runs in enumerate(self._runs(number, range(len(readings)))):
+                begin, end = begin_of[number][runs.column], runs.last // self._plan.batch
+                if (number, cut) in self._plan.in_place:  # from the first step of a batch on
+                    first_of_batch = np.full(self.n_batches, self.n_batches)
+                    np.minimum.at(first_of_batch, end, begin)
+                    begin = first_of_batch[end]
+                nbytes = (runs.stop - runs.start) * array.step_nbytes
+                np.add.at(change, begin, nbytes)
+                np.subtract.at(change, end + 1, nbytes)
         return int(np.cumsum(change).max(initial=0))

@@ -1,6 +1,6 @@
 """How does a stream come from metadata and checked arguments to a plan? Every rank makes the same one, and opens no file.
 
-1. Leaves that name the same array, in the same dtype and cut in the same way, become one `StreamArray`, which is read once.
+1. Leaves that name the same array, in the same dtype, become one `StreamArray`, which is read once, however they cut it.
 2. The order of the samples follows from the steps of the selection, windows, gaps, chunks and `pool`.
 3. Each leaf gets its places among the steps of its array, and the sharding of its batches.
 """
@@ -117,10 +117,13 @@ class LeafRequest:
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """Leaves with the same key are read together."""
-        options = self.request.options
-        of_values = replace(options, select=None, pad=None)  # a value of pad is the leaf's
-        cut = self.request.sharding, options.pad is None
-        return file_of(self.handle, self.info), self.info.dataset, self.selection, of_values, cut
+        of_values = replace(self.request.options, select=None, pad=None)  # without those that are told apart later
+        return file_of(self.handle, self.info), self.info.dataset, self.selection, of_values
+
+    @property
+    def cut(self) -> tuple[Any, ...]:
+        """Leaves of an array with the same cut hold the same steps on the same ranks."""
+        return self.request.sharding, self.request.options.pad is None
 
     @property
     def rest(self) -> list[int]:
@@ -149,6 +152,11 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
             f"select takes one index of axis {axis} of {info}, along which the stream goes: pass a slice, or another along="
         )
     return int(kept_axes.index(axis))
+
+
+def _cuts_of(leaves: Sequence[LeafRequest]) -> dict[tuple[Any, ...], LeafRequest]:
+    """The cuts of leaves that are read together, each with one of its leaves."""
+    return {leaf.cut: leaf for leaf in leaves}
 
 
 def _typed(nbytes: int) -> str:
@@ -191,8 +199,8 @@ class StreamPlanner:
         if self._sampling.gaps != IGNORE:
             check_same_steps(arrays)
         order, pool_nbytes = self._order(arrays)
-        numbers = list(by_key)
-        leaves = [self._leaf(leaf, arrays, numbers.index(leaf.key)) for leaf in self._leaves]
+        numbers, cuts = list(by_key), {key: list(_cuts_of(same)) for key, same in by_key.items()}
+        leaves = [self._leaf(leaf, arrays, numbers.index(leaf.key), cuts[leaf.key].index(leaf.cut)) for leaf in self._leaves]
         plan = StreamPlan(
             arrays=arrays,
             leaves=leaves,
@@ -218,11 +226,10 @@ class StreamPlanner:
         order, room = plan.sample_order, self._ranks.memory_nbytes - plan.staging_nbytes
         step_nbytes = batch_nbytes = stored_nbytes = 0.0
         for array in plan.arrays:
-            shards = array.schedule.shards
-            step_nbytes += array.step_nbytes * shards.most_held / shards.n_shards
+            step_nbytes += array.step_nbytes * sum(cut.shards.most_held / cut.shards.n_shards for cut in array.cuts)
             stored_nbytes += array.stored_step_nbytes
         for leaf in plan.leaves:
-            shards = plan.arrays[leaf.array].schedule.shards
+            shards = plan.arrays[leaf.array].cuts[leaf.cut].shards
             batch_nbytes += math.prod(leaf.shape) * leaf.dtype.itemsize * shards.most_held / shards.n_shards
         room -= int((plan.prefetch + 1) * batch_nbytes)
         if order.seed is None:
@@ -258,7 +265,7 @@ class StreamPlanner:
                 fix += f", or border='reread': no such window fits into a block of {order.block} steps"
             raise ConfigError(f"{order.n_steps} steps{of_window} have {n} samples, which make no batch of {batch}. {fix}")
         if plan.remainder == "error" and n % batch:
-            n_parts = math.lcm(*(array.schedule.shards.cuts[0] for array in plan.arrays))
+            n_parts = math.lcm(*(cut.shards.cuts[0] for array in plan.arrays for cut in array.cuts))
             fits = [k for k in range(n_parts, n + 1, n_parts) if n % k == 0]
             fix = f", or batch={min(fits, key=lambda k: abs(k - batch))}" if fits else ""
             raise ConfigError(
@@ -283,7 +290,10 @@ class StreamPlanner:
             handle=leaf.handle,
             options=request.options,
             source=source,
-            schedule=BatchSchedule(blocks, axis, self._shards(leaf, source, axis), ranks.n, owners),
+            cuts=[
+                BatchSchedule(blocks, axis, self._shards(of_cut, source, axis), ranks.n, owners)
+                for of_cut in _cuts_of(leaves).values()
+            ],
             offsets=tuple(sorted({step for same in leaves for step in same.offsets})),
             sum_of_values=leaf.sum_of_values,
             state=leaf.state,
@@ -385,15 +395,16 @@ class StreamPlanner:
 
     # --- leaves
 
-    def _leaf(self, leaf: LeafRequest, arrays: Sequence[StreamArray], number: int) -> Leaf:
+    def _leaf(self, leaf: LeafRequest, arrays: Sequence[StreamArray], number: int, cut: int) -> Leaf:
         array, has_axis, sharding = arrays[number], WINDOW in leaf.leading, leaf.request.sharding
-        batch, *rest = array.schedule.shards.shape_global
+        batch, *rest = array.cuts[cut].shards.shape_global
         shape = (*[batch] * (SAMPLES in leaf.leading), *[len(leaf.offsets)] * has_axis, *rest)
         pad = leaf.request.options.pad
         if pad is not None and self._sampling.remainder == "pad":  # or the last batch of an epoch would be the first to say so
             pad_value(pad, array.source.dtype)
         return Leaf(
             array=number,
+            cut=cut,
             places=tuple(array.offsets.index(step) for step in leaf.offsets),
             has_window_axis=has_axis,
             sharding=NamedSharding(sharding.mesh, leaf.spec, memory_kind=sharding.memory_kind),

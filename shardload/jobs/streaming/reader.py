@@ -253,7 +253,7 @@ class RoundReader:
             with self._session.errors:
                 moves = moves_of(self.plan, epoch, round_)
             # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
-            is_shared = self._group.size > 1 and not all(move.flow.stays for move in moves)
+            is_shared = self._group.size > 1 and not all(flow.stays for move in moves for flow in move.flows)
             self._ahead[round_] = Round(moves, self.plan.staging, is_shared)
         return self._ahead[round_]
 

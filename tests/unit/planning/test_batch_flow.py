@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.batch_flow import BatchFlow, BatchSchedule, Runs, share_blocks
+from shardload.planning.batch_flow import BatchFlow, BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.region import Grid
 from shardload.planning.schedule import Owners
 from shardload.planning.shards import plan_shards
@@ -31,11 +31,24 @@ class Case:
     batch: int
     most: int
 
-    def flow(self) -> BatchFlow:
+    def cut(self) -> CutFlow:
         column, step, sample = np.array(self.uses, dtype=np.int64).reshape(-1, 3).T
         part = self.schedule.part_of_samples(sample % self.batch)
         runs = Runs.of(column, part, step, sample, self.most)
-        return BatchFlow(self.schedule, self.columns, runs, share_blocks(self.schedule, runs, len(self.columns)))
+        return CutFlow(self.schedule, self.columns, runs, share_blocks(self.schedule, runs, len(self.columns)))
+
+    def flow(self) -> BatchFlow:
+        return BatchFlow([self.cut()])
+
+    def cut_otherwise(self, draw: Any) -> CutFlow:
+        """The same blocks with another sharding of the batch."""
+        n_ranks, rest = self.schedule.n_ranks, self.schedule.shards.shape_global[1:]
+        parts = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+        ranks = draw(st.lists(st.integers(0, n_ranks - 1), min_size=math.prod(parts), max_size=math.prod(parts)))
+        shape = self.batch * parts[0], rest[0], -(-rest[1] // parts[1]) * parts[1]
+        shards = plan_shards(shape, [(0,), (), (1,)], np.array(ranks).reshape(parts))
+        other = replace(self.schedule, shards=shards)
+        return replace(Case(other, self.columns, self.uses, shape[0], self.most).cut(), owners=self.cut().owners)
 
 
 @st.composite
@@ -77,13 +90,15 @@ def slices_of(region: Any, origin: Sequence[int]) -> tuple[slice, ...]:
 
 
 @examples(150)
-@given(cases())
-def test_each_step_reaches_each_shard_that_needs_it(case: Case) -> None:
-    """Wrong if a part were sent twice, to another shard or with other steps, a block were read twice, or the two ends of a
-    message disagreed on it; or if a round in which something is sent were taken for one in which nothing is.
+@given(cases(), st.data())
+def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObject) -> None:
+    """Wrong if a part were sent twice, to another shard or cut or with other steps, a block were read twice, or the two ends of
+    a message disagreed on it; or if a round in which something is sent were taken for one in which nothing is.
     """
-    schedule, flow = case.schedule, case.flow()
-    axis, ranks = schedule.axis, range(schedule.n_ranks)
+    schedule, cuts = case.schedule, [case.cut()]
+    if data.draw(st.booleans()):
+        cuts = [replace(cuts[0], n_cuts=2), replace(case.cut_otherwise(data.draw), cut=1, n_cuts=2)]
+    flow, axis, ranks = BatchFlow(cuts), schedule.axis, range(schedule.n_ranks)
     array = np.arange(math.prod(schedule.blocks.shape)).reshape(schedule.blocks.shape)
     targets = {(rank, number): flow.target(number) for rank in ranks for number in flow.targets(rank)}
     pieces = {key: np.full(target.shape, -1) for key, target in targets.items()}  # type: ignore[union-attr]
@@ -103,20 +118,20 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case) -> None:
     for rank in ranks:
         promised = {peer: [(part.region, part.target) for part in parts] for peer, parts in flow.incoming(rank).items()}
         assert promised == sent[rank]
-    assert not (any(sent) and flow.stays)
+    assert not (any(sent) and all(cut.stays for cut in cuts))
     for key, piece in pieces.items():
         np.testing.assert_array_equal(piece, array[targets[key].slices()])  # type: ignore[union-attr]
     # What has come is what samples in the shards of a rank need, step by step.
-    runs = flow.runs
+    cut, runs = cuts[0], cuts[0].runs
     for rank in ranks:
         for shard in schedule.shards.shards_of(rank):
             lower, upper = schedule.shards.region(shard).start, schedule.shards.region(shard).stop
             needed = {(p, step) for p, step, sample in case.uses if lower[0] <= sample % case.batch < upper[0]}
-            of_shard = flow.runs_of(shard)
+            of_shard = cut.runs_of(shard)
             came = [(int(runs.column[k]), step) for k in of_shard for step in range(runs.start[k], runs.stop[k])]
             assert sorted(came) == sorted(needed)
             if schedule.held(shard) is not None:
-                starts = [targets[rank, flow.number(shard, k)].start[axis] for k in of_shard.tolist()]  # type: ignore[union-attr]
+                starts = [targets[rank, cut.number(shard, k)].start[axis] for k in of_shard.tolist()]  # type: ignore[union-attr]
                 assert starts == runs.start[of_shard].tolist()
 
 
@@ -147,10 +162,10 @@ def test_a_block_that_one_rank_needs_is_read_by_it(n_ranks: int) -> None:
         uses = tuple((k, int(step), int(np.flatnonzero(steps == step)[0])) for k, step in enumerate(np.sort(steps)))
         flow = Case(schedule, tuple(np.sort(steps).tolist()), uses, 2 * n_ranks, 1 << 30).flow()
         holders = [shards.holders(sample % (2 * n_ranks) // 2) for _, _, sample in uses]
-        n_read_by_holder = sum(int(owner) in holder for owner, holder in zip(flow.owners, holders, strict=True))
+        n_read_by_holder = sum(int(owner) in holder for owner, holder in zip(flow.cuts[0].owners, holders, strict=True))
         if n_replicas == 1:
             assert n_read_by_holder == len(uses) and not any(flow.incoming(rank) for rank in range(n_ranks))
-            assert flow.stays
+            assert flow.cuts[0].stays
         assert n_read_by_holder >= len(uses) / 2
 
 
