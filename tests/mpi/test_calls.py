@@ -34,6 +34,7 @@ from shardload.planning.tuning import Tuning, tuned
 from tests.mpi.sources import CHUNKS, NAME, SOURCES
 from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
 from tests.ports import catches_sigterm, listeners
+from tests.unit.files import write_hdf5
 
 GROUP = importlib.import_module("shardload.comm.group")
 
@@ -109,8 +110,7 @@ def test_small_arrays_are_everywhere(shared_tmp_path: Path, comm: Any, verify: s
 
     def write() -> str:
         path = shared_tmp_path / f"{verify}.h5"
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=values, chunks=(3, 5, 80))
+        write_hdf5(path, {"x": values}, chunks=(3, 5, 80))
         return str(path)
 
     path = on_root(comm, write)
@@ -428,8 +428,7 @@ def test_file_that_changes_between_plan_and_execution(comm: Any, shared_tmp_path
     path = str(shared_tmp_path / "x.h5")
 
     def write(shape: tuple[int, ...]) -> None:
-        with h5py.File(path, "w") as file:
-            file["x"] = ramp(shape)
+        write_hdf5(path, {"x": ramp(shape)})
 
     on_root(comm, lambda: write(cube()))
     made = shardload.plan(path, mesh_of(), P("a"))
@@ -449,8 +448,7 @@ def make_pair(folder: Path, kind: str) -> tuple[Path, Path]:
     for name, values in (("old", ramp(cube())), ("new", ramp(cube()).astype(">f4") + 1)):
         path = folder / f"{name}.{kind}"
         if kind == "h5":
-            with h5py.File(path, "w") as file:
-                file["x"] = values
+            write_hdf5(path, {"x": values})
         else:
             codec = zarr.codecs.BytesCodec(endian="big" if name == "new" else "little")
             how = {"shape": values.shape, "chunks": (unit(), *cube()[1:]), "dtype": "float32", "serializer": codec}
@@ -736,8 +734,7 @@ def test_a_load_keeps_nothing_of_the_callers(comm: Any, shared_tmp_path: Path) -
     gc.collect()
     assert kept() is None and heard() is None
     path = str(shared_tmp_path / f"{comm.rank}.h5")
-    with h5py.File(path, "w") as file:
-        file["x"] = ramp(cube())
+    write_hdf5(path, {"x": ramp(cube())})
     os.utime(path, ns=(0, 10**18))
     shardload.load(h5py.File(path, "r")["x"], mesh, P("a"))
     gc.collect()

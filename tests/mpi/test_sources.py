@@ -19,7 +19,7 @@ from shardload import PeerError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error, share
-from tests.unit.files import spoiled
+from tests.unit.files import spoiled, write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -196,8 +196,7 @@ def test_a_filter_that_needs_a_word_gets_it_on_every_rank(comm: Any, shared_tmp_
     shape, path, spec = cube(), str(shared_tmp_path / "a.h5"), P("a", "b")
 
     def make() -> None:
-        with h5py.File(path, "w") as file:
-            file.create_dataset(NAME, data=ramp(shape), chunks=tuple(-(-n // 2) for n in shape), **hdf5plugin.Bitshuffle())
+        write_hdf5(path, {NAME: ramp(shape)}, chunks=tuple(-(-n // 2) for n in shape), **hdf5plugin.Bitshuffle())
 
     on_root(comm, make)
     said = ("HDF5 filter 32008 (bitshuffle)", "pass allow_filters='bitshuffle'")
