@@ -38,7 +38,7 @@ from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_save import compare, on_disk, put, turned
 from tests.tiers import IS_QUICK, thorough
-from tests.unit.files import write_hdf5
+from tests.unit.files import raising, write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -593,11 +593,8 @@ def test_replacing_is_killed(comm: Any, shared_tmp_path: Path, monkeypatch: pyte
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
     on_root(comm, lambda: make(path, values))
 
-    def fails(*_: Any) -> None:
-        raise OSError(28, "of this test")
-
     with monkeypatch.context() as patched:
-        patched.setattr(new_folder.AddedFolder, "add", fails)
+        patched.setattr(new_folder.AddedFolder, "add", raising(OSError(28, "of this test")))
         new = tree_of(values * 2, 5, P(None, "a"))
         same_error(
             comm, lambda: shardload.append(path, new, at=float(_times(6)[5])), SourceError, "of this test", "the first 5 alone"

@@ -19,7 +19,7 @@ from shardload import PeerError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error, share
-from tests.unit.files import spoiled, write_hdf5
+from tests.unit.files import raising, spoiled, write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -122,10 +122,7 @@ def test_a_file_that_nobody_vouches_for(
     mesh, spec, expected = mesh_of(), DECOMPOSITIONS["pencil along axis 0"], ramp(cube())
     bad = on_root(comm, lambda: spoiled(shared_tmp_path / "bad.h5", 1, 0, compression="szip"))
 
-    def refuse() -> None:
-        raise AssertionError("opened in this process")
-
-    monkeypatch.setattr("shardload.formats.registry.own", refuse)
+    monkeypatch.setattr("shardload.formats.registry.own", raising(AssertionError("opened in this process")))
     plan = shardload.plan(
         files["gzip_shuffle"], mesh, spec, dataset=NAME, readers="parallel", verify="file", untrusted=True
     )  # fmt: skip

@@ -29,7 +29,7 @@ from shardload.storage.local import TARGET_HINT
 from shardload.values.decoding import ATTRIBUTES
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
-from tests.unit.files import write_hdf5
+from tests.unit.files import raising, write_hdf5
 
 MESH = {"a": 4, "b": 2}
 
@@ -777,10 +777,7 @@ def test_a_file_that_nobody_vouches_for_is_opened_by_another_process(
     name, *flags = command
     _, printed, _ = run(name, file, *flags)
 
-    def refuse() -> None:
-        raise AssertionError("opened in this process")
-
-    monkeypatch.setattr("shardload.formats.registry.own", refuse)
+    monkeypatch.setattr("shardload.formats.registry.own", raising(AssertionError("opened in this process")))
     assert run(name, file, *flags)[0] == 1
     assert ok(name, file, "--untrusted", *flags) == printed
 

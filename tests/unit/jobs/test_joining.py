@@ -25,7 +25,7 @@ from shardload.planning.region import Region
 from shardload.storage.leftovers import find_leftover
 from shardload.values.dates import in_other_units
 from tests.unit.cli.test_main import run, unwrapped
-from tests.unit.files import write_hdf5
+from tests.unit.files import raising, write_hdf5
 
 __all__ = ["run"]  # a fixture
 
@@ -577,11 +577,8 @@ def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: py
         )
     (tmp_path / "text.h5").unlink()
 
-    def fails(*_: Any) -> None:
-        raise OSError(28, "no space")
-
     before = Path(whole).read_bytes()
-    monkeypatch.setattr("shardload.storage.target.WritableFile.write_at", fails)
+    monkeypatch.setattr("shardload.storage.target.WritableFile.write_at", raising(OSError(28, "no space")))
     refused("no space is left", whole, snapshot, error=SourceError, mode="w")
     assert Path(whole).read_bytes() == before and len(os.listdir(tmp_path)) == 4
 
