@@ -15,6 +15,7 @@ import zarr
 
 from tests.jobs.launch import run_job
 from tests.tiers import quick_ones
+from tests.unit.files import write_hdf5
 
 VALUES = np.arange(64 * 48 * 40, dtype="f4").reshape(64, 48, 40)
 
@@ -51,8 +52,7 @@ main()
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "in.h5"
-    with h5py.File(path, "w") as opened:
-        opened.create_dataset("rho", data=VALUES, chunks=(5, 48, 40), compression="gzip")
+    write_hdf5(path, {"rho": VALUES}, chunks=(5, 48, 40), compression="gzip")
     return path
 
 
@@ -82,8 +82,7 @@ def test_no_rank_imports_jax_and_memory_is_bounded(tmp_path: Path) -> None:
     """Wrong if a rank imported JAX, or held more than its staging memory beyond what the libraries take."""
     values = np.zeros((32, 512, 512), "f4")  # 32 MiB
     values[:] = np.arange(32, dtype="f4")[:, None, None]
-    with h5py.File(tmp_path / "in.h5", "w") as opened:
-        opened.create_dataset("rho", data=values, chunks=(1, 512, 512), compression="gzip", compression_opts=1)
+    write_hdf5(tmp_path / "in.h5", {"rho": values}, chunks=(1, 512, 512), compression="gzip", compression_opts=1)
     options = [tmp_path / "in.h5", tmp_path / "out.h5", "--chunks", "16,32,512", "--compression", "zstd:1"]
     peaks = []
     for more in (["--dry-run"], []):

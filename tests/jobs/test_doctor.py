@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
@@ -19,6 +18,7 @@ from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
 from tests.tiers import thorough
 from tests.unit.cli.test_doctor import CASES
+from tests.unit.files import write_hdf5
 
 DOCTOR = ["-W", "error", "-m", "shardload", "doctor"]
 ENV = {"PYTHONPATH": PATHS}
@@ -180,8 +180,7 @@ def test_the_first_load_of_the_page(tmp_path: Path) -> None:
     script = re.search(r"<!-- first\.py[^\n]*\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert script is not None
     (tmp_path / "first.py").write_text(script[1])
-    with h5py.File(tmp_path / "first.h5", "w") as file:
-        file.create_dataset("density", data=ramp((96, 64, 32)) % 1000, chunks=(1, 64, 32), compression=4)
+    write_hdf5(tmp_path / "first.h5", {"density": ramp((96, 64, 32)) % 1000}, chunks=(1, 64, 32), compression=4)
     job = run_job(tmp_path / "first.py", 4, timeout=240, env=ENV, cwd=tmp_path).check()
     said = [[line for line in out.splitlines() if line.startswith("I am ")] for out in job.rank_stdout]
     mean = (np.arange(96 * 64 * 32) % 1000).mean()

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import h5py
 import pytest
 
 from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
@@ -21,6 +20,7 @@ from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
 from tests.ports import free_ports
 from tests.tiers import IS_QUICK, quick_ones, thorough
+from tests.unit.files import write_hdf5
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # mpi4py itself warns of the launches that are tried here; what shardload does then must not rest on that.
@@ -39,8 +39,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 def field(tmp_path: Path) -> str:
     """A file with one array."""
     path = str(tmp_path / "field.h5")
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=ramp(SHAPE), chunks=(3, 5, 7), compression="gzip")
+    write_hdf5(path, {"x": ramp(SHAPE)}, chunks=(3, 5, 7), compression="gzip")
     return path
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from tests.jobs.launch import ROOT, job_environment, run_job
 from tests.jobs.preloaded import command_for
+from tests.unit.files import write_hdf5
 
 README = ROOT / "README.md"
 FIRST_RUN = ROOT / "docs" / "first-run.md"
@@ -56,8 +57,7 @@ HEAD = block("example").partition("\nif jax")[0] + "\n"  # imports and a mesh: w
 
 def test_batches_of_a_stream(tmp_path: Path) -> None:
     """The last batch, and the state after it: 98 samples are 12 batches."""
-    with h5py.File(tmp_path / "run.h5", "w") as file:
-        file.create_dataset("t2m", data=np.arange(100 * 8 * 3, dtype="f4").reshape(100, 8, 3), chunks=(10, 4, 3))
+    write_hdf5(tmp_path / "run.h5", {"t2m": np.arange(100 * 8 * 3, dtype="f4").reshape(100, 8, 3)}, chunks=(10, 4, 3))
     shown = "if jax.process_index() == 0: print(len(ds), batch['x'].shape, batch['y'].shape, float(error), state['sample'])\n"
     (tmp_path / "stream.py").write_text(HEAD + block("stream") + shown)
     job = run_job([str(tmp_path / "stream.py")], 2, cwd=tmp_path, timeout=240).check()
@@ -120,8 +120,7 @@ def test_the_scripts_of_the_pages_run_without_mpi(tmp_path: Path, n_devices: int
         example = head + simulate + initialize + rest
     (tmp_path / "example.py").write_text(example)
     (tmp_path / "first.py").write_text(block("first.py", FIRST_RUN))
-    with h5py.File(tmp_path / "first.h5", "w") as file:
-        file.create_dataset("density", data=np.full((96, 64, 32), 0.5, "f4"), chunks=(1, 64, 32), compression=4)
+    write_hdf5(tmp_path / "first.h5", {"density": np.full((96, 64, 32), 0.5, "f4")}, chunks=(1, 64, 32), compression=4)
     run = "import runpy, sys; scripts, sys.argv[1:] = sys.argv[1:], ['first.h5:/density']\n"
     run += "for script in scripts: runpy.run_path(script, run_name='__main__')"
     env = {k: v for k, v in job_environment(1).items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
 from tests.jobs.launch import ROOT, Job, run_job
 from tests.tiers import quick_ones
+from tests.unit.files import write_hdf5
 
 SCRIPT = Path(__file__).parent / "scripts" / "streams.py"
 N, LAST = 3, 2
@@ -68,8 +68,7 @@ with iter(shardload.stream(sys.argv[1], mesh, P("data"), dataset="x", batch=4)) 
 
 def test_libraries_are_imported_before_threads_begin(tmp_path: Path) -> None:
     """Wrong if a thread did: the process that ends meanwhile crashes in h5py, which HDF5 calls when Python is gone."""
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file.create_dataset("x", data=np.arange(64.0, dtype="f4").reshape(16, 4), chunks=(1, 4))
+    write_hdf5(tmp_path / "x.h5", {"x": np.arange(64.0, dtype="f4").reshape(16, 4)}, chunks=(1, 4))
     job = run_job(["-c", IMPORTS, tmp_path / "x.h5"], 2, timeout=90, preloaded=False).check()
     assert job.said() == [[{"thread": "MainThread"}]] * 2
 

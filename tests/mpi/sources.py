@@ -11,6 +11,7 @@ import numpy as np
 import zarr
 
 from tests.mpi.support import ramp
+from tests.unit.files import write_hdf5
 
 CHUNKS = (3, 5, 7)  # divide no axis, so there are partial chunks at the edges
 NAME = "group/field"
@@ -20,8 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _hdf5(path: Path, shape: Shape, dtype: str = "float32", **options: Any) -> str:
-    with h5py.File(path, "w") as file:
-        file.create_dataset(NAME, data=ramp(shape, dtype), **options)
+    write_hdf5(path, {NAME: ramp(shape, dtype)}, **options)
     return str(path)
 
 
@@ -60,8 +60,7 @@ def virtual(folder: Path, shape: Shape) -> str:
     layout = h5py.VirtualLayout(shape, "f4")
     values = ramp(shape)
     for k in range(shape[0]):
-        with h5py.File(folder / f"plane-{k}.h5", "w") as file:
-            file.create_dataset("plane", data=values[k], chunks=CHUNKS[1:], compression="gzip")
+        write_hdf5(folder / f"plane-{k}.h5", {"plane": values[k]}, chunks=CHUNKS[1:], compression="gzip")
         layout[k] = h5py.VirtualSource(f"plane-{k}.h5", "plane", shape=shape[1:])
     path = folder / "virtual.h5"
     with h5py.File(path, "w") as file:

@@ -38,6 +38,7 @@ from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_save import compare, on_disk, put, turned
 from tests.tiers import IS_QUICK, thorough
+from tests.unit.files import raising, write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -202,8 +203,7 @@ def test_rows_one_by_one_by_number_and_without_values(ranks: Any, shared_tmp_pat
     stores = {shared_tmp_path / "chunks.zarr": None, shared_tmp_path / "shards.zarr": (6, 8, 32)}
 
     def begin() -> None:
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=values[:, :1], chunks=(3, 2, 16), maxshape=(7, 5, None))
+        write_hdf5(path, {"x": values[:, :1]}, chunks=(3, 2, 16), maxshape=(7, 5, None))
         for store, shards in stores.items():
             root = zarr.open_group(str(store), mode="w")
             root.create_array("x", data=np.ascontiguousarray(values[:, :1]), chunks=(3, 4, 16), shards=shards)
@@ -593,11 +593,8 @@ def test_replacing_is_killed(comm: Any, shared_tmp_path: Path, monkeypatch: pyte
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
     on_root(comm, lambda: make(path, values))
 
-    def fails(*_: Any) -> None:
-        raise OSError(28, "of this test")
-
     with monkeypatch.context() as patched:
-        patched.setattr(new_folder.AddedFolder, "add", fails)
+        patched.setattr(new_folder.AddedFolder, "add", raising(OSError(28, "of this test")))
         new = tree_of(values * 2, 5, P(None, "a"))
         same_error(
             comm, lambda: shardload.append(path, new, at=float(_times(6)[5])), SourceError, "of this test", "the first 5 alone"
@@ -953,12 +950,7 @@ def test_decoded_values_are_no_packed_numbers(comm: Any, shared_tmp_path: Path, 
 def test_arrays_that_a_load_refuses_grow(comm: Any, shared_tmp_path: Path, how: Any) -> None:
     """Wrong if an append to whole chunks, which decodes no old value, needed a filter that loads do not trust."""
     path, values = shared_tmp_path / "a.h5", ramp((8, Y, X))
-
-    def make() -> None:
-        with h5py.File(path, "w") as file:
-            file.create_dataset("t", data=values[:4], chunks=(4, Y, X), maxshape=(None, Y, X), **how)
-
-    on_root(comm, make)
+    on_root(comm, lambda: write_hdf5(path, {"t": values[:4]}, chunks=(4, Y, X), maxshape=(None, Y, X), **how))
     with pytest.raises(SourceError, match="allow_filters"):
         shardload.load(path, mesh_of(), P(None, "a"), dataset="t")
     shardload.append(path, {"t": put(values[4:], mesh_of(), P(None, "a"))}, dim=0)

@@ -20,6 +20,7 @@ import shardload
 from shardload import ConfigError, VerifyError
 from shardload.engine.file_target import FileTarget
 from tests.mpi.support import check, mesh_of, on_disk, on_root, same_error
+from tests.unit.files import write_hdf5
 
 SPEC = P(("a", "b"))
 
@@ -44,12 +45,7 @@ def read(path: Path, name: str = "x") -> Any:
 def test_the_values_of_the_call_are_saved(comm: Any, shared_tmp_path: Path, suffix: str) -> None:
     """Also if the arrays are donated to the next step, or deleted, and if other calls go on beside it."""
     mesh, path = mesh_of(), shared_tmp_path / f"out{suffix}"
-
-    def make() -> None:
-        with h5py.File(shared_tmp_path / "in.h5", "w") as file:
-            file["x"] = VALUES
-
-    on_root(comm, make)
+    on_root(comm, lambda: write_hdf5(shared_tmp_path / "in.h5", {"x": VALUES}))
     x, small = made(mesh), np.full(3, 7.0)
     save = shardload.save(path, {"x": x, "small": small}, chunks={"x": (1, 10, 6), "small": (3,)}, background=True)
     small[:] = 0

@@ -28,12 +28,14 @@ import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.formats.codecs import algorithms
+from shardload.jobs.loading import endpoints
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.schedule import Schedule
 from shardload.planning.tuning import Tuning, tuned
 from tests.mpi.sources import CHUNKS, NAME, SOURCES
 from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
 from tests.ports import catches_sigterm, listeners
+from tests.unit.files import raising, write_hdf5
 
 GROUP = importlib.import_module("shardload.comm.group")
 
@@ -79,10 +81,7 @@ def test_small_array_comes_with_its_metadata(
     """Wrong if every rank opened a file of a few bytes, or if its values came in the file's own byte order."""
     values, mesh = ramp(cube()), mesh_of()
 
-    def opens(*_: Any) -> None:
-        raise PermissionError("nobody but rank 0 opens it")
-
-    monkeypatch.setattr(importlib.import_module("shardload.jobs.loading.endpoints"), "open_source", opens)
+    monkeypatch.setattr(endpoints, "open_source", raising(PermissionError("nobody but rank 0 opens it")))
     tune(small_nbytes=1 << 20)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))
@@ -109,8 +108,7 @@ def test_small_arrays_are_everywhere(shared_tmp_path: Path, comm: Any, verify: s
 
     def write() -> str:
         path = shared_tmp_path / f"{verify}.h5"
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=values, chunks=(3, 5, 80))
+        write_hdf5(path, {"x": values}, chunks=(3, 5, 80))
         return str(path)
 
     path = on_root(comm, write)
@@ -198,37 +196,30 @@ def test_ranks_that_differ_when_each_reads_by_itself(files: dict[str, str], comm
         check(x, values, mesh, P("b", "a"), theirs)
 
 
-def test_one_rank_that_cannot_read_its_own_part(files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if the ranks that could read had gone on with their arrays, or if one that cannot left the others waiting."""
-    values, mesh, name = ramp(cube()), mesh_of(), "open_source"
-    module = importlib.import_module("shardload.jobs.loading.endpoints")
-
-    def fails(*_: Any) -> None:
-        raise OSError("no such disk here")
-
+@pytest.mark.parametrize(
+    ("where", "name", "error", "readers", "kind"),
+    [
+        pytest.param(endpoints, "open_source", OSError("no such disk"), "direct", PeerError, id="read its own part"),
+        pytest.param(LoadCall, "_describe", MemoryError("no room"), "auto", ConfigError, id="say what it was asked for"),
+        pytest.param(Schedule, "incoming", MemoryError("no room"), "parallel", PeerError, id="list the parts that come"),
+        pytest.param(Schedule, "outgoing", MemoryError("no room"), "parallel", PeerError, id="list the parts that go"),
+    ],
+)
+def test_one_rank_that_cannot(
+    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, error: Exception, readers: str,
+    kind: type[Exception],
+) -> None:  # fmt: skip
+    """Wrong if the others had gone on with their arrays; or if it did not come to the call, did not come to the exchange, or
+    left it, while the others wait for it, for its parts and for its answers.
+    """
+    file = files["contiguous" if readers == "direct" else "chunked"]
     with tuned(small_nbytes=0):
         if comm.rank == comm.size - 1:
-            monkeypatch.setattr(module, name, fails)
-        call = partial(shardload.load, files["contiguous"], mesh, P("a"), dataset=NAME, readers="direct")
-        same_error(comm, call, PeerError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no such disk here")
+            monkeypatch.setattr(where, name, raising(error))
+        call = partial(shardload.load, file, mesh_of(), P("a"), dataset=NAME, readers=readers, timeout=30)
+        same_error(comm, call, kind, f"on rank {comm.size - 1}" if comm.size > 1 else "", str(error))
         monkeypatch.undo()
-        check(call(), values, mesh, P("a"))
-
-
-def test_one_rank_that_cannot_say_what_it_was_asked_for(
-    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong if it did not come to the call, for which the others wait."""
-
-    def fails(*_: Any) -> None:
-        raise MemoryError("no room for words")
-
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr(LoadCall, "_describe", fails)
-    call = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, timeout=30)
-    same_error(comm, call, ConfigError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no room for words")
-    monkeypatch.undo()
-    check(call(), ramp(cube()), mesh_of(), P("a"))
+        check(call(), ramp(cube()), mesh_of(), P("a"))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -243,15 +234,12 @@ def test_one_rank_that_leaves_a_call(
     """
     last = comm.size - 1
 
-    def fails(*_: Any) -> None:
-        raise error
-
     def batch() -> Any:
         return shardload.stream(files["chunked"], mesh_of(), P(), dataset=NAME, batch=2, prefetch=0, timeout=8)[0]
 
     with tuned(small_nbytes=0):
         if comm.rank == last:
-            monkeypatch.setattr(Group, name, fails)
+            monkeypatch.setattr(Group, name, raising(error))
         load = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, readers="parallel", timeout=8)
         with pytest.raises(BaseException) as caught:
             load() if name == "next_tags" else batch()
@@ -275,34 +263,11 @@ def test_first_calls_of_two_kinds(files: dict[str, str], comm: Any, shared_tmp_p
     mine.Free()
 
 
-@pytest.mark.parametrize("name", ["incoming", "outgoing"])
-def test_one_rank_that_cannot_list_the_parts(
-    files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Wrong if it left the exchange, or did not come to it, while the others wait for its parts and answers."""
-
-    def fails(*_: Any) -> None:
-        raise MemoryError("no room for so many parts")
-
-    with tuned(small_nbytes=0):
-        if comm.rank == comm.size - 1:
-            monkeypatch.setattr(Schedule, name, fails)
-        call = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, readers="parallel", timeout=30)
-        same_error(comm, call, PeerError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no room for so many parts")
-        monkeypatch.undo()
-        check(call(), ramp(cube()), mesh_of(), P("a"))
-
-
 @pytest.mark.usefixtures("as_it_is")
 def test_one_rank_that_cannot_make_a_small_array(files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the other ranks had gone on with their arrays: they had all they needed."""
-    module = importlib.import_module("shardload.jobs.loading.endpoints")
-
-    def fails(*_: Any) -> None:
-        raise MemoryError("no room here")
-
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(module, "assemble", fails)
+        monkeypatch.setattr(endpoints, "assemble", raising(MemoryError("no room here")))
     for names in (NAME, [NAME, NAME]):
         call = partial(shardload.load, files["contiguous"], mesh_of(), P("a"), dataset=names)
         same_error(comm, call, PeerError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no room here")
@@ -426,8 +391,7 @@ def test_file_that_changes_between_plan_and_execution(comm: Any, shared_tmp_path
     path = str(shared_tmp_path / "x.h5")
 
     def write(shape: tuple[int, ...]) -> None:
-        with h5py.File(path, "w") as file:
-            file["x"] = ramp(shape)
+        write_hdf5(path, {"x": ramp(shape)})
 
     on_root(comm, lambda: write(cube()))
     made = shardload.plan(path, mesh_of(), P("a"))
@@ -447,8 +411,7 @@ def make_pair(folder: Path, kind: str) -> tuple[Path, Path]:
     for name, values in (("old", ramp(cube())), ("new", ramp(cube()).astype(">f4") + 1)):
         path = folder / f"{name}.{kind}"
         if kind == "h5":
-            with h5py.File(path, "w") as file:
-                file["x"] = values
+            write_hdf5(path, {"x": values})
         else:
             codec = zarr.codecs.BytesCodec(endian="big" if name == "new" else "little")
             how = {"shape": values.shape, "chunks": (unit(), *cube()[1:]), "dtype": "float32", "serializer": codec}
@@ -512,8 +475,7 @@ def test_a_zip_file_that_is_replaced_while_it_is_opened(
 ) -> None:
     """Wrong if some ranks read the old file, and others the new one."""
     path, other = map(Path, on_root(comm, lambda: [str(one) for one in make_pair(shared_tmp_path, "zip")]))
-    module = importlib.import_module("shardload.jobs.loading.endpoints")
-    right = module.open_source
+    right = endpoints.open_source
 
     def open_in_turn(*arguments: Any, **options: Any) -> Any:
         found = right(*arguments, **options) if comm.rank else None
@@ -521,7 +483,7 @@ def test_a_zip_file_that_is_replaced_while_it_is_opened(
         on_root(comm, lambda: os.replace(other, path))
         return right(*arguments, **options) if found is None else found
 
-    monkeypatch.setattr(module, "open_source", open_in_turn)
+    monkeypatch.setattr(endpoints, "open_source", open_in_turn)
     with tuned(small_nbytes=0, tiny_nbytes=0):
         load = partial(shardload.load, path, mesh_of(), P("a"), dataset="x", readers="direct")
         same_error(comm, load, SourceError, "did not see the same file")
@@ -733,8 +695,7 @@ def test_a_load_keeps_nothing_of_the_callers(comm: Any, shared_tmp_path: Path) -
     gc.collect()
     assert kept() is None and heard() is None
     path = str(shared_tmp_path / f"{comm.rank}.h5")
-    with h5py.File(path, "w") as file:
-        file["x"] = ramp(cube())
+    write_hdf5(path, {"x": ramp(cube())})
     os.utime(path, ns=(0, 10**18))
     shardload.load(h5py.File(path, "r")["x"], mesh, P("a"))
     gc.collect()

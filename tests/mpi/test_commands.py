@@ -11,6 +11,7 @@ import pytest
 
 from shardload.cli.main import main
 from tests.mpi.support import on_root, ramp
+from tests.unit.files import write_hdf5
 
 
 @pytest.mark.any_library
@@ -20,10 +21,6 @@ def test_commands(
     """Wrong if a declaration of an option were of a kind that only newer versions take: no command would start."""
     path = shared_tmp_path / "in.h5"
 
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            file["rho"] = ramp((4, 6, 8))
-
     def said_by(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["shardload", *arguments])
         with pytest.raises(SystemExit) as ended:
@@ -32,7 +29,7 @@ def test_commands(
         assert not ended.value.code, said
         return said.out
 
-    on_root(comm, write)
+    on_root(comm, lambda: write_hdf5(path, {"rho": ramp((4, 6, 8))}))
     said = [
         said_by("--help"),
         said_by("info", str(path)),

@@ -29,6 +29,7 @@ from shardload.storage.leftovers import find_leftover
 from tests.mpi.support import mesh_of, on_root, ramp, same_error
 from tests.mpi.test_save import compare
 from tests.tiers import thorough
+from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -276,12 +277,7 @@ def test_a_part_in_another_type(
 def planes(comm: Any, shared_tmp_path: Path) -> tuple[Path, Path, Array]:
     """A file of planes; where the copy goes; the values."""
     before, values = shared_tmp_path / "in.h5", ramp((24, 30, 20))
-
-    def make() -> None:
-        with h5py.File(before, "w") as file:
-            file.create_dataset("x", data=values, chunks=(1, 30, 20), compression="gzip")
-
-    on_root(comm, make)
+    on_root(comm, lambda: write_hdf5(before, {"x": values}, chunks=(1, 30, 20), compression="gzip"))
     return before, shared_tmp_path / "out.h5", values
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import SourceError
 from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
+from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -25,8 +26,7 @@ def write(path: Path, values: np.ndarray[Any, Any], in_place: bool = False, **ho
             file["x"][...] = values
         return str(path)
     part = path.with_suffix(".part")
-    with h5py.File(part, "w") as file:
-        file.create_dataset("x", data=values, **how)
+    write_hdf5(part, {"x": values}, **how)
     part.rename(path)
     return str(path)
 

@@ -25,6 +25,7 @@ from shardload.formats.labelling import Labeller
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, same_error, sharding_of, unit
+from tests.unit.files import write_hdf5
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
@@ -456,12 +457,7 @@ def test_to_xarray_of_what_does_not_fit(comm: Any, path: str) -> None:
 def test_to_xarray_of_axes_that_only_padding_makes_alike(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if padding of one array were in the same rows as values of another, without a word."""
     path, mesh = str(shared_tmp_path / "a.h5"), mesh_of(names=("a",))
-
-    def make() -> None:
-        with h5py.File(path, "w") as file:
-            file["one"], file["two"] = np.zeros(1), np.zeros(2)
-
-    on_root(comm, make)
+    on_root(comm, lambda: write_hdf5(path, {"one": np.zeros(1), "two": np.zeros(2)}))
     plan = shardload.plan(path, mesh, P("a"), dataset={"one": "one", "two": "two"}, pad=0, dtype="float32")
     says = "'dim_0' has 1 elements in ['one'] and 2 in ['two']", "cannot share a Dataset"
     same_error(comm, lambda: shardload.to_xarray(plan.execute(), plan), ConfigError, *says)

@@ -24,6 +24,7 @@ import shardload
 from shardload import ConfigError, SourceError
 from shardload.comm.group import group_of
 from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, peak_of, ramp, same_error, sharding_of, unit
+from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -40,10 +41,8 @@ def field(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
     def write() -> dict[str, str]:
         folder = tmp_path_factory.mktemp("memory")
         chunks = tuple(max(1, s // k) for s, k in zip(values.shape, (4, 3, 5), strict=True))
-        with h5py.File(folder / "chunks.h5", "w") as file:
-            file.create_dataset("x", data=values, chunks=chunks, compression="gzip", compression_opts=1, shuffle=True)
-        with h5py.File(folder / "plain.h5", "w") as file:
-            file["x"] = values
+        write_hdf5(folder / "chunks.h5", {"x": values}, chunks=chunks, compression="gzip", compression_opts=1, shuffle=True)
+        write_hdf5(folder / "plain.h5", {"x": values})
         zarr.create_array(folder / "planes.zarr", data=values, chunks=(1, *values.shape[1:]))
         return {name: str(folder / name) for name in ("chunks.h5", "plain.h5", "planes.zarr")}
 
@@ -189,8 +188,7 @@ def test_what_failed_waits_for_no_garbage_collector(
 
     def make() -> str:
         if what == "small":
-            with h5py.File(shared_tmp_path / "small.h5", "w") as file:
-                file["x"] = np.zeros((unit(), unit(), unit()), "f4")
+            write_hdf5(shared_tmp_path / "small.h5", {"x": np.zeros((unit(), unit(), unit()), "f4")})
             return str(shared_tmp_path / "small.h5")
         with h5py.File(path, "r") as file:
             at = file["x"].id.get_chunk_info(3).byte_offset
@@ -296,12 +294,7 @@ def test_peak_of_a_copy_by_all_ranks_together(
     """Wrong if the memory that ranks share had room for all that moves, and threads decoded beside it."""
     before, staging = shared_tmp_path / "in.h5", 8 << 20
     chunks = (big.shape[0] // 8, *big.shape[1:])
-
-    def write() -> None:
-        with h5py.File(before, "w") as file:
-            file.create_dataset("x", data=big, chunks=chunks, compression="gzip", compression_opts=1)
-
-    on_root(comm, write)
+    on_root(comm, lambda: write_hdf5(before, {"x": big}, chunks=chunks, compression="gzip", compression_opts=1))
     how = {"chunks": (7, 11, 90), "staging": staging, "progress": False}
     shardload.copy(before, shared_tmp_path / "first.h5", comm=comm, **how)
     comm = comm.Dup()  # so that shared memory is made for this copy

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError
 from tests.mpi.support import check, grid_shape, mesh_of, on_root, padded, ramp, same_error
+from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -41,12 +41,7 @@ def meshes() -> dict[str, Any]:
 def file(comm: Any, shared_tmp_path: Path) -> str:
     """A file with an array that is its own flat index."""
     path = shared_tmp_path / "uneven.h5"
-
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            file["x"] = ramp(uneven())
-
-    on_root(comm, write)
+    on_root(comm, lambda: write_hdf5(path, {"x": ramp(uneven())}))
     return str(path)
 
 
@@ -151,8 +146,7 @@ def test_centre_of_mass_of_particles(comm: Any, shared_tmp_path: Path) -> None:
     position, mass = random.random((n, 3), dtype="float32"), random.random(n, dtype="float32")
 
     def write() -> None:
-        with h5py.File(shared_tmp_path / "snap.h5", "w") as file:
-            file["PartType1/Coordinates"], file["PartType1/Masses"] = position, mass
+        write_hdf5(shared_tmp_path / "snap.h5", {"PartType1/Coordinates": position, "PartType1/Masses": mass})
 
     on_root(comm, write)
     mesh, path = mesh_of(), shared_tmp_path / "snap.h5"

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples import pencil_fft as example
 from tests.tiers import IS_QUICK
+from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -79,15 +80,13 @@ def test_explicit_mesh() -> None:
 
 
 def test_of_pencils_loaded_from_a_file(shared_tmp_path: Path, comm: Any) -> None:
-    import h5py
 
     import shardload
 
     values = field(np.float32)
     path = shared_tmp_path / "field.h5"
     if comm.Get_rank() == 0:
-        with h5py.File(path, "w") as h5:
-            h5.create_dataset("density", data=values, chunks=(1, *values.shape[1:]), compression="gzip")
+        write_hdf5(path, {"density": values}, chunks=(1, *values.shape[1:]), compression="gzip")
     comm.Barrier()
     x = shardload.load(str(path), example.square_mesh(), P(None, "a", "b"))
     assert worst(example.fft3d(x), np.fft.fftn(values)) < TOLERANCE[np.float32]

@@ -52,6 +52,7 @@ from tests.mpi.support import (
     share,
     unit,
 )
+from tests.unit.files import raising
 
 # xarray, and pandas with it, is imported where it is used: six ranks import this file for what else is here.
 Array = np.ndarray[Any, Any]
@@ -781,11 +782,8 @@ def test_a_temporary_that_one_rank_cannot_open(
     x = put(values, mesh_of(), P("a"))
     sink = {"HDF5 gzip, odd chunks": "hdf5.sink.Hdf5Sink.writer", "Zarr": "zarr.sink.ZarrSink.writer"}[kind]
 
-    def fails(*_: Any) -> Any:
-        raise OSError(116, os.strerror(116))
-
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(f"shardload.formats.{sink}", fails)
+        monkeypatch.setattr(f"shardload.formats.{sink}", raising(OSError(116, os.strerror(116))))
     how = {key: value for key, value in how.items() if key != "chunks"}
     same_error(comm, lambda: shardload.save(path, x, **how), SourceError, f"'{path}' cannot be written", "ESTALE")
     monkeypatch.undo()
@@ -807,11 +805,8 @@ def test_what_fails_in_the_only_round(
     places: dict[str, tuple[Any, str]] = {"writing": (os, "pwrite"), "encoding": (Encoder, "encode")}
     places["reading back"] = ReadBack, "_compare_stored"
 
-    def fails(*_: Any) -> Any:
-        raise OSError(5, os.strerror(5))
-
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(*places[what], fails)
+        monkeypatch.setattr(*places[what], raising(OSError(5, os.strerror(5))))
     expected = (SourceError, "(EIO)") if what == "writing" else (PeerError, "Input/output error")
     same_error(comm, lambda: shardload.save(path, x, **how), *expected)
     monkeypatch.undo()

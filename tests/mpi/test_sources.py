@@ -19,7 +19,7 @@ from shardload import PeerError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error, share
-from tests.unit.files import spoiled
+from tests.unit.files import raising, spoiled, write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -122,10 +122,7 @@ def test_a_file_that_nobody_vouches_for(
     mesh, spec, expected = mesh_of(), DECOMPOSITIONS["pencil along axis 0"], ramp(cube())
     bad = on_root(comm, lambda: spoiled(shared_tmp_path / "bad.h5", 1, 0, compression="szip"))
 
-    def refuse() -> None:
-        raise AssertionError("opened in this process")
-
-    monkeypatch.setattr("shardload.formats.registry.own", refuse)
+    monkeypatch.setattr("shardload.formats.registry.own", raising(AssertionError("opened in this process")))
     plan = shardload.plan(
         files["gzip_shuffle"], mesh, spec, dataset=NAME, readers="parallel", verify="file", untrusted=True
     )  # fmt: skip
@@ -196,8 +193,7 @@ def test_a_filter_that_needs_a_word_gets_it_on_every_rank(comm: Any, shared_tmp_
     shape, path, spec = cube(), str(shared_tmp_path / "a.h5"), P("a", "b")
 
     def make() -> None:
-        with h5py.File(path, "w") as file:
-            file.create_dataset(NAME, data=ramp(shape), chunks=tuple(-(-n // 2) for n in shape), **hdf5plugin.Bitshuffle())
+        write_hdf5(path, {NAME: ramp(shape)}, chunks=tuple(-(-n // 2) for n in shape), **hdf5plugin.Bitshuffle())
 
     on_root(comm, make)
     said = ("HDF5 filter 32008 (bitshuffle)", "pass allow_filters='bitshuffle'")

@@ -21,6 +21,7 @@ import shardload
 from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError
 from tests.mpi.support import check, mesh_of, on_root, raised, ramp, same_error, unit
 from tests.mpi.test_save import put
+from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -242,12 +243,7 @@ def test_an_array_was_never_written(comm: Any, shared_tmp_path: Path) -> None:
 def test_a_filter_that_is_not_allowed(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if `like` were a way around `allow_filters`."""
     path, like = shared_tmp_path / "state.h5", {"x": np.arange(4.0)}
-
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=np.arange(4.0), **hdf5plugin.Bitshuffle())
-
-    on_root(comm, write)
+    on_root(comm, lambda: write_hdf5(path, {"x": np.arange(4.0)}, **hdf5plugin.Bitshuffle()))
     same_error(comm, lambda: shardload.load(path, like=like), SourceError, "allow_filters='bitshuffle'")
     found = shardload.load(path, like=like, allow_filters="bitshuffle")
     np.testing.assert_array_equal(found["x"], like["x"], strict=True)

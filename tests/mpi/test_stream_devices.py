@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import h5py
 import jax
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.arrays.assemble import EarlyPieces
 from tests.mpi.support import on_root, ramp
+from tests.unit.files import write_hdf5
 
 N_STEPS, BATCH = 24, 4
 
@@ -33,8 +33,7 @@ def mesh() -> Mesh:
 @pytest.fixture
 def path(comm: Any, shared_tmp_path: Path) -> Path:
     def write() -> None:
-        with h5py.File(shared_tmp_path / "x.h5", "w") as file:
-            file.create_dataset("x", data=ramp(shape()), chunks=(3, shape()[1], 3), compression="gzip")
+        write_hdf5(shared_tmp_path / "x.h5", {"x": ramp(shape())}, chunks=(3, shape()[1], 3), compression="gzip")
 
     on_root(comm, write)
     return shared_tmp_path / "x.h5"

@@ -28,6 +28,7 @@ from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 from shardload.jobs.streaming.endpoints import BatchTarget
 from shardload.jobs.streaming.plan import EpochRounds
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.unit.files import write_hdf5
 
 N_STEPS, CHUNK_STEPS, BATCH = 60, 3, 4
 DAMAGED = 7  # the column of steps 21 to 23: batch 5 has steps 20 to 23
@@ -383,8 +384,7 @@ def test_an_untrusted_file_is_read_again_after_an_error(comm: Any, path: Path, p
     other = path.with_name("other.h5")
 
     def write(start: int) -> None:
-        with h5py.File(other, "w") as file:
-            file.create_dataset("y", data=np.arange(start, start + N_STEPS, dtype="f4"), chunks=(N_STEPS,))
+        write_hdf5(other, {"y": np.arange(start, start + N_STEPS, dtype="f4")}, chunks=(N_STEPS,))
         os.utime(other, (start, start))
 
     on_root(comm, lambda: write(0))

@@ -31,6 +31,7 @@ from shardload import ConfigError
 from shardload.jobs.streaming import plan
 from shardload.jobs.streaming.plan import EpochRounds
 from tests.mpi.support import check, grid_shape, on_root, padded, ramp, same_error
+from tests.unit.files import write_hdf5
 
 Array = np.ndarray[Any, Any]
 GAP = 13  # the step before which some are missing
@@ -227,8 +228,7 @@ def test_the_program_goes_to_another_folder(comm: Any, shared_tmp_path: Path, mo
 
     def make() -> None:
         folder.mkdir()
-        with h5py.File(shared_tmp_path / "run.h5", "w") as file:
-            file["x"] = values
+        write_hdf5(shared_tmp_path / "run.h5", {"x": values})
 
     on_root(comm, make)
     monkeypatch.chdir(shared_tmp_path)
@@ -643,8 +643,7 @@ def long_file(comm: Any, tmp_path_factory: Any) -> str:
 
     def make() -> str:
         path = tmp_path_factory.mktemp("streams") / "long.h5"
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=ramp((4000, 6)), chunks=(40, 6))
+        write_hdf5(path, {"x": ramp((4000, 6))}, chunks=(40, 6))
         return str(path)
 
     return str(on_root(comm, make))
@@ -807,8 +806,7 @@ def test_a_state_of_another_file(comm: Any, shared_tmp_path: Path) -> None:
 
     def make() -> None:
         for name, first in (("a", 0), ("b", 1)):
-            with h5py.File(shared_tmp_path / f"{name}.h5", "w") as file:
-                file.create_dataset("x", data=ramp((20, LAT)) + first, chunks=(4, LAT))
+            write_hdf5(shared_tmp_path / f"{name}.h5", {"x": ramp((20, LAT)) + first}, chunks=(4, LAT))
         (shared_tmp_path / "elsewhere").mkdir()
         shutil.copy(shared_tmp_path / "a.h5", shared_tmp_path / "elsewhere" / "c.h5")
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError
 from tests.mpi.support import READERS, VERIFY, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
+from tests.unit.files import write_hdf5
 
 PLAN = importlib.import_module("shardload.planning.schedule")
 
@@ -37,8 +38,7 @@ def write(comm: Any, folder: Path, values: Array, *, chunks: tuple[int, ...] | N
         if name.endswith(".zarr"):
             zarr.create_array(path, data=values, chunks=chunks or "auto")
             return
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=values, chunks=chunks, compression="gzip" if chunks else None)
+        write_hdf5(path, {"x": values}, chunks=chunks, compression="gzip" if chunks else None)
 
     on_root(comm, make)
     return path

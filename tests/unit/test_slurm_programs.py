@@ -6,11 +6,12 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+
+from tests.unit.files import raising
 
 SLURM = Path(__file__).resolve().parents[2] / "slurm"
 
@@ -27,11 +28,8 @@ def test_a_field_that_was_half_written_is_written_again(tmp_path: Path, monkeypa
     """Wrong if a job that was cancelled meanwhile left a file that the next job takes for the field."""
     main, path = runpy.run_path(str(SLURM / "field.py"))["main"], tmp_path / "field.h5"
 
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(h5py.File, "create_dataset", interrupted)
+        patched.setattr(h5py.File, "create_dataset", raising(KeyboardInterrupt()))
         main(path)
     assert not path.exists()
     main(path)

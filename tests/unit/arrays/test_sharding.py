@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import h5py
 import jax
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from shardload.arrays.sharding import (
 )
 from shardload.errors import ConfigError
 from shardload.planning.shards import plan_shards
+from tests.unit.files import write_hdf5
 
 MESH = AbstractMesh((2, 4), ("a", "b"))
 UNCONSTRAINED = P.UNCONSTRAINED
@@ -42,8 +42,7 @@ def test_processes_are_said_of_an_abstract_mesh_alone(tmp_path: Path) -> None:
     """Wrong if it were taken, and did nothing, where the devices themselves say whose they are."""
     assert [devices_per_process(MESH, n) for n in (None, 1, 2, 8, np.int64(4))] == [1, 8, 4, 1, 2]
     assert devices_per_process(one_device("a"), None) == 1
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["x"] = np.zeros((8, 8), "f4")
+    write_hdf5(tmp_path / "a.h5", {"x": np.zeros((8, 8), "f4")})
     for mesh in (one_device("a", "b"), NamedSharding(one_device("a", "b"), P("a"))):
         with pytest.raises(
             ConfigError, match=r"processes is 1, but the mesh has devices, which say whose they are: leave it out"

@@ -21,6 +21,7 @@ import zarr
 import shardload
 from tests.unit.blocked import run_without
 from tests.unit.cli.test_main import dated, ok, refused, run, unwrapped
+from tests.unit.files import write_hdf5
 
 VALUES = np.arange(12 * 8 * 20, dtype="f4").reshape(12, 8, 20)
 
@@ -189,8 +190,7 @@ def test_what_it_refuses_says_what_to_type(file: str, tmp_path: Path, arguments:
     ],
 )
 def test_what_it_refuses_of_a_group(tmp_path: Path, arguments: list[str], told: str) -> None:
-    with h5py.File(tmp_path / "in.h5", "w") as opened:
-        opened["g/large"] = np.full(2, 1e300)
+    write_hdf5(tmp_path / "in.h5", {"g/large": np.full(2, 1e300)})
     assert told in refused("copy", str(tmp_path / "in.h5"), str(tmp_path / "out.h5"), *arguments)
 
 
@@ -242,8 +242,7 @@ def test_what_another_format_does_not_have_says_what_to_type(tmp_path: Path, nam
 def test_zarr_shuffles_inside_blosc(tmp_path: Path, filters: dict[str, Any], inner: str, level: int) -> None:
     """As most netCDF files are. Wrong if a copy to Zarr had to be asked for another compression, or did without the shuffle."""
     path, out = tmp_path / "in.h5", tmp_path / "out.zarr"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("rho", data=VALUES, chunks=(4, 5, 20), shuffle=True, fletcher32=True, **filters)
+    write_hdf5(path, {"rho": VALUES}, chunks=(4, 5, 20), shuffle=True, fletcher32=True, **filters)
     ok("copy", str(path), str(out), "--verify", "full")
     found = zarr.open_group(out, mode="r")["rho"]
     np.testing.assert_array_equal(found[...], VALUES)
@@ -346,8 +345,7 @@ def test_integers_of_few_bits_in_larger_chunks(tmp_path: Path) -> None:
     """Wrong if they were cut off to as many bits as the smaller chunks of the source need."""
     path, out = tmp_path / "in.h5", tmp_path / "out.h5"
     values = np.repeat(np.arange(8, dtype="i4") * 1000, 16) + np.tile(np.arange(16, dtype="i4"), 8)
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=values, chunks=(16,), scaleoffset=5)
+    write_hdf5(path, {"x": values}, chunks=(16,), scaleoffset=5)
     with h5py.File(path) as file:
         np.testing.assert_array_equal(file["x"][...], values)
     ok("copy", str(path), str(out), "--chunks", "64", "--allow-filters", "scaleoffset")

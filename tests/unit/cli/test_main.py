@@ -29,6 +29,7 @@ from shardload.storage.local import TARGET_HINT
 from shardload.values.decoding import ATTRIBUTES
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
+from tests.unit.files import raising, write_hdf5
 
 MESH = {"a": 4, "b": 2}
 
@@ -195,8 +196,7 @@ def test_info_of_numbers_that_numpy_does_not_have(tmp_path: Path) -> None:
 
 def test_a_name_is_never_cut(tmp_path: Path) -> None:
     name = "/" + "long" * 80
-    with h5py.File(tmp_path / "f.h5", "w") as h5:
-        h5[name] = np.zeros(3)
+    write_hdf5(tmp_path / "f.h5", {name: np.zeros(3)})
     out = ok("info", str(tmp_path / "f.h5"))
     assert name in out.splitlines()
     out = ok("info", str(tmp_path / "f.h5"), columns=1000)
@@ -333,8 +333,7 @@ def test_plan_of_a_group_says_what_to_type(file: str) -> None:
 
 def test_plan_says_if_the_load_needs_64_bits(tmp_path: Path) -> None:
     """Wrong if a plan were printed without a word, and the load of it were an error."""
-    with h5py.File(tmp_path / "a.h5", "w") as h5:
-        h5["x"], h5["y"] = np.arange(4.0), np.arange(4.0, dtype="f4")
+    write_hdf5(tmp_path / "a.h5", {"x": np.arange(4.0), "y": np.arange(4.0, dtype="f4")})
     how = ("--mesh", "a=2", "--spec", "a")
     told = {name: run("plan", f"{tmp_path / 'a.h5'}:/{name}", *how)[1] for name in "xy"}
     assert "JAX_ENABLE_X64=1" in told["x"] and "--dtype float32" in told["x"] and "X64" not in told["y"]
@@ -650,8 +649,7 @@ def test_times_that_no_clock_has_are_wrong_options(wrong: tuple[str, ...]) -> No
 
 def test_an_array_without_axes_has_a_spec(tmp_path: Path) -> None:
     """Wrong if there were nothing to type for it: P(None) names an axis."""
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["scalar"] = 3.0
+    write_hdf5(tmp_path / "x.h5", {"scalar": 3.0})
     assert "P() on mesh a=2, 2 replicas" in ok("plan", f"{tmp_path}/x.h5", "--mesh", "a=2", "--spec", "-")
 
 
@@ -672,8 +670,7 @@ def test_64_bit_types_in_a_shell(tmp_path: Path) -> None:
     """Wrong if values were compared as float32, if a file of float64 needed a variable, or if a command told people to write
     Python.
     """
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["x"] = np.arange(4.0) + 2.0**-40
+    write_hdf5(tmp_path / "x.h5", {"x": np.arange(4.0) + 2.0**-40})
 
     env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"} | {"JAX_PLATFORMS": "cpu"}
     command = ["verify", f"{tmp_path}/x.h5", "--mesh", "a=2", "--spec", "a"]
@@ -779,10 +776,7 @@ def test_a_file_that_nobody_vouches_for_is_opened_by_another_process(
     name, *flags = command
     _, printed, _ = run(name, file, *flags)
 
-    def refuse() -> None:
-        raise AssertionError("opened in this process")
-
-    monkeypatch.setattr("shardload.formats.registry.own", refuse)
+    monkeypatch.setattr("shardload.formats.registry.own", raising(AssertionError("opened in this process")))
     assert run(name, file, *flags)[0] == 1
     assert ok(name, file, "--untrusted", *flags) == printed
 

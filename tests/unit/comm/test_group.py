@@ -34,6 +34,7 @@ from shardload.errors import (
 )
 from shardload.system import garbage, scratch
 from tests.unit import ranks
+from tests.unit.files import raising
 from tests.unit.ranks import Store, ThreadGroup, in_threads, on_ranks
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
@@ -595,10 +596,7 @@ def test_a_wait_does_not_fail_because_no_thread_can_ask_who_has_left(monkeypatch
     departures = Departures(0, object)
     departures.begin("here", int)
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
     assert departures.departed() == {} and departures.departed() == {}
 
 

@@ -23,6 +23,7 @@ from shardload.comm.launch import (
 )
 from shardload.errors import ConfigError, PeerError
 from tests.ports import free_ports
+from tests.unit.files import raising
 from tests.unit.ranks import on_ranks
 
 launch = importlib.import_module("shardload.comm.launch")
@@ -201,10 +202,7 @@ def test_ranks_come_to_the_interface_that_the_user_names(named: str, address: st
 def test_rank_0_that_finds_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it failed alone: the others would wait for it, a quarter of an hour."""
 
-    def fail() -> int:
-        raise OSError(97, "Address family not supported by protocol")
-
-    monkeypatch.setattr(launch, "free_port", fail)
+    monkeypatch.setattr(launch, "free_port", raising(OSError(97, "Address family not supported by protocol")))
     first, second = on_ranks(2, lambda group: launch._meeting_place(group, True))
     assert type(first) is type(second) is PeerError
     assert "Address family not supported" in str(first) == str(second)

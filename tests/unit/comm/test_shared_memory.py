@@ -15,6 +15,7 @@ import pytest
 
 from shardload.comm.collectives import Collectives
 from shardload.comm.shared_memory import Bell, Node, Segment
+from tests.unit.files import raising
 
 ROOT = Path(__file__).parents[3]
 
@@ -129,10 +130,7 @@ def test_what_is_not_that_memory_is_not_believed(which: int, change: int, text: 
 def test_no_room_is_an_error_and_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Wrong if a rank without room kept what it had begun, load after load."""
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, step, full)
+    monkeypatch.setattr(os, step, raising(OSError(28, "No space left on device")))
     for _ in range(3):
         with pytest.raises(OSError, match="No space left"):
             Segment.create(5000)

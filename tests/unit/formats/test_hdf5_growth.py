@@ -33,7 +33,7 @@ from shardload.storage import target
 from shardload.storage.changes import _BEFORE_NBYTES, changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import IS_QUICK, quick_ones
-from tests.unit.files import early, plain_edges, raw_dataset
+from tests.unit.files import early, plain_edges, raw_dataset, write_hdf5
 from tests.unit.growing import Content, Disk, coming, grow, sink_of
 from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401
 
@@ -460,8 +460,7 @@ def test_axes_edges_and_filters(tmp_path: Path, axis: int) -> None:
 def test_filters_that_change_values(tmp_path: Path, dtype: str, filters: dict[str, Any], told: str) -> None:
     """Wrong if rows were rounded that had been rounded before, or cut to few bits: only some chunks are read back as values."""
     path = tmp_path / "x.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=ramp((4, 8), dtype), chunks=(2, 8), maxshape=(None, 8), **filters)
+    write_hdf5(path, {"x": ramp((4, 8), dtype)}, chunks=(2, 8), maxshape=(None, 8), **filters)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=f"{told}.*--compression gzip"):
         grow(path, {"/x": ramp((8, 8), dtype)})
@@ -514,8 +513,7 @@ def test_filters_that_netcdf4_has_brought(tmp_path: Path) -> None:
     values = ramp((7, 6), "f4")
     for name, one in filters.items():
         for path in (tmp_path / f"{name}.h5", tmp_path / f"open-{name}.h5"):
-            with h5py.File(path, "w") as file:
-                file.create_dataset("x", data=values[:4], chunks=(3, 6), maxshape=(None, 6), **one)
+            write_hdf5(path, {"x": values[:4]}, chunks=(3, 6), maxshape=(None, 6), **one)
     code = (
         "import netCDF4, sys, h5py, numpy as np\nimport shardload\n"
         "values = np.arange(42, dtype='f4').reshape(7, 6)\n"
@@ -676,8 +674,7 @@ def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
     path, other = tmp_path / "x.h5", tmp_path / "other.h5"
     by_h5py(path)
     for is_early in (True, False):
-        with h5py.File(other, "w") as file:
-            file["much"] = ramp((9000,), "f8")
+        write_hdf5(other, {"much": ramp((9000,), "f8")})
         data, sink = other.read_bytes(), sink_of(path, VALUES)
         with sink.create() as catalog:
             if is_early:

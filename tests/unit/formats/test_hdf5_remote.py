@@ -27,7 +27,7 @@ from shardload.storage.remote import RemoteObject
 from tests.mpi.support import counted
 from tests.servers import ObjectServer
 from tests.unit.fakes import ObjectInMemory
-from tests.unit.files import assert_same, check_source, compact, early, flat, raw_dataset, read, read_all
+from tests.unit.files import assert_same, check_source, compact, early, flat, raw_dataset, read, read_all, write_hdf5
 
 pytest.importorskip("obstore")
 
@@ -231,8 +231,7 @@ def test_errors_say_what_to_do(tmp_path: Path, server: ObjectServer) -> None:
         layout = h5py.VirtualLayout(SHAPE, "f4")
         layout[...] = h5py.VirtualSource("x.h5", "x", SHAPE)
         file.create_virtual_dataset("v", layout)
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["x"] = DATA
+    write_hdf5(tmp_path / "x.h5", {"x": DATA})
     content = (tmp_path / "a.h5").read_bytes()
     server.objects |= {"b/a.h5": content, "b/cut.h5": content[:-100], "b/no.h5": b"<html>not a file</html>" * 100}
     server.objects |= {"b/old.nc": b"CDF\x01" + bytes(600), "b/empty.nc": b""}

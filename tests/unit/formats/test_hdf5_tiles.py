@@ -29,14 +29,13 @@ from shardload.formats.lookup import format_of, open_source
 from shardload.planning.region import Region
 from shardload.testing import check_source
 from tests.tiers import some_of
-from tests.unit.files import raw_dataset, read, read_all
+from tests.unit.files import raw_dataset, read, read_all, write_hdf5
 
 Place = tuple[slice, ...]
 
 
 def write(folder: Path, name: str, values: np.ndarray[Any, Any], **how: Any) -> h5py.VirtualSource:
-    with h5py.File(folder / name, "w") as file:
-        file.create_dataset("g/x", data=values, **how)
+    write_hdf5(folder / name, {"g/x": values}, **how)
     return h5py.VirtualSource(name, "g/x", values.shape, values.dtype)
 
 
@@ -594,8 +593,7 @@ def test_files_of_files_stay_open_within_one_limit(tmp_path: Path, monkeypatch: 
     for k in range(3):
         layout = h5py.VirtualLayout((2,), "f4")
         for i in range(2):
-            with h5py.File(tmp_path / f"p{2 * k + i}.h5", "w") as file:
-                file["a"] = np.full(1, 2 * k + i, "f4")
+            write_hdf5(tmp_path / f"p{2 * k + i}.h5", {"a": np.full(1, 2 * k + i, "f4")})
             layout[i : i + 1] = h5py.VirtualSource(f"p{2 * k + i}.h5", "a", (1,), "f4")
         with h5py.File(tmp_path / f"m{k}.h5", "w") as file:
             file.create_virtual_dataset("a", layout)

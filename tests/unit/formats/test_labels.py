@@ -34,7 +34,7 @@ from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import labels_of
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
-from tests.unit.files import raising
+from tests.unit.files import raising, write_hdf5
 
 WRITERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "netCDF4": ("a.nc", {"engine": "netcdf4"}, {"engine": "netcdf4"}),
@@ -269,8 +269,7 @@ def test_names_of_very_many_arrays_are_read_when_they_are_looked_at(tmp_path: Pa
 def test_one_array_or_group_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
     assert list(shardload.open(f"{path}:/t")) == ["/t"] and set(shardload.open(f"{path}:/")) == set(shardload.open(path))
-    with h5py.File(tmp_path / "g.h5", "w") as file:
-        file["g/h/x"], file["g/y"], file["gg/z"] = 1, 2, 3
+    write_hdf5(tmp_path / "g.h5", {"g/h/x": 1, "g/y": 2, "gg/z": 3})
     assert set(shardload.open(f"{tmp_path}/g.h5:/g")) == {"/g/h/x", "/g/y"}
     assert repr(shardload.open(f"{tmp_path}/g.h5:g/y")).startswith(f"<{tmp_path}/g.h5: 1 array>")
 

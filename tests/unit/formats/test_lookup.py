@@ -446,8 +446,7 @@ def test_a_path_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Wrong if ``~`` were read in the one call and not in the other, or in the middle of a name."""
     monkeypatch.setenv("HOME", str(tmp_path))
     path = str(tmp_path / "a~.h5")
-    with h5py.File(path, "w") as file:
-        file["rho"] = np.arange(4.0)
+    write_hdf5(path, {"rho": np.arange(4.0)})
     assert split_path("~/a~.h5:/rho") == (path, "/rho")
     assert split_path("~/no.h5:/rho") == (str(tmp_path / "no.h5"), "/rho")
     for given in ("~/a~.h5", "~/a~.h5:/rho", "~/a~.h5:rho", Path("~/a~.h5"), Path("~") / "a~.h5", Path("~/a~.h5:/rho")):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import zarr
@@ -30,7 +29,7 @@ from shardload.formats.zarr.growth import GrowthSink, read_store
 from shardload.storage import target
 from shardload.storage.changes import AppendLock
 from shardload.storage.leftovers import find_leftover
-from tests.unit.files import change_json, raising, system_error
+from tests.unit.files import change_json, raising, system_error, write_hdf5
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -199,8 +198,7 @@ def test_a_store_that_was_being_abandoned_is_not_whole(tmp_path: Path, kind: str
 
 def test_other_names_are_left_alone(tmp_path: Path) -> None:
     for name in ("x.h5.unfinished", "x.0123456789abcdef.h5", "x.h5.0123456789ABCDEF.unfinished"):
-        with h5py.File(tmp_path / name, "w") as file:
-            file["rho"] = VALUES
+        write_hdf5(tmp_path / name, {"rho": VALUES})
         assert find_leftover(str(tmp_path / name)) is None and find_array(str(tmp_path / name)).shape == (6, 4)
     with pytest.raises(SourceError, match="there is no file"):
         find_array(str(tmp_path / "x.h5.0123456789abcdef.unfinished"))
@@ -226,8 +224,7 @@ def test_one_command_removes_what_a_killed_append_left(tmp_path: Path, kind: str
     """Wrong if the next append, or `info` of the file, said nothing of its temporary; or removed that of another save."""
     path = tmp_path / kind
     if kind == "x.h5":
-        with h5py.File(path, "w") as file:
-            file.create_dataset("rho", data=VALUES, maxshape=(None, 4), chunks=(2, 4))
+        write_hdf5(path, {"rho": VALUES}, maxshape=(None, 4), chunks=(2, 4))
         sink: Any = Hdf5Growth(str(path), read_file(str(path), ["/rho"]), {"/rho": 0}, {"/rho": 2})
     else:
         zarr.create_array(path / "rho", data=VALUES, chunks=(2, 4))

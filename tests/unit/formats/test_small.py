@@ -17,6 +17,7 @@ from shardload.formats.hdf5.chunks import ChunkTree, Hdf5Chunks
 from shardload.formats.lookup import Finder
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
+from tests.unit.files import write_hdf5
 
 TINY = np.arange(24, dtype=">i2").reshape(4, 6)
 SMALL = np.arange(30_000, dtype="float32").reshape(30, 1000)  # 117 KiB: more than comes without an estimate
@@ -62,8 +63,7 @@ def test_a_file_is_opened_once(tmp_path: Path, path: str, monkeypatch: pytest.Mo
     opens: list[str] = []
     right = hdf5.open_explained
     monkeypatch.setattr(hdf5, "open_explained", lambda where: (opens.append(where), right(where))[1])
-    with h5py.File(tmp_path / "one.h5", "w") as file:
-        file["x"] = TINY
+    write_hdf5(tmp_path / "one.h5", {"x": TINY})
     one = str(tmp_path / "one.h5")
     assert values_of(one, None) == TINY.astype("=i2").tobytes()
     assert opens == [one]
@@ -199,8 +199,7 @@ def test_values_of_a_part(tmp_path: Path, kind: str, reads: list[str]) -> None:
     """
     path = str(tmp_path / "x.h5")
     if kind in LAYOUTS:
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=BLOCK, **LAYOUTS[kind])
+        write_hdf5(path, {"x": BLOCK}, **LAYOUTS[kind])
         opened: Any = h5py.File(path)["x"]
     else:
         path = str(tmp_path / "x.zarr")

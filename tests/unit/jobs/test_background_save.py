@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardload.jobs.saving.save import BackgroundSave
+from tests.unit.files import raising
 
 
 def test_an_interrupted_wait_is_no_end_of_the_save() -> None:
@@ -48,10 +49,7 @@ def test_two_threads_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_can_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it raised an error of which others knew nothing: their threads waited for it until the timeout."""
 
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
     report: Any = object()
     save = BackgroundSave("new.h5", 0, lambda are_copied: report)
     assert save.is_done and save.wait() is report

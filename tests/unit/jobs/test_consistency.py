@@ -21,7 +21,7 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_same, check_unchanged, contents_of, is_open, to_sums
 from shardload.planning.region import Grid
 from shardload.planning.selection import select_axes
-from tests.unit.files import read_small
+from tests.unit.files import read_small, write_hdf5
 
 
 def added(states: list[tuple[int, ...] | None]) -> list[int]:
@@ -65,8 +65,7 @@ def test_changed(after: tuple[int, ...] | None, text: str) -> None:
 def test_state_of_hdf5(tmp_path: Path) -> None:
     """Wrong if a rename, which leaves the open file as it is, were an error, or a write that keeps the size none."""
     path, other = str(tmp_path / "x.h5"), str(tmp_path / "y.h5")
-    with h5py.File(path, "w") as file:
-        file["x"] = np.arange(9.0)
+    write_hdf5(path, {"x": np.arange(9.0)})
     shutil.copy(path, other)
     source = open_source(path, "/x")
     before = source.state()
@@ -110,8 +109,7 @@ def test_state_of_a_zip(tmp_path: Path) -> None:
 def test_a_small_array_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
     """Wrong if what rank 0 reads for all were looked at less closely: then it is left to the ordinary way."""
     path = str(tmp_path / "x.h5")
-    with h5py.File(path, "w") as file:
-        file["x"] = np.arange(9.0)
+    write_hdf5(path, {"x": np.arange(9.0)})
     info = find_array(path, "/x")
     read_into = Hdf5Source.read_into
 
@@ -181,8 +179,7 @@ def test_a_memory_map_is_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_open_file_is_known_by_its_file(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["x"] = np.arange(9.0)
+    write_hdf5(tmp_path / "x.h5", {"x": np.arange(9.0)})
     with h5py.File(tmp_path / "x.h5", "r") as file:
         found = os.stat(tmp_path / "x.h5")
         assert contents(file["x"]) == (found.st_size, found.st_mtime_ns)

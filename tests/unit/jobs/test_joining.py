@@ -25,6 +25,7 @@ from shardload.planning.region import Region
 from shardload.storage.leftovers import find_leftover
 from shardload.values.dates import in_other_units
 from tests.unit.cli.test_main import run, unwrapped
+from tests.unit.files import raising, write_hdf5
 
 __all__ = ["run"]  # a fixture
 
@@ -242,8 +243,7 @@ def test_the_netcdf_library_does_not_read_lzf(tmp_path: Path) -> None:
     """Wrong if a netCDF file were made of which the netCDF library, which lacks h5py's filter, reads no values."""
     paths = [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")]
     for path, compression in zip(paths, (None, "lzf"), strict=True):
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=np.arange(4.0), chunks=(2,), compression=compression)
+        write_hdf5(path, {"x": np.arange(4.0)}, chunks=(2,), compression=compression)
     refused(r"'/x' by lzf.*suffix \.h5", tmp_path / "whole.nc", paths)
     shardload.join(tmp_path / "whole.h5", paths)
     assert sorted(os.listdir(tmp_path)) == ["a.h5", "b.h5", "whole.h5"]
@@ -440,8 +440,7 @@ def test_whole_numbers_of_64_bits_are_compared_exactly(tmp_path: Path) -> None:
 def test_files_that_have_no_array_in_common(snapshot: list[str], tmp_path: Path) -> None:
     """Wrong if they became one file with the arrays of both, each from one part."""
     other = str(tmp_path / "other.h5")
-    with h5py.File(other, "w") as file:
-        file["gas/rho"] = np.arange(6.0)
+    write_hdf5(other, {"gas/rho": np.arange(6.0)})
     refused(
         r"no array is in two of the parts.*'/dm/pos' in '.*snap.0.h5'.*'/gas/rho' in '.*other",
         str(tmp_path / "all.h5"),
@@ -578,11 +577,8 @@ def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: py
         )
     (tmp_path / "text.h5").unlink()
 
-    def fails(*_: Any) -> None:
-        raise OSError(28, "no space")
-
     before = Path(whole).read_bytes()
-    monkeypatch.setattr("shardload.storage.target.WritableFile.write_at", fails)
+    monkeypatch.setattr("shardload.storage.target.WritableFile.write_at", raising(OSError(28, "no space")))
     refused("no space is left", whole, snapshot, error=SourceError, mode="w")
     assert Path(whole).read_bytes() == before and len(os.listdir(tmp_path)) == 4
 

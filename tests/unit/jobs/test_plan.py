@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.planning.tuning import tuned
+from tests.unit.files import write_hdf5
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=np.arange(96, dtype="f4").reshape(8, 12), chunks=(2, 5), compression="gzip")
+    write_hdf5(tmp_path / "a.h5", {"x": np.arange(96, dtype="f4").reshape(8, 12)}, chunks=(2, 5), compression="gzip")
     return str(tmp_path / "a.h5")
 
 

@@ -35,6 +35,7 @@ from shardload.jobs.copying.request import CopyRequest, find, new_sink
 from shardload.jobs.joining.join import _find
 from shardload.jobs.joining.request import PartsRequest
 from shardload.system.steps import step_done, steps_told_to
+from tests.unit.files import write_hdf5
 from tests.unit.saving import quick_fsync, write_all
 from tests.unit.waiting import TICK, TIMEOUT, Job
 
@@ -116,8 +117,7 @@ def test_files_that_are_joined(tmp_path: Path) -> None:
     def write_parts(folder: Path, n: int) -> str:
         folder.mkdir()
         for k in range(n):
-            with h5py.File(folder / f"{k}.h5", "w") as file:
-                file["x"], file["same"] = np.arange(3.0) + 3 * k, np.arange(5)
+            write_hdf5(folder / f"{k}.h5", {"x": np.arange(3.0) + 3 * k, "same": np.arange(5)})
         return str(folder / "*.h5")
 
     few, many = write_parts(tmp_path / "few", 2), write_parts(tmp_path / "many", N)

@@ -25,6 +25,7 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.jobs.streaming.request import StreamCall
 from shardload.units import parse_nbytes
+from tests.unit.files import write_hdf5
 
 N_STEPS, N_LEVELS, N_LAT = 24, 3, 4
 GAP = 15  # the step before which 30 hours are missing
@@ -184,8 +185,7 @@ def test_options_that_are_wrong(path: str, options: dict[str, Any], text: str) -
 
 def test_parts_of_one_array_that_are_passed_as_two(path: str, tmp_path: Path) -> None:
     """Wrong if it did not say how the parts become one array."""
-    with h5py.File(tmp_path / "b.h5", "w") as file:
-        file["t"] = np.zeros((20, N_LEVELS, N_LAT), "f4")
+    write_hdf5(tmp_path / "b.h5", {"t": np.zeros((20, N_LEVELS, N_LAT), "f4")})
     with pytest.raises(ConfigError, match=r"are parts of one array, pass shardload.concat\(PATHS, along=AXIS\)"):
         stream([path, str(tmp_path / "b.h5")])  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ from shardload.storage.local import NotAFileError, OutsideError
 from shardload.transfer.buffers import Resources, Slots
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole
+from tests.unit.files import raising
 
 Array = np.ndarray[Any, Any]
 
@@ -365,10 +366,7 @@ def test_a_file_that_cannot_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatc
     """The reader of chunks looks at the file as it is made."""
     tune(monkeypatch, min_chunk_nbytes=1)
 
-    def fails(_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(FakeSource, "chunk_reader", fails)
+    monkeypatch.setattr(FakeSource, "chunk_reader", raising(OSError(5, "Input/output error")))
     with pytest.raises(SourceError, match=r"^'/rho' in 'f.h5' could not be read: OSError: \[Errno 5\] Input/output error\."):
         reader_of(FakeSource(TABLE, (2, 4)))
 
