@@ -25,7 +25,7 @@ Examples
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -92,19 +92,18 @@ class SampleOrder:
     phase: int = 0
     seed: int | None = None
     spread: int = 1
-    breaks: IntArray | None = None
+    breaks: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     crosses_blocks: bool = True
 
     @cached_property
     def anchors(self) -> IntArray:
         """The anchors of all samples, ascending."""
-        anchors = np.arange(max(0, -self.first), min(self.n_steps, self.n_steps - self.last), dtype=np.int64)
+        anchors: IntArray = np.arange(max(0, -self.first), min(self.n_steps, self.n_steps - self.last), dtype=np.int64)
         begin, end = anchors + self.first, anchors + self.last
-        if self.breaks is not None and len(self.breaks):
-            is_kept = np.searchsorted(self.breaks, begin, side="right") == np.searchsorted(self.breaks, end, side="right")
-            anchors, begin, end = anchors[is_kept], begin[is_kept], end[is_kept]
+        is_kept = np.searchsorted(self.breaks, begin, side="right") == np.searchsorted(self.breaks, end, side="right")
         if not self.crosses_blocks:
-            anchors = anchors[self.block_of(begin) == self.block_of(end)]
+            is_kept &= self.block_of(begin) == self.block_of(end)
+        anchors = anchors[is_kept]
         anchors.setflags(write=False)
         return anchors
 

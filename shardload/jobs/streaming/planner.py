@@ -259,7 +259,7 @@ class StreamPlanner:
         if not plan.n_batches(n):
             of_window = f" with a window from {order.first:+d} to {order.last:+d}" if order.first or order.last else ""
             fix = "Pass a smaller batch, or remainder='pad'" if n else "Select more steps, or pass a smaller window"
-            if n == 0 and order.breaks is not None and len(order.breaks):
+            if n == 0 and len(order.breaks):
                 fix += f", or gaps='ignore': no window reaches over a gap, and the coordinate has {len(order.breaks)}"
             elif n == 0 and not order.crosses_blocks:
                 fix += f", or border='reread': no such window fits into a block of {order.block} steps"
@@ -373,6 +373,8 @@ class StreamPlanner:
                 f"pool={_typed(_LEAST_POOL * block_nbytes)} for {_LEAST_POOL} blocks, or write shorter chunks "
                 "(shardload copy --chunks)"
             )
+        looks_at_gaps = first != last and sampling.gaps != IGNORE
+        gaps = [gaps_in(array, sampling.gaps == "error") for array in (arrays if looks_at_gaps else ())]
         order = SampleOrder(
             n_steps=n_steps,
             first=first,
@@ -381,17 +383,10 @@ class StreamPlanner:
             phase=longest.start % block,
             seed=sampling.shuffle,
             spread=spread_in(pool // max(1, step_nbytes), block, chunk, n_steps),
-            breaks=self._breaks(arrays) if first != last else np.empty(0, dtype=np.int64),
+            breaks=np.unique(np.concatenate([np.empty(0, dtype=np.int64), *gaps])),
             crosses_blocks=sampling.border == "reread" or sampling.shuffle is None,
         )
         return order, pool
-
-    def _breaks(self, arrays: Sequence[StreamArray]) -> IntArray:
-        """The steps before which there is a gap. ConfigError if gaps are forbidden."""
-        if self._sampling.gaps == IGNORE:
-            return np.empty(0, dtype=np.int64)
-        gaps = [gaps_in(array, self._sampling.gaps == "error") for array in arrays]
-        return np.unique(np.concatenate(gaps))
 
     # --- leaves
 

@@ -363,17 +363,14 @@ class Inline:
             return None
         try:
             while reader.n_made >= reader.n_ready and reader.first_batch_of_next_round() is not None:
-                self._read_round(reader)
+                try:
+                    reader.read_round()
+                except ShardloadError:
+                    self._is_error_shared = True
+                    raise
             return reader.make_batch()
         finally:
             reader.report.waited_seconds += time.perf_counter() - began
-
-    def _read_round(self, reader: RoundReader) -> None:
-        try:
-            reader.read_round()
-        except ShardloadError:
-            self._is_error_shared = True
-            raise
 
     def close(self, error: BaseException | None = None, wait: bool = True) -> None:
         """End the stream on this rank: `error` is what the program left it with. Not collective."""

@@ -38,7 +38,7 @@ def brute_anchors(order: SampleOrder) -> list[int]:
         window = range(anchor + order.first, anchor + order.last + 1)
         if window[0] < 0 or window[-1] >= order.n_steps:
             continue
-        if any(window[0] < gap <= window[-1] for gap in ([] if order.breaks is None else order.breaks.tolist())):
+        if any(window[0] < gap <= window[-1] for gap in order.breaks.tolist()):
             continue
         if not order.crosses_blocks and len({(step + order.phase) // order.block for step in window}) > 1:
             continue
@@ -68,7 +68,7 @@ def brute_epoch(order: SampleOrder, number: int) -> list[int]:
 def orders(draw: st.DrawFn) -> SampleOrder:
     n_steps, block = draw(st.integers(1, 60)), draw(st.integers(1, 12))
     first = draw(st.integers(-5, 4))
-    gaps = draw(st.none() | st.sets(st.integers(1, n_steps), max_size=3))
+    gaps = draw(st.sets(st.integers(1, n_steps), max_size=3))
     return SampleOrder(
         n_steps=n_steps,
         first=first,
@@ -77,7 +77,7 @@ def orders(draw: st.DrawFn) -> SampleOrder:
         phase=draw(st.integers(0, block - 1)),
         seed=draw(st.none() | st.integers(0, 2**64 - 1)),
         spread=draw(st.integers(1, 8) | st.just(1 << 31)),
-        breaks=None if gaps is None else np.array(sorted(gaps), dtype=np.int64),
+        breaks=np.array(sorted(gaps), dtype=np.int64),
         crosses_blocks=draw(st.booleans()),
     )
 
