@@ -11,8 +11,9 @@ import json
 import math
 import os
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,18 @@ def load_all(path: Any, name: str, access: Access = STRICT) -> np.ndarray[Any, A
     """All values of an array in a file, which is closed then."""
     with closing(open_source(path, name, access)) as source:
         return read_all(source)
+
+
+@contextmanager
+def python_memory_below(nbytes: int) -> Iterator[None]:
+    """Raise AssertionError if Python's allocators have given that much at a time meanwhile."""
+    tracemalloc.start()
+    try:
+        yield
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < nbytes, most
 
 
 def write_hdf5(path: Path | str, arrays: dict[str, Any], **options: Any) -> str:

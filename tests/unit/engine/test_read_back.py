@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from shardload.engine.read_back import N_FIELDS, ReadBack, checksum_of_values
 from shardload.formats.sink import Ticket
 from shardload.planning.region import Region
+from tests.unit.files import python_memory_below
 
 
 def test_chunks_that_wait_take_little_more_than_their_rows() -> None:
@@ -20,15 +20,10 @@ def test_chunks_that_wait_take_little_more_than_their_rows() -> None:
     rows = np.zeros((20_000, N_FIELDS), dtype=np.int64)
     rows[:, 1], rows[:, 3] = np.random.default_rng(0).permutation(len(rows)), 1 << 20
     sink: Any = SimpleNamespace(stored=lambda _: None, arrays={})
-    tracemalloc.start()
-    try:
+    with python_memory_below(4 * rows.nbytes):
         tasks = list(ReadBack(sink, Ticket(""), rows.reshape(-1), 1, 0).stored())
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
     numbers = np.concatenate([task.args[0][:, 1] for task in tasks])  # type: ignore[attr-defined]
     assert np.array_equal(numbers, np.arange(len(rows))) and len(tasks) == 1 + len(rows) // 8
-    assert most < 4 * rows.nbytes, most / rows.nbytes
 
 
 def test_one_chunk_is_decoded_without_a_list_of_all(tmp_path: Path) -> None:
@@ -45,10 +40,5 @@ def test_one_chunk_is_decoded_without_a_list_of_all(tmp_path: Path) -> None:
         ReadBack(sink, Ticket(str(tmp_path / "a.h5")), row, 1, 0).compare_values(lambda: True)
 
     compare()  # what is imported is not counted
-    tracemalloc.start()
-    try:
+    with python_memory_below(1 << 20):
         compare()
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 1 << 20, most

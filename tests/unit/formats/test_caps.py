@@ -14,7 +14,6 @@ import re
 import struct
 import subprocess
 import sys
-import tracemalloc
 import warnings
 import zipfile
 import zlib
@@ -49,7 +48,18 @@ from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
-from tests.unit.files import change_json, flat, load_all, raw_dataset, read, read_all, read_small, write_hdf5, write_zarr
+from tests.unit.files import (
+    change_json,
+    flat,
+    load_all,
+    python_memory_below,
+    raw_dataset,
+    read,
+    read_all,
+    read_small,
+    write_hdf5,
+    write_zarr,
+)
 from tests.unit.formats.memory_cases import CASES, FINE, first_chunk, with_filters, write_cases
 
 LIMITED = "in a process of which memory is limited"
@@ -375,11 +385,9 @@ def test_many_texts_that_are_one_in_the_file(tmp_path: Path, key: str) -> None:
     at = max(content.find(struct.pack("<IQ", nbytes, collection)) for collection in collections)
     content[at : at + 16 * n] = content[at : at + 16] * n
     (tmp_path / "a.h5").write_bytes(content)
-    tracemalloc.start()
-    assert find_array(tmp_path / "a.h5", "a").packing[key] == ["unreadable", ["text, or another type that is no number"]]
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 16 << 20
+    with python_memory_below(16 << 20):
+        found = find_array(tmp_path / "a.h5", "a")
+    assert found.packing[key] == ["unreadable", ["text, or another type that is no number"]]
 
 
 # --- shapes that nothing can count

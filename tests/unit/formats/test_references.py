@@ -6,7 +6,6 @@ import base64
 import importlib.util
 import json
 import sys
-import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,7 +30,7 @@ from shardload.planning.region import Region
 from shardload.storage.local import OutsideError
 from shardload.storage.remote import RemoteChangedError, StorageOptions
 from tests.servers import ObjectServer
-from tests.unit.files import check_source, flat, load_all, read_all
+from tests.unit.files import check_source, flat, load_all, python_memory_below, read_all
 
 DATA = flat((6, 10), "<f4")
 ARRAY = {"zarr_format": 2, "shape": [6, 10], "chunks": [2, 5], "dtype": "<f4", "fill_value": 7, "order": "C", "filters": None}
@@ -310,11 +309,8 @@ def test_no_more_memory_than_a_set_has(tmp_path: Path) -> None:
         paths.append(in_parquet(Path(write(tmp_path / "refs.json", "x.h5")), 3))
     for path in paths:
         assert [info.dataset for info in list_arrays(path)] == ["/x"]
-        tracemalloc.start()
-        list_arrays(path)
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert most < 64 << 20
+        with python_memory_below(64 << 20):
+            list_arrays(path)
 
 
 def test_a_reference_to_more_than_a_chunk_can_have(tmp_path: Path) -> None:
@@ -327,12 +323,9 @@ def test_a_reference_to_more_than_a_chunk_can_have(tmp_path: Path) -> None:
     (tmp_path / "refs.json").write_text(json.dumps({"version": 1, "refs": refs}))
     with closing(open_source(str(tmp_path / "refs.json"), "x")) as source:
         assert source.chunk_reader() is None
-        tracemalloc.start()
-        with pytest.raises(ValueError, match=r"'x/0\.0' has 67108864 bytes, what is stored there 4416 at most"):
+        said = r"'x/0\.0' has 67108864 bytes, what is stored there 4416 at most"
+        with python_memory_below(16 << 20), pytest.raises(ValueError, match=said):
             read_all(source)
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert most < 16 << 20
 
 
 def test_rows_of_parquet_that_have_one_long_text(tmp_path: Path) -> None:
@@ -349,12 +342,10 @@ def test_rows_of_parquet_that_have_one_long_text(tmp_path: Path) -> None:
     assert tables is not None
     pool, before = pyarrow.default_memory_pool(), pyarrow.default_memory_pool().max_memory()
     for name in ("refs.0.parq", "refs.1.parq"):
-        tracemalloc.start()
-        found = tables._table(f"x/{name}")
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        with python_memory_below(16 << 20):
+            found = tables._table(f"x/{name}")
         assert found is not None and found[0] == n and len(found[1][3][n - 1]) == nbytes + 7 and found[1][0][0] is None
-        assert max(most, pool.max_memory() - before) < 16 << 20
+        assert pool.max_memory() - before < 16 << 20
 
 
 def test_what_is_outside_needs_to_be_allowed(tmp_path: Path, server: ObjectServer) -> None:

@@ -465,37 +465,6 @@ def test_an_unlimited_axis(tmp_path: Path) -> None:
 # --- netCDF4
 
 
-def test_netcdf(tmp_path: Path) -> None:
-    """Read by the netCDF library and by xarray with both of its engines."""
-    path = tmp_path / "x.nc"
-    kinds = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8", ">f4")
-    values = {f"v{k}": ramp(SHAPE, kind) for k, kind in enumerate(kinds)}
-    attrs = {"units": "K", "long_name": "Größe", "valid_range": np.array([0, 1], "f4")}
-    specs = {
-        name: spec(one.dtype, "gzip", dims=("time", "y", "x"), attrs=attrs, unlimited=(0,)) for name, one in values.items()
-    }
-    values |= {"time": np.arange(3.0) * 2, "y": ramp((4,), "f4"), "g/w": ramp((4, 7), "i4")}
-    values |= {"no": ramp((6, 6), "i4"), "s": ramp((), "f8")}
-    specs["time"] = spec("f8", None, (2,), (3,), dims=("time",), unlimited=(0,), attrs={"units": "days since 2000-01-01"})
-    specs["y"] = spec("f4", None, None, (4,), dims=("y",), attrs={"units": "m"})
-    specs["g/w"] = spec("i4", None, None, (4, 7), dims=("y", None), fill_value=-1)
-    save(path, values, specs, group_attrs={"/": {"title": "a test"}})
-    with netCDF4.Dataset(path) as file:
-        assert file.dimensions["time"].isunlimited() and list(file.dimensions)[:3] == ["time", "y", "x"]
-        assert file["v8"].dimensions == ("time", "y", "x") and file["g/w"].dimensions == ("y", "dim_0")
-        assert file["no"].dimensions == ("dim_1", "dim_2") and file.title == "a test"
-        assert (file["v8"].units, file["v8"].long_name, file["g/w"].getncattr("_FillValue")) == ("K", "Größe", -1)
-        for name, expected in values.items():
-            np.testing.assert_array_equal(np.ma.getdata(file[name][...]), expected)
-            assert file[name].dtype == expected.dtype.newbyteorder("=") or file[name].endian() == "big"
-    for engine in ("netcdf4", "h5netcdf"):
-        with xr.open_dataset(path, engine=engine) as found:
-            assert set(found.coords) == {"time", "y"} and str(found["time"].values[1])[:10] == "2000-01-03"
-            np.testing.assert_array_equal(found["v8"].transpose("x", "time", "y").values, values["v8"].transpose(2, 0, 1))
-        with xr.open_dataset(path, engine=engine, group="g", mask_and_scale=False) as found:
-            np.testing.assert_array_equal(found["w"].values, values["g/w"])
-
-
 def test_the_netcdf_library_writes_to_groups(tmp_path: Path) -> None:
     """Wrong if a group did not keep the order of its members: the library opens a file with such a group to read only."""
     path, values = tmp_path / "x.nc", ramp((3, 4), "f4")
