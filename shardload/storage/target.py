@@ -129,7 +129,8 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
     what is written into reserved space is not compressed.
     """
     fallocate, offset, step = _fallocate(), start, _FIRST_RESERVED
-    if fallocate is None or stop - start > _free_nbytes(descriptor):
+    status = os.fstatvfs(descriptor)
+    if stop - start > status.f_bavail * status.f_frsize:
         return 0
     while offset < stop:  # (posix_fallocate would write to each block where the system cannot do it)
         nbytes, began = min(step, stop - offset), time.perf_counter()
@@ -141,21 +142,11 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
     return offset - start
 
 
-def _free_nbytes(descriptor: int) -> int:
-    """Bytes that are free on a file's file system, as far as it says."""
-    try:
-        status = os.fstatvfs(descriptor)
-    except OSError:
-        return 0
-    return status.f_bavail * status.f_frsize
-
-
 @functools.cache
 def _fallocate() -> Any:
-    """`fallocate` of the C library; None if it has no such function."""
-    function = getattr(ctypes.CDLL(None), "fallocate", None)
-    if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    """`fallocate` of the C library."""
+    function = ctypes.CDLL(None).fallocate
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return function
 
 

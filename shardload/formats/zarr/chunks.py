@@ -24,7 +24,7 @@ from shardload.formats.codecs.algorithms import Chain
 from shardload.formats.contract.array import ArrayInfo, native_dtype
 from shardload.formats.contract.chunk_reader import Encoded, Room, check_box, fresh
 from shardload.formats.stored_chunks import ChunkRanges, StoredChunks
-from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, ZarrLayout, layout_of
+from shardload.formats.zarr.metadata import ZarrLayout
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.references import ReferenceFolder
 from shardload.storage.objects import ObjectFolder, StoredObject
@@ -34,6 +34,7 @@ from shardload.system.thread_pool import call_together
 # The most shards that are kept, each with its open file and its index. Many systems allow 1024 open files. An object of a store
 # is no open file, and must be kept if it was fetched ahead.
 _MOST_SHARDS, _MOST_REMOTE_SHARDS = 64, 4096
+_MOST_INDICES_NBYTES = 1 << 24  # of those that are kept, beside the one in use
 _MOST_OPENED_AHEAD, _MOST_BOXES_AHEAD = 32, 1024  # shards of a store whose indices are fetched together, and their boxes
 
 # Offset and length, in a shard's index, of a missing chunk.
@@ -55,11 +56,12 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
     if array.store.folder is None:
         return None
     try:
-        layout, dtype = layout_of(node.document, node.dtype), native_dtype(node.dtype)
+        layout, dtype = ZarrLayout.of(node.document, node.dtype), native_dtype(node.dtype)
+        n_compressors = sum(stage.n_more is None for stage in layout.stages)
         fill = np.zeros((), dtype) if node.fill is None else np.asarray(node.fill, dtype)
     except (LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
         return None
-    if sum(stage.n_more is None for stage in layout.stages) > 1 or layout.chunk_shape != info.chunks or fill.shape != ():
+    if n_compressors > 1 or layout.chunk_shape != info.chunks or fill.shape != ():
         return None
     kind: type[ZarrChunks] = ChunkFiles if layout.per_shard is None else ShardFiles
     if isinstance(array.store.folder, ReferenceFolder):
@@ -173,7 +175,7 @@ class ShardFiles(ZarrChunks):
         self._per_shard = layout.per_shard or ()
         self._index_nbytes = 16 * math.prod(self._per_shard) + sum(stage.n_more or 0 for stage in layout.index_stages)
         most = _MOST_REMOTE_SHARDS if isinstance(folder, RemoteFolder) else _MOST_SHARDS
-        self._most_kept = max(1, min(most, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
+        self._most_kept = max(1, min(most, _MOST_INDICES_NBYTES // (16 * math.prod(self._per_shard))))
         self._lock = threading.Lock()  # protects the table; never held while a file is read
         self._shards: OrderedDict[tuple[int, ...], _Shard] = OrderedDict()
 

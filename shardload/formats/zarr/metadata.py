@@ -33,8 +33,7 @@ Chain = Sequence[tuple[str, Mapping[str, Any]]]
 SURVIVED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_safe)
 SIZED = frozenset(name for name, codec in ZARR_CODECS.items() if codec.is_sized)
 
-# The index of a shard is read as a whole, and kept. Only zarr-python reads arrays whose shards have longer indexes.
-MOST_INDEX_NBYTES = 2**24
+MOST_INDEX_NBYTES = 1 << 26  # of a shard, which is read as a whole, and kept
 INDEX_CODECS: list[Json] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 _INDEX_CHAIN = [("bytes", {"endian": "little"}), ("crc32c", {})]
@@ -288,16 +287,6 @@ class ZarrLayout:
         if codec.zarr == "shuffle" and parameters.itemsize < 1:
             raise ValueError(f"a shuffle of elements of {parameters.itemsize} bytes")
         return codec, parameters
-
-
-def layout_of(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:
-    """`ZarrLayout.of` of an array whose chunks are decoded here; ValueError if they are not."""
-    layout = ZarrLayout.of(document, dtype)
-    n = math.prod(layout.per_shard or ())
-    _ = layout.stages  # made now, for the error
-    if 16 * n > MOST_INDEX_NBYTES:
-        raise ValueError(f"an index of {n} chunks in each shard")
-    return layout
 
 
 def _layout_2(document: Mapping[str, Any], dtype: np.dtype[Any]) -> ZarrLayout:

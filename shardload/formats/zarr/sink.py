@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
-import google_crc32c
 import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
+from shardload.formats.codecs.algorithms import encode_crc32c
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
 from shardload.formats.contract.array import dtype_text, is_added
 from shardload.formats.likeness import as_json
@@ -363,8 +363,7 @@ class _Shards(PlacedChunks):
         sizes, offsets = self.sizes.reshape(encoder.spec.grid)[box], self.offsets.reshape(encoder.spec.grid)[box]
         part = table[tuple(slice(n) for n in sizes.shape)]
         part[..., 0], part[..., 1] = offsets, sizes
-        data = table.tobytes()
-        return data + int(google_crc32c.value(data)).to_bytes(4, "little")
+        return bytes(encode_crc32c()(table))
 
 
 # --- what the metadata say: the same as zarr-python's would

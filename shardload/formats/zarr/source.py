@@ -50,6 +50,7 @@ from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.likeness import float_of_base64
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_reader
 from shardload.formats.zarr.metadata import (
+    MOST_INDEX_NBYTES,
     chain_of,
     codec_of,
     grid_of,
@@ -74,7 +75,6 @@ _MARKS = (*ROOTS, ".zmetadata")
 # A stored chunk may have so many times the bytes of its values if only zarr-python knows its codecs: some make 8 bytes of one.
 _LONGEST, _HEAD_NBYTES = 8, 4096
 _MOST_AT_ONCE = 1024  # chunks per call: zarr-python holds 2.5 KiB for each, however small it is
-_MOST_INDEX_NBYTES = 1 << 26  # index of a shard, which zarr-python reads whole
 # Codecs from which numcodecs makes Python objects. A pickle is a program that runs when it is decoded.
 _OBJECT_CODECS = {"pickle", "json2", "msgpack2", "categorize", "vlen-array", "vlen-bytes", "vlen-utf8"}
 
@@ -201,7 +201,7 @@ class ZarrSource(Source):
         if refusal(dtype) is not None or is_added(dtype):
             return Properties.of(labels, dtype, attrs, texts=_texts(node, self._array))
         if "_FillValue" in attrs:
-            attrs["_FillValue"] = _marker(attrs["_FillValue"], native_dtype(dtype))
+            attrs["_FillValue"] = _marker(_attribute(node, "_FillValue"), native_dtype(dtype))
         if node.marker is not None:
             attrs["_FillValue"] = np.asarray(node.marker, native_dtype(dtype))[()]
         chain = inner_chain(node.document)
@@ -477,7 +477,7 @@ def _unbounded(node: ArrayNode, access: Access) -> str | None:
     if names_of(node.document).count("sharding_indexed") > 1:
         return "shards inside of shards, which only zarr-python reads: write it again with one kind of shards"
     n = n_in_shard(node.document)
-    return f"{n} chunks in each shard, more than are read" if 16 * n > _MOST_INDEX_NBYTES else None
+    return f"{n} chunks in each shard, more than are read" if 16 * n > MOST_INDEX_NBYTES else None
 
 
 # --- what must be known of an array to make another one like it
@@ -497,14 +497,10 @@ def _texts(node: ArrayNode, array: Any) -> np.ndarray[Any, Any] | None:
 
 def _marker(value: Any, dtype: np.dtype[Any]) -> Any:
     """``_FillValue`` as a scalar of the array's type."""
-
-    def number(part: Any) -> Any:
-        return float(float_of_base64(part)) if isinstance(part, str) else part  # also of "NaN"
-
     try:
         if dtype.kind == "c" and isinstance(value, list):
-            return dtype.type(complex(*map(number, value)))
-        return np.asarray(number(value), dtype)[()]
+            return dtype.type(complex(*map(float, value)))
+        return np.asarray(float(value) if isinstance(value, str) else value, dtype)[()]  # (also of "NaN")
     except (TypeError, ValueError, OverflowError):
         return value
 

@@ -9,6 +9,7 @@ import shlex
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -446,7 +447,8 @@ class AFileSystem:
 
     def put_in(self, monkeypatch: pytest.MonkeyPatch) -> AFileSystem:
         monkeypatch.setattr(target, "_fallocate", lambda: self.fallocate)
-        monkeypatch.setattr(target, "_free_nbytes", lambda descriptor: 1 << 62)  # what it says, true or not
+        free = SimpleNamespace(f_bavail=1 << 62, f_frsize=1)  # what it says, true or not
+        monkeypatch.setattr(target.os, "fstatvfs", lambda descriptor: free)
         monkeypatch.setattr(target.time, "perf_counter", lambda: self.now)
         return self
 
