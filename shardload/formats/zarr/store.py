@@ -8,7 +8,7 @@
    groups. At a URL, where each answer takes long, the metadata of many folders are fetched at once, and kept.
 3. `open_store` makes such a store from a folder, a zip file or a URL. `watch` opens an array of it, `watched` puts it under an
    array that is open already.
-4. A store of another library is refused unless the caller allows it: it may lead elsewhere, or read folders in a way in which
+4. A store of another library is refused if it leads elsewhere by design (references), or reads folders in a way in which
    symbolic links cannot be checked.
 """
 
@@ -46,6 +46,7 @@ State = tuple[int, ...] | None
 _NO_STORE = "there is no Zarr store: none of zarr.json, .zarray, .zgroup and .zmetadata"
 _MANY_FOLDERS = 8  # from so many on, the first one is asked for alone, and says which format it is
 _UNFINISHED = f"is no store yet: a save to it goes on, or was killed ('{FOLDER_MARK}' is there, and no metadata of the root)"
+_MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
 MOST_METADATA_NBYTES, _MOST_VALUES = 1 << 25, 1 << 21
@@ -402,25 +403,37 @@ def watch(node: ArrayNode, store: WatchedStore, path: str, settings: Any = None)
 
 def watched(array: Any, allow_external: bool = False) -> Any:
     """An open array, read through a `WatchedStore`."""
-    store = WatchedStore(array.store, _fence_of(array.store, allow_external))
+    store = WatchedStore(array.store, _fence_of(array.store, f"the {type(array.store).__name__} handed in", allow_external))
     below = array.async_array if hasattr(array, "async_array") else array._async_array
     return watch(ArrayNode.of(array), store, array.path, getattr(below, "config", None) or below._config)
 
 
-def _fence_of(store: Any, allow_external: bool) -> Fence:
-    """Where files of a store that was handed in may be; SourceError if that cannot be checked."""
+# It is known where these stores read: in a file, memory, or through their layers. ObjectStore needs its own library.
+_KNOWN_STORES = (zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
+
+
+def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
+    """Where files of `store` may be; SourceError if that cannot be checked."""
     if allow_external:
         return Fence()
-    below = _unwrapped(store)
-    if type(below) is zarr.storage.LocalStore:  # one derived of it may read anywhere
-        return Fence.around_store(os.fspath(below.root))
-    if isinstance(below, zarr.storage.ZipStore | zarr.storage.MemoryStore):
+    store = _unwrapped(store)
+    if type(store) is zarr.storage.LocalStore:  # one derived of it may read anywhere
+        return Fence.around_store(os.fspath(store.root))
+    layers = {kind.__name__ for layer in _layers(store) for kind in type(layer).__mro__}  # neither library need be installed
+    if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
+        reason = (
+            f"a {type(store).__name__} may read files anywhere, and symbolic links are not looked at there. Pass the path of "
+            "the folder or file, or the store below it, or"
+        )
+    elif "ReferenceFileSystem" in layers:
+        reason = "it names a place for each chunk, which may be anywhere;"
+    elif layers & {"LocalFileSystem", "LocalStore"}:
+        reason = (
+            "it reads a folder through another layer, where symbolic links are not looked at. Pass the path of the folder, or"
+        )
+    else:
         return Fence()
-    name = type(below).__name__
-    raise SourceError(
-        f"'the {name} handed in' cannot be loaded: a {name} may read files anywhere, and symbolic links are not looked at "
-        f"there. Pass the path or the URL of the store, or {TARGET_HINT}."
-    )
+    raise SourceError(f"'{name}' cannot be loaded: {reason} {TARGET_HINT}.")
 
 
 def _unwrapped(store: Any) -> Any:
@@ -428,3 +441,15 @@ def _unwrapped(store: Any) -> Any:
     while type(store) in (zarr.storage.WrapperStore, zarr.storage.LoggingStore):
         store = store._store
     return store
+
+
+def _layers(store: Any) -> list[Any]:
+    """The layers through which a store of fsspec or obstore reads."""
+    layers: list[Any] = []
+    layer = getattr(store, "fs", None) if isinstance(store, zarr.storage.FsspecStore) else None
+    if type(store).__name__ == "ObjectStore":
+        layer = getattr(store, "store", None)
+    while layer is not None and len(layers) < _MOST_LAYERS:
+        layers.append(layer)
+        layer = getattr(layer, "sync_fs", None) or getattr(layer, "fs", None)
+    return layers

@@ -331,12 +331,40 @@ def test_urls_of_this_machine_are_paths(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load_all(f"file://{path}", "a", Access(allow_external=True)), flat((4, 4)))
 
 
-def test_stores_of_other_libraries() -> None:
-    """One that reads through fsspec may read anywhere. fsspec itself is not needed."""
-    store = zarr.storage.FsspecStore.__new__(zarr.storage.FsspecStore)
-    with pytest.raises(SourceError, match=r"'the FsspecStore handed in' cannot be loaded: .* pass allow_external=True"):
-        zarr_store._fence_of(store, False)
-    assert zarr_store._fence_of(store, True) == Fence()
+class LocalFileSystem:
+    """In place of fsspec's, known by its name."""
+
+
+class ReferenceFileSystem:
+    """In place of fsspec's."""
+
+
+class Layer:
+    """One file system over another, as fsspec has them."""
+
+    def __init__(self, **below: Any) -> None:
+        self.__dict__.update(below)
+
+
+def test_stores_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is refused, and so are references. fsspec itself is not needed."""
+
+    def store(fs: Any, path: str = str(tmp_path)) -> Any:
+        made = zarr.storage.FsspecStore.__new__(zarr.storage.FsspecStore)
+        made.fs, made.path = fs, path
+        return made
+
+    for fs, match in (
+        (Layer(sync_fs=LocalFileSystem()), "through another layer"),
+        (Layer(sync_fs=Layer(fs=LocalFileSystem())), "through another layer"),
+        (Layer(fs=Layer(fs=LocalFileSystem())), "through another layer"),
+        (ReferenceFileSystem(), "which may be anywhere"),
+        (Layer(sync_fs=ReferenceFileSystem()), "which may be anywhere"),
+    ):
+        with pytest.raises(SourceError, match=match):
+            zarr_store._fence_of(store(fs), "s", False)
+        assert zarr_store._fence_of(store(fs), "s", True) == Fence()
+    assert zarr_store._fence_of(store(Layer(fs=Layer())), "s", False) == Fence()  # a network
 
 
 class Elsewhere(zarr.storage.WrapperStore[Any]):
