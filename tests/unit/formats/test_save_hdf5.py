@@ -323,25 +323,6 @@ def test_bfloat16_is_a_float_of_16_bits(tmp_path: Path) -> None:
             np.testing.assert_array_equal(file[name][...], values.astype("f4"))
 
 
-def test_attributes_groups_and_names_of_axes(tmp_path: Path) -> None:
-    values = {"g/rho": ramp((3, 4), "f4"), "g/x": ramp((4,), "f8"), "t": ramp((3,), "i4")}
-    attrs = {"units": "kg m-3", "who": "Größe", "limits": np.array([0.5, 2.0]), "n": 3}
-    specs = {
-        "g/rho": spec("f4", "gzip", (2, 2), (3, 4), dims=("time", "x"), attrs=attrs),
-        "g/x": spec("f8", None, None, (4,), dims=("x",)),
-        "t": spec("i4", None, None, (3,), dims=("time",)),
-    }
-    save(tmp_path / "x.h5", values, specs, group_attrs={"/": {"title": "a test"}})
-    with h5py.File(tmp_path / "x.h5") as file:
-        found = file["g/rho"]
-        assert dict(file.attrs) == {"title": "a test"} and found.attrs["units"] == "kg m-3" and found.attrs["who"] == "Größe"
-        assert found.attrs["limits"].tolist() == [0.5, 2.0] and found.attrs["n"] == 3
-        assert [dim[0].name for dim in found.dims] == ["/time", "/g/x"]
-    source = open_source(str(tmp_path / "x.h5"), "/g/rho")
-    assert source.labels().dims == ("time", "x")
-    source.close()
-
-
 def test_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: Path) -> None:
     """Wrong if an axis lost its name, or had none for xarray, which opens no array with scales on some axes only. And if what
     xarray saves of it had other names: a label beside a scale is an attribute for xarray, which keeps it as it is.
