@@ -60,7 +60,6 @@ def make_sink(
     format: str | None = None,
     mode: str = "w-",
     alignment: int = 1,
-    attrs: Mapping[str, Any] | None = None,
     group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     about: Mapping[str, str] | None = None,
     storage: StorageOptions | None = None,
@@ -79,10 +78,8 @@ def make_sink(
         ``"w-"``: the name must not exist. ``"w"``: what has it is replaced.
     alignment : int
         HDF5: see `Hdf5Sink`.
-    attrs : mapping
-        Attributes of the file.
     group_attrs : mapping
-        Attributes of its groups, by their full names. Groups without arrays are made too.
+        Attributes of groups, by their full names; ``"/"`` is the file. Groups without arrays are made too.
     about, storage : mapping, optional
         Zarr: see `ZarrSink`.
 
@@ -119,12 +116,11 @@ def make_sink(
         from shardload.formats.zarr.sink import ZarrSink
 
         version = 2 if kind == "zarr2" else 3
-        options: dict[str, Any] = {"attrs": attrs, "group_attrs": group_attrs, "about": about, "storage": storage}
-        return ZarrSink(path, full_specs, mode=mode, version=version, **options)
+        return ZarrSink(path, full_specs, mode=mode, version=version, group_attrs=group_attrs, about=about, storage=storage)
     from shardload.formats.hdf5.sink import Hdf5Sink
 
     is_netcdf = kind == "netcdf4"
-    return Hdf5Sink(path, full_specs, mode=mode, is_netcdf=is_netcdf, alignment=alignment, attrs=attrs, group_attrs=group_attrs)
+    return Hdf5Sink(path, full_specs, mode=mode, is_netcdf=is_netcdf, alignment=alignment, group_attrs=group_attrs)
 
 
 def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[str | None] = ()) -> str | None:

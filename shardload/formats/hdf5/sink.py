@@ -228,10 +228,8 @@ class Hdf5Sink(LedgerSink):
         Whether it is a netCDF4 file: each axis gets a dimension, and only netCDF's types are allowed.
     alignment : int
         See `LedgerSink`.
-    attrs : mapping
-        Attributes of the file.
     group_attrs : mapping
-        Attributes of its groups, by their full names.
+        Attributes of groups, by their full names; ``"/"`` is the file.
 
     Attributes
     ----------
@@ -247,13 +245,11 @@ class Hdf5Sink(LedgerSink):
         mode: str = "w-",
         is_netcdf: bool = False,
         alignment: int = 1,
-        attrs: Mapping[str, Any] | None = None,
         group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self._group_attrs = group_attrs or {}
         Target(path, mode)  # checks the mode
         self.path, self.mode, self.is_netcdf, self.alignment = path, mode, is_netcdf, alignment
-        self._attrs = dict(attrs or {})
         checked = {}
         for name, spec in specs.items():
             if spec.shards is not None:
@@ -303,7 +299,7 @@ class Hdf5Sink(LedgerSink):
             file.attrs["_NCProperties"] = np.bytes_(
                 f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
             )
-        write_attrs(file, "/", self._attrs, is_netcdf=self.is_netcdf)
+        write_attrs(file, "/", self._group_attrs.get("/", {}), is_netcdf=self.is_netcdf)
         for name, array in self.arrays.items():
             with _making(name):
                 self._make(*self._place(file, name), name, array, is_trial)

@@ -94,10 +94,8 @@ class ZarrSink(Sink):
         See `Sink`.
     version : int
         Of the format: 3 or 2.
-    attrs : mapping
-        Attributes of the root.
     group_attrs : mapping
-        Attributes of groups, by their full names.
+        Attributes of groups, by their full names; ``"/"`` is the root.
     about : mapping of str to str, optional
         What is written, of which source, if another job may go on with it after a kill. Ranks that do not call `create` may
         have an empty one. A store with shards always begins anew.
@@ -121,13 +119,12 @@ class ZarrSink(Sink):
         *,
         mode: str = "w-",
         version: int = 3,
-        attrs: Mapping[str, Any] | None = None,
         group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
         about: Mapping[str, str] | None = None,
         storage: StorageOptions | None = None,
     ) -> None:
         self.path, self.mode, self.version, self._storage = path, mode, version, storage or StorageOptions()
-        groups = {**(group_attrs or {}), "/": attrs or {}}
+        groups = {"/": {}, **(group_attrs or {})}
         self.group_attrs = {name.strip("/"): plain_attrs(name, group) for name, group in groups.items()}
         self.arrays: dict[str, ZarrEncoder] = {}
         self._texts: dict[str, ArraySpec] = {}

@@ -635,9 +635,8 @@ class JoinedParts:
         from shardload.formats.hdf5.joined import JoinedFile
 
         places = {name: [replace(part, path=names[part.path]) for part in placed] for name, placed in self.places.items()}
-        groups, is_netcdf = dict(self._group_attrs), self._kind == "netcdf4"
-        attrs = groups.pop("/", {})
-        return JoinedFile(path, self.specs, places, mode=mode, is_netcdf=is_netcdf, attrs=attrs, group_attrs=groups)
+        is_netcdf = self._kind == "netcdf4"
+        return JoinedFile(path, self.specs, places, mode=mode, is_netcdf=is_netcdf, group_attrs=self._group_attrs)
 
     def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""

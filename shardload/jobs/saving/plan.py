@@ -173,7 +173,6 @@ def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) ->
     sink = make_sink(
         request.path,
         specs,
-        attrs=request.group_attrs.get("/", {}),
         group_attrs=request.group_attrs,
         format=request.format,
         mode=request.mode,

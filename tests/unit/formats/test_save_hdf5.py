@@ -330,7 +330,7 @@ def test_attributes_groups_and_names_of_axes(tmp_path: Path) -> None:
         "g/x": spec("f8", None, None, (4,), dims=("x",)),
         "t": spec("i4", None, None, (3,), dims=("time",)),
     }
-    save(tmp_path / "x.h5", values, specs, attrs={"title": "a test"})
+    save(tmp_path / "x.h5", values, specs, group_attrs={"/": {"title": "a test"}})
     with h5py.File(tmp_path / "x.h5") as file:
         found = file["g/rho"]
         assert dict(file.attrs) == {"title": "a test"} and found.attrs["units"] == "kg m-3" and found.attrs["who"] == "Größe"
@@ -433,7 +433,7 @@ def test_text_of_numpy_and_long_text_are_attributes(tmp_path: Path, name: str) -
         tmp_path / name,
         {"x": ramp((3,), "f4")},
         {"x": spec("f4", None, None, (3,), attrs=attrs)},
-        attrs={"history": "h" * 70000},
+        group_attrs={"/": {"history": "h" * 70000}},
     )
     expected = {key: np.asarray(value).tolist() for key, value in attrs.items()} | {"bytes": "b" * 70000}
     with h5py.File(tmp_path / name) as file:
@@ -478,7 +478,7 @@ def test_netcdf(tmp_path: Path) -> None:
     specs["time"] = spec("f8", None, (2,), (3,), dims=("time",), unlimited=(0,), attrs={"units": "days since 2000-01-01"})
     specs["y"] = spec("f4", None, None, (4,), dims=("y",), attrs={"units": "m"})
     specs["g/w"] = spec("i4", None, None, (4, 7), dims=("y", None), fill_value=-1)
-    save(path, values, specs, attrs={"title": "a test"})
+    save(path, values, specs, group_attrs={"/": {"title": "a test"}})
     with netCDF4.Dataset(path) as file:
         assert file.dimensions["time"].isunlimited() and list(file.dimensions)[:3] == ["time", "y", "x"]
         assert file["v8"].dimensions == ("time", "y", "x") and file["g/w"].dimensions == ("y", "dim_0")

@@ -69,7 +69,7 @@ def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharde
         key: spec(one.dtype, (COMMON | ONLY_2)[name], checksum=version == "zarr" and k % 2 == 1, **more)
         for k, (key, one) in enumerate(values.items())
     }
-    sink = save(tmp_path / "x.zarr", values, specs, format=version, attrs={"title": "a test"})
+    sink = save(tmp_path / "x.zarr", values, specs, format=version, group_attrs={"/": {"title": "a test"}})
     group = zarr.open_group(tmp_path / "x.zarr", mode="r")
     assert dict(group.attrs) == {"title": "a test"}
     for key, expected in values.items():
@@ -243,7 +243,7 @@ def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
     """Wrong if a group that has attributes only, as headers of simulations are, were lost."""
     path, version = tmp_path / name.replace("zarr2", "zarr"), "zarr2" if name.endswith("2") else None
     groups = {"/": {"t": 0}, "/g": {"t": 1}, "/Header": {"t": 2}, "/a/b/c": {"t": 3}}
-    save(path, {"g/x": np.arange(3, dtype="i4")}, format=version, attrs=groups["/"], group_attrs=groups)
+    save(path, {"g/x": np.arange(3, dtype="i4")}, format=version, group_attrs=groups)
     opened = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path)
     assert {
         group: int(opened[group.strip("/") or "/"].attrs["t"] if group != "/" else opened.attrs["t"]) for group in groups
