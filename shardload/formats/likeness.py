@@ -308,24 +308,18 @@ def bounds_of(name: str, attrs: Mapping[str, Any]) -> list[str]:
     return [f"{above}/{word}" for text in texts for word in names_in(as_text(text))]
 
 
-def named_by(attrs: Mapping[str, Any]) -> list[str]:
-    """The names of other variables in attributes.
-
-    >>> named_by({"bounds": np.bytes_(b"time_bnds"), "cell_measures": "area: cell_area volume: /g/cell_volume"})
-    ['time_bnds', 'cell_area', '/g/cell_volume']
-    """
-    texts = [as_text(attrs[key]) for key in NAMING if key in attrs and not is_empty_text(attrs[key])]
-    return [word for text in texts if isinstance(text, str) for word in text.split() if not word.endswith(":")]
-
-
 def named_beside(dataset: str, attrs: Mapping[str, Any]) -> list[list[str]]:
-    """The full names that each variable of `named_by` may have: it is in the array's group, or in the nearest one above.
+    """The full names that each variable may have that attributes name: it is in the group of the array, or the nearest above.
 
     >>> named_beside("/a/x", {"coordinates": "lat /b/lon"})
     [['/a/lat', '/lat'], ['/b/lon']]
+    >>> named_beside("/x", {"bounds": np.bytes_(b"time_bnds"), "cell_measures": "area: cell_area volume: /g/cell_volume"})
+    [['/time_bnds'], ['/cell_area'], ['/g/cell_volume']]
     """
+    texts = [as_text(attrs[key]) for key in NAMING if key in attrs and not is_empty_text(attrs[key])]
+    names = [word for text in texts if isinstance(text, str) for word in text.split() if not word.endswith(":")]
     groups = [*groups_above(dataset), ""]
-    return [[name] if name.startswith("/") else [f"{group}/{name}" for group in groups] for name in named_by(attrs)]
+    return [[name] if name.startswith("/") else [f"{group}/{name}" for group in groups] for name in names]
 
 
 def as_json(value: Any) -> Any:
