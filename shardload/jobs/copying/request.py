@@ -166,18 +166,15 @@ def describe(request: CopyRequest, sources: Sequence[SourceArray], groups: Group
         "the format": format_for(request.target, request.format),
         "the digest of attributes of groups": _digest(sorted(groups.items(), key=str)),
     }
-    texts = [(array.name, array.spec) for array in sources if array.is_text]
-    about["the digest of arrays of text"] = _digest(
-        [(name, spec.attrs, spec.dims, np.asarray(spec.texts).tolist()) for name, spec in texts]
-    )
-    for array in [array for array in sources if not array.is_text]:
+    for array in sources:
         name = array.info.dataset
         about[f"size and time of the source ('{name}')"] = repr(None if array.state is None else array.state[:2])
         if array.info.n_parts and array.info.parts is not None:
             about[f"the digest of sizes and times of the parts of '{name}'"] = _digest(array.info.parts["versions"])
-        about[f"what is made of '{name}'"] = repr((array.selection, array.name, replace(array.spec, attrs={})))
+        about[f"what is made of '{name}'"] = repr((array.selection, array.name, replace(array.spec, attrs={}, texts=None)))
         attrs = [(key, getattr(value, "dtype", type(value)), value) for key, value in array.spec.attrs.items()]
-        about[f"the digest of attributes of '{array.name}'"] = _digest(attrs)
+        texts = None if array.spec.texts is None else np.asarray(array.spec.texts).tolist()
+        about[f"the digest of attributes and texts of '{array.name}'"] = _digest((attrs, texts))
     return about
 
 

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any
 
 from shardload.engine.call import begin_request
-from shardload.errors import ConfigError, LeftOutWarning, SourceError, printable, without_queries
+from shardload.errors import ConfigError, SourceError, printable, without_queries
 from shardload.formats.access import Access
 from shardload.formats.concatenation import SCHEME, Concatenation
 from shardload.formats.lookup import absolute, list_arrays
@@ -27,7 +27,6 @@ from shardload.jobs.joining.request import JoinReport, PartsRequest
 from shardload.options import TIMEOUT, Progress, check_path
 from shardload.storage.local import Fence
 from shardload.storage.remote import is_remote
-from shardload.system.caller import warn_once
 from shardload.units import counted
 
 _SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".zarr")
@@ -121,8 +120,7 @@ def join(
         if not is_inside:
             outside.add(part)
     file = joined.file(target, names, mode)
-    if joined.news:
-        warn_once(f"'{target}': {'; '.join(joined.news)}", LeftOutWarning, 0)
+    joined.warn(target)
     file.write(joined.values, lambda: joined.check_unchanged(target))
     needs_external = any(part.path in outside for places in joined.places.values() for part in places)
     return JoinReport(target, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, needs_external)
@@ -234,8 +232,7 @@ def _find(request: PartsRequest) -> Concatenation:
         versions = tuple((names[path], joined.versions[path] or (0, 0)) for path in joined.paths)
         digest = blake2b(repr((versions, tuple(joined.rows))).encode(), digest_size=4).hexdigest()
         name = f"{SCHEME}{_ends(joined)} ({counted(len(names), 'file')} along {joined.axis}, {digest})"
-        if joined.news:
-            warn_once(f"'{name}': {'; '.join(joined.news)}", LeftOutWarning, 0)
+        joined.warn(name)
         shapes = [[os.path.basename(path) for path in names], [(row.name, row.shape) for row in joined.rows], joined.lengths()]
         identity = f"{counted(len(names), 'file')}, {_ends(joined)}, CRC {zlib.crc32(repr(shapes).encode()):08x}"
         report = JoinReport(name, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, False)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError, printable
+from shardload.errors import ConfigError, LeftOutWarning, SourceError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Properties, nbytes_of, some
 from shardload.formats.contract.format import OpenFile
@@ -45,6 +45,7 @@ from shardload.planning.region import Region
 from shardload.planning.selection import direction_of, first_break, select_axes
 from shardload.storage.local import state_of
 from shardload.storage.remote import is_remote, open_remote, without_secrets
+from shardload.system.caller import warn_once
 from shardload.system.thread_pool import call_together
 from shardload.values.dates import in_other_units
 from shardload.values.decoding import ATTRIBUTES
@@ -199,10 +200,10 @@ class JoinedParts:
         """See above."""
         return tuple(self._paths[k] for k in self._order)
 
-    @property
-    def news(self) -> tuple[str, ...]:
-        """The notes that a caller is warned of."""
-        return tuple(self._notes)
+    def warn(self, name: str) -> None:
+        """Warn the caller of what was left out that is not usual."""
+        if self._notes:
+            warn_once(f"'{name}': {'; '.join(self._notes)}", LeftOutWarning, 0)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -627,7 +628,11 @@ class JoinedParts:
             self.specs[full] = self._spec(member, shape)
             self.nbytes += 0 if member.texts else nbytes_of(member.info, shape)
             self.rows.append(Row(name, shape, member.info.dtype, how))
-        self._group_attrs = {group: self._attrs_of(group, attrs) for group, attrs in self._groups.items()}
+        for group, attrs in self._groups.items():
+            everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
+            common = self._common("the file" if group == "/" else f"group '{group}'", everywhere)
+            self._group_attrs[group], _, notes = attrs_for(self._kind, f"group '{group}'", common)
+            self._note(*(f"{name} was left out" for name in notes))
 
     def file(self, path: str, names: Mapping[str, str], mode: str = "w-") -> JoinedFile:
         """The file at a path. `names` says by which name it refers to each part."""
@@ -666,13 +671,6 @@ class JoinedParts:
         spec, notes = spec_like(info, properties, select_axes(None, shape), self._kind, as_it_is)
         self._note(*(f"{what} was left out" for what in member.properties.unread), *left_out, *notes)
         return spec
-
-    def _attrs_of(self, group: str, attrs: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        owner = "the file" if group == "/" else f"group '{group}'"
-        everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
-        accepted, _, notes = attrs_for(self._kind, f"group '{group}'", self._common(owner, everywhere))
-        self._note(*(f"{name} was left out" for name in notes))
-        return accepted
 
     def _common(self, owner: str, attrs: Mapping[int, Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
         """The attributes that are the same in all parts that have an array or a group. The others are noted."""

@@ -83,7 +83,16 @@ def _make(request: SaveRequest, existing: Any, group: Group) -> tuple[SaveReques
     """See `save.planned`."""
     request = replace(request, arrays=[_in_numbers(array, request.path, existing["arrays"]) for array in request.arrays])
     axes, dimensions = _check(request, existing["arrays"])
-    sink = _sink(request, existing, axes, dimensions, group)
+    n_new = {array.name: array.shape[axes[array.name]] for array in request.arrays}
+    # Here, because whoever loads needs neither the libraries nor their compressors.
+    if "state" not in existing:
+        from shardload.formats.zarr.growth import GrowthSink
+
+        sink: Sink = GrowthSink(request.path, existing, axes, n_new)
+    else:
+        from shardload.formats.hdf5.growth import Hdf5Growth
+
+        sink = Hdf5Growth(request.path, existing, axes, n_new, dimensions, page_nbytes(group.machine.n_nodes))
     growing = cast(Mapping[str, Growing], sink.arrays)
     arrays = [replace(array, dtype=growing[array.name].spec.dtype) for array in request.arrays]
     request = replace(request, arrays=arrays, orders=existing["orders"])
@@ -91,19 +100,6 @@ def _make(request: SaveRequest, existing: Any, group: Group) -> tuple[SaveReques
         name: tuple(array.old * (k == array.axis) for k in range(len(array.spec.shape))) for name, array in growing.items()
     }
     return request, plan_into(sink, request, shards_of(request, group), group, first)
-
-
-def _sink(request: SaveRequest, existing: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> Sink:
-    """The sink of what is added to the file."""
-    n_new = {array.name: array.shape[axes[array.name]] for array in request.arrays}
-    # Here, because whoever loads needs neither the libraries nor their compressors.
-    if "state" not in existing:
-        from shardload.formats.zarr.growth import GrowthSink as Zarr
-
-        return Zarr(request.path, existing, axes, n_new)
-    from shardload.formats.hdf5.growth import Hdf5Growth
-
-    return Hdf5Growth(request.path, existing, axes, n_new, dimensions, page_nbytes(group.machine.n_nodes))
 
 
 def append(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> AppendReport:
@@ -301,7 +297,10 @@ def _check(request: SaveRequest, stored: Mapping[str, Any]) -> tuple[dict[str, i
         facts = stored[array.name]
         shape, new = tuple(facts["shape"]), array.shape
         axis = axes[array.name] = _axis(where, request.dim, facts["dims"], shape)
-        _check_axes(where, array.dims, facts["dims"])
+        dims = tuple(facts["dims"] or ())
+        if array.dims is not None and all(dims or [None]) and array.dims != dims:  # only objects of xarray have names here
+            fix = f"Pass it with .transpose{dims}" if set(array.dims) == set(dims) else "Rename them"
+            raise ConfigError(f"{where} has the axes {dims}, what is to be appended has {array.dims}. {fix}")
         attrs = _meaning(array.name, stored)
         for key, value in array.attrs.items():
             value_in_file = attrs.get(key)
@@ -356,14 +355,6 @@ def _axis(where: str, dim: str | int, dims: Any, shape: tuple[int, ...]) -> int:
             f"dim is {dim!r}, but {where} has {'no' if dim not in names else 'more than one'} such axis: {reason}"
         )
     return list(dims).index(dim)
-
-
-def _check_axes(where: str, dims: tuple[str | None, ...] | None, stored: Any) -> None:
-    """ConfigError if the axes of an array have other names than those of the file. Only objects of xarray have names here."""
-    if dims is None or not all(stored or [None]) or dims == tuple(stored):
-        return
-    fix = f"Pass it with .transpose{tuple(stored)}" if set(dims) == set(stored) else "Rename them"
-    raise ConfigError(f"{where} has the axes {tuple(stored)}, what is to be appended has {dims}. {fix}")
 
 
 def _check_lengths(request: SaveRequest, stored: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:

@@ -12,6 +12,7 @@ import base64
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ import shardload
 
 Key = tuple[Any, ...]
 TARGETS = {"out.h5": "hdf5", "out.nc": "netcdf4", "out.zarr": "zarr", "two.zarr": "zarr2"}
+# Arrays that the format of the copy cannot hold, in the order of the errors.
+REFUSED = {
+    ("types.h5", "netcdf4"): ["complex", "half"],
+    ("three.zarr", "netcdf4"): ["complex", "half"],
+    ("two.zarr", "netcdf4"): ["complex", "half"],
+    ("groups.h5", "netcdf4"): [" leading", "e" * 300],
+    ("groups.h5", "zarr"): ["e" * 300],
+    ("groups.h5", "zarr2"): ["e" * 300],
+}
 NO_VARIABLE = b"This is a netCDF dimension but not a netCDF variable"
 X = np.arange(20.0).reshape(4, 5)
 
@@ -449,6 +459,11 @@ def test_nothing_is_left_out_without_a_word(tmp_path: Path, source: str, target:
         warnings.simplefilter("ignore")  # zarr-python's, about types that other programs may not know
         SOURCES[source](before)
     kind = TARGETS[target]
+    for name in REFUSED.get((source, kind), ()):
+        with pytest.raises(shardload.ConfigError, match=rf"'/{name}'.* with dataset="):
+            shardload.copy(str(before), str(after), format=kind)
+        with h5py.File(before, "r+") if before.suffix == ".h5" else nullcontext(zarr.open_group(before, mode="r+")) as file:
+            del file[name]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("error")
         warnings.simplefilter("always", shardload.LeftOutWarning)
