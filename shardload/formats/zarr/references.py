@@ -333,7 +333,7 @@ def _references_in(content: bytes) -> dict[str, Any]:
     if not isinstance(refs, dict):
         raise ValueError("it is no set of references: a dict of keys, or one with 'refs'")
     if document.get("gen"):
-        raise ValueError("its references are generated ('gen'): write them out, with fsspec's ReferenceFileSystem.save_as_json")
+        raise ValueError("its references are generated ('gen'): write them out, with fsspec's ReferenceFileSystem.save_json")
     templates = document.get("templates") or {}
     references = {}
     for key, value in refs.items():
