@@ -241,7 +241,7 @@ class cached(Generic[T]):
     """As `functools.cached_property`, without the lock that this has in Python 3.11, one for all objects of a class.
 
     A thread that asks HDF5 for a value would hold that lock and wait for h5py's, while another one holds h5py's
-    (`links.nothing_else_opened`) and waits for that lock. Two threads may both ask HDF5; both take the first answer.
+    and waits for that lock. Two threads may both ask HDF5; both take the first answer.
     """
 
     def __init__(self, method: Callable[[Any], T]) -> None:

@@ -331,7 +331,7 @@ class Tiles(ChunkReader):
         self._is_closed = False
         self._expected = expected or Region.whole(info.shape)
         self._decoder: Any = None
-        self._is_read_plain = False
+        self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
         self._files: dict[Names, list[str]] = {}  # that hold the values of the parts that were opened
         self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
@@ -361,9 +361,10 @@ class Tiles(ChunkReader):
             source = self._open.pop(names, None) or self._opened(names)
             self._open[names] = source
             self._n_users[names] += 1
-            closable = [key for key, candidate in self._open.items() if self._may_close(candidate)]
-            for key in closable[: max(0, len(closable) - _MOST_OPEN)]:
-                if not self._n_users[key]:
+            n_more = len(self._open) - _MOST_OPEN - (0 if self._is_read_plain else self._n_at_urls)
+            if n_more > 0:
+                idle = [key for key, part in self._open.items() if not self._n_users[key] and self._may_close(part)]
+                for key in idle[:n_more]:
                     self._open.pop(key).close()
         try:
             yield source
@@ -391,6 +392,7 @@ class Tiles(ChunkReader):
             if wanted:
                 starts, stops = zip(*((region.start, region.stop) for region in wanted), strict=True)
                 source.expect(Region(tuple(map(min, *starts, starts[0])), tuple(map(max, *stops, stops[0]))))
+            self._n_at_urls += is_remote(source.info.path)
             return source
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:

@@ -290,7 +290,7 @@ def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> No
 # --- small arrays, which one rank reads before `staging` is looked at
 
 
-@pytest.mark.parametrize(("nbytes", "is_small"), [(1 << 23, True), (1 << 24, False)])
+@pytest.mark.parametrize(("nbytes", "is_small"), [(1 << 21, True), (1 << 22, False)])
 def test_a_small_array_of_large_chunks_is_not_read_first(tmp_path: Path, nbytes: int, is_small: bool) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("a", data=flat((4,), "u1"), chunks=(nbytes,), maxshape=(None,), compression="gzip")
