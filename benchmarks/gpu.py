@@ -255,7 +255,7 @@ CASES = (
     Case("contiguous, P(-,b,a)", hdf5(), spec=(None, "b", "a")),
     Case("contiguous, pad=0", hdf5(), how={"pad": 0}),
     Case(
-        "contiguous, halo 2", hdf5(), how={"halo": {0: HALO}, "edge": "wrap"},
+        "contiguous, halo 2", hdf5(), how={"halo": (HALO,), "edge": "wrap"},
         expected=lambda stored: np.pad(stored, ((HALO, HALO), (0, 0), (0, 0)), mode="wrap"),
     ),
     Case("contiguous, select", hdf5(), how={"select": np.s_[1:-1, 2, 3:]}, expected=lambda stored: stored[1:-1, 2, 3:]),

@@ -342,7 +342,9 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
         try:
             on_root.append(new_sink(request, arrays, groups, n_nodes))
         except ConfigError as error:
-            fix = "" if request.dataset or len(arrays) == 1 else ". Or name the arrays to copy, those alone, with dataset="
+            is_as_stored = (request.dtype, request.chunks, request.shards, request.compression) == (None, KEEP, KEEP, KEEP)
+            has_others = is_as_stored and not request.dataset and len(arrays) > 1  # that the new format may hold
+            fix = ". Or name the arrays to copy, those alone, with dataset=" if has_others else ""
             raise ConfigError(f"{error}{fix}") from None
         return [array.for_others() for array in arrays if not array.is_text], notes
 
