@@ -63,7 +63,7 @@ class Tuning:
     worth_sharing_nbytes: int = 1 << 16
     small_nbytes: int = 8 << 20
     small_decoded_nbytes: int = 2 << 20
-    small_reads: int = 256
+    small_reads: int = 1024
     tiny_nbytes: int = 1 << 14
     small_total_nbytes: int = 8 << 20
     block_nbytes: int = 4 << 20
