@@ -390,8 +390,8 @@ class Tiles(ChunkReader):
             tiles = [(box, box.region.intersect(self._expected)) for box in self._tiles_of[names]]
             wanted = [box.inside(region) for box, region in tiles if region is not None]
             if wanted:
-                starts, stops = zip(*((region.start, region.stop) for region in wanted), strict=True)
-                source.expect(Region(tuple(map(min, *starts, starts[0])), tuple(map(max, *stops, stops[0]))))
+                starts, stops = ([getattr(region, end) for region in wanted] for end in ("start", "stop"))
+                source.expect(Region(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True)))))
             self._n_at_urls += is_remote(source.info.path)
             return source
 
