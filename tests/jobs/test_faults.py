@@ -45,8 +45,9 @@ def test_interrupted_on_all_ranks(tmp_path: Path, first: int) -> None:
 
 
 def ours_in_shared_memory() -> set[str]:
-    """What is in /dev/shm, without what MPI libraries leave there when they are killed."""
-    foreign = ("mpich_shm", "vader_segment", "ompi", "prte", "pmix", "sm_segment", "dstore", "ucx_shm")
+    """What is in /dev/shm, without what killed MPI libraries leave there, and the folders of tests that run beside."""
+    beside = ("shardload-fuzz-", "shardload-tests-")
+    foreign = (*beside, "mpich_shm", "vader_segment", "ompi", "prte", "pmix", "sm_segment", "dstore", "ucx_shm")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(foreign)}
 
 
