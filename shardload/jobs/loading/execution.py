@@ -255,7 +255,7 @@ class Loader:
 
     def _agree(self, checked: list[ShardFindings], sums: list[list[int]]) -> list[VerifyReport]:
         """What was proven of each array. `sums`: the counts of all ranks."""
-        arrays = ((load.name, load.layout.schedule.shards, load.layout.nbytes) for load in self._loads)
+        arrays = ((load.name, load.layout.schedule.shards) for load in self._loads)
         return agree_all(self._group, self._options.verify, arrays, checked, sums)
 
     def _settle_missing(self, n_missing: list[int], counters: list[Counters]) -> None:

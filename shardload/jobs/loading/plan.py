@@ -152,13 +152,8 @@ def phases_of(counters: Counters, device: Phase) -> dict[str, Phase]:
 
 
 def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
-    """What was proven of all arrays of a job: the sums of the counts, and the digest if there is one array.
-
-    `n_parts` is the count of parts in the whole job.
-    """
-    if len(proven) == 1:
-        return replace(proven[0], n_parts=n_parts)
-    names = [field.name for field in fields(VerifyReport) if field.name not in ("how", "digest", "n_parts")]
+    """What was proven of all arrays of a job: the sums of the counts. `n_parts` is the count of parts in the whole job."""
+    names = [field.name for field in fields(VerifyReport) if field.name not in ("how", "n_parts")]
     sums = {name: sum(getattr(report, name) for report in proven) for name in names}
     return VerifyReport(proven[0].how, n_parts=n_parts, **sums)
 
