@@ -38,7 +38,6 @@ from shardload.comm.collectives import (
     MpiCollectives,
     abandoned,
     duplicate,
-    look_before_first_call,
     wait_for,
 )
 from shardload.comm.heartbeat import Departures, NoteMailbox, leave_at_exit
@@ -47,7 +46,7 @@ from shardload.comm.shared_errors import as_shardload, from_json, share, to_json
 from shardload.comm.shared_memory import Node, Segment
 from shardload.comm.store import StoreCollectives, StoreTransport, jax_processes
 from shardload.comm.transport import MpiTransport, Transport
-from shardload.comm.watchdog import Watchdog
+from shardload.comm.watchdog import Watchdog, look_before_first_call
 from shardload.errors import ConfigError, PeerError, ShardloadError, ShardloadWarning, StallError
 from shardload.system.garbage import let_go
 from shardload.system.memory_limit import limit_nbytes
