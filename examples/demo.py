@@ -48,9 +48,9 @@ _FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 _COLUMNS = (
     Column("array"),
     Column("seconds", is_number=True),
-    Column("layout", lead=""),
+    Column("layout"),
     Column("shard"),
-    Column("readers", lead=""),
+    Column("readers"),
     Column("chunk reads", is_number=True),
 )
 

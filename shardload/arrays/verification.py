@@ -8,7 +8,7 @@ There are four levels, and each includes those before it (docs/design/verify.md)
    processes.
 3. ``"file"``: a few regions of each process's own shards, and of their padding, are read again by the format's own library,
    with no other part of shardload, and compared bit by bit with the devices.
-4. ``"full"``: the same for every element, and one CRC-32 of the whole array.
+4. ``"full"``: the same for every element.
 
 Every process checks its own devices (`Verifier.check`): two copies of the same values (host piece and device, or replicas) are
 compared by checksum, a device and the file bit by bit. Then all agree on the result (`agree_all`), for all arrays of a job at
@@ -37,7 +37,7 @@ from shardload.planning.region import Array, Region, plan_blocks
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.shards import Shards
 from shardload.transfer.buffers import view_of
-from shardload.transfer.checksum import checksum, join_sums, sum_shard
+from shardload.transfer.checksum import checksum
 from shardload.units import PrintedReport, counted, format_nbytes
 
 _MOST_REGIONS = 8  # per process, for "file"
@@ -68,9 +68,6 @@ class VerifyReport(PrintedReport):
         Elements of padding that are the fill value.
     nbytes_reread : int
         Bytes of values read again.
-    digest : int or None
-        For ``"full"``: CRC-32 of all bytes of the array without padding, in C order and native byte order, as `zlib.crc32`
-        gives it for the whole array. It is the same for any number of ranks and any sharding. None for the other levels.
     seconds : float
         Seconds that verifying took on this rank, without the checksums during reading and exchange.
     """
@@ -83,7 +80,6 @@ class VerifyReport(PrintedReport):
     n_elements: int = 0
     n_padding: int = 0
     nbytes_reread: int = 0
-    digest: int | None = None
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -97,8 +93,6 @@ class VerifyReport(PrintedReport):
             elements, regions = counted(self.n_elements, "element"), counted(self.n_boxes, "region")
             reread = f"{elements} ({format_nbytes(self.nbytes_reread)}) in {regions}"
             parts.append(f"{reread} read again and the same bit by bit, {self.n_padding:,} of padding")
-        if self.digest is not None:
-            parts.append(f"CRC-32 of the array {self.digest:08x}")
         return "; ".join(parts)
 
 
@@ -106,13 +100,11 @@ class VerifyReport(PrintedReport):
 class ShardFindings:
     """What one process found about its own shards.
 
-    It has the counts of a `VerifyReport` by name, a digest by shard number, and this process's share of the CRC-32 of the whole
-    array.
+    It has the counts of a `VerifyReport` by name, and a digest by shard number.
     """
 
     counted: Counter[str] = field(default_factory=Counter)
     digests: dict[int, int] = field(default_factory=dict)
-    share: int = 0
     seconds: float = 0.0
 
     @property
@@ -229,8 +221,6 @@ class Verifier:
                         findings.counted["n_boxes"] += 1
                         findings.counted["n_elements"] += region.size * len(places)
                         findings.counted["nbytes_reread"] += region.size * source.dtype.itemsize
-                if self.options.verify == FULL and shards.holders(number)[0] == local.rank:
-                    findings.share ^= self._share(local, number)
 
     def _compare(
         self,
@@ -257,17 +247,6 @@ class Verifier:
                 index=element,
             )
 
-    def _share(self, local: LocalShards, number: int) -> int:
-        """A shard's share of the CRC-32 of the file's array, computed from the device's values."""
-        shape, share = self.layout.chunks.shape, 0
-        core = self.schedule.shards.core_in(number, shape)
-        if core is not None:
-            true, place = core
-            steps = [p - t for p, t in zip(place.start, true.start, strict=True)]
-            for region in true.split(max(1, self._most_nbytes // local.dtype.itemsize)):
-                share ^= sum_shard(np.ascontiguousarray(local.view(number, region.moved(steps))), region, shape)
-        return share
-
     def _regions(self, true: Region, n_shards: int) -> Iterator[Region]:
         """The regions of one of `n_shards` contents of shards to compare with the file: a few, or together all of it."""
         layout, itemsize = self.layout, self.layout.dtype.itemsize
@@ -290,13 +269,13 @@ class Verifier:
 def agree_all(
     group: Group,
     level: str,
-    arrays: Iterable[tuple[str, Shards, int]],
+    arrays: Iterable[tuple[str, Shards]],
     findings: Sequence[ShardFindings],
     sums: Sequence[list[int]],
 ) -> list[VerifyReport]:
     """Make the reports of all ranks, after each has checked its own shards of some arrays. Collective.
 
-    However many arrays there are, they take one reduction (if there are replicas) and one message of each rank (for "full").
+    However many arrays there are, they take one reduction, if there are replicas.
 
     Parameters
     ----------
@@ -304,8 +283,8 @@ def agree_all(
         The ranks.
     level : str
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``, for all of them.
-    arrays : iterable of (str, Shards, int)
-        For each array its name, which rank holds which shard, and its bytes without padding.
+    arrays : iterable of (str, Shards)
+        For each array its name, and which rank holds which shard.
     findings : sequence of ShardFindings
         The results of this rank.
     sums : sequence of list of int
@@ -320,20 +299,16 @@ def agree_all(
     counts = [dict(zip(_COUNTED, of_array, strict=True)) for of_array in sums]
     if level == INDEX:
         return [VerifyReport(level, **of_array) for of_array in counts]
-    arrays, digests = list(arrays), list[int | None]([None] * len(counts))
     pairs = zip(arrays, findings, strict=True)
-    replicas = [(name, shards, finding.digests.items()) for (name, shards, _), finding in pairs if shards.n_replicas > 1]
+    replicas = [(name, shards, finding.digests.items()) for (name, shards), finding in pairs if shards.n_replicas > 1]
     if replicas:
         check_replicas(
             group,
             replicas,
             "Suspect memory, network and device there; load again, and leave that node out if it happens again",
         )
-    if level == FULL:
-        shares = group.gather_ints([finding.share for finding in findings])
-        digests = [join_sums(shares[:, k].tolist(), nbytes) for k, (_, _, nbytes) in enumerate(arrays)]
     seconds = time.perf_counter() - started
     return [
-        VerifyReport(level, **of_array, digest=digest, seconds=finding.seconds + seconds)
-        for of_array, digest, finding in zip(counts, digests, findings, strict=True)
+        VerifyReport(level, **of_array, seconds=finding.seconds + seconds)
+        for of_array, finding in zip(counts, findings, strict=True)
     ]

@@ -21,7 +21,7 @@ from shardload.jobs.joining.join import concat, join
 from shardload.system.terminal import Column, fit_table, width_of, wrap
 from shardload.units import counted, format_nbytes
 
-_COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values", lead="")]
+_COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values")]
 
 
 def run_copy(

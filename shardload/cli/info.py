@@ -63,8 +63,8 @@ def _arrays_in(path: str, access: Access) -> tuple[list[ArrayInfo], str, bool]:
 
 
 _COLUMNS = (
-    *(Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("axes"), Column("chunks"), Column("shards")),
-    *(Column("codec"), Column("size", is_number=True), Column("stored", is_number=True), Column("notes", lead="")),
+    *(Column("name"), Column("shape"), Column("dtype"), Column("axes"), Column("chunks"), Column("shards")),
+    *(Column("codec"), Column("size", is_number=True), Column("stored", is_number=True), Column("notes")),
 )
 
 

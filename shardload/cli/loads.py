@@ -20,7 +20,7 @@ from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, printable
 from shardload.jobs.loading.plan import Plan, TreePlan, describe_plan
-from shardload.system.terminal import width_of, wrap, wrap_parts
+from shardload.system.terminal import width_of, wrap
 from shardload.transfer.cast import is_wide
 from shardload.units import counted
 
@@ -114,8 +114,8 @@ def _lines(load_plan: Plan | TreePlan, n_devices: int, width: int) -> list[str]:
             f"{shape} {leaf.dtype} as {leaf.decomposition} on {counted(n_devices, 'device')} of {counted(leaf.n_ranks, 'rank')}"
         )
         lines += wrap(f"{printable(str(leaf.info))}: {description}", width, "", "  ")
-        lines += wrap_parts(str(proven).split("; "), width, "", "  ")
-    return [*lines, *(wrap_parts(f"all: {report.proven}".split("; "), width, "", "  ") if is_tree else [])]
+        lines += wrap(str(proven), width, "", "  ")
+    return [*lines, *(wrap(f"all: {report.proven}", width, "", "  ") if is_tree else [])]
 
 
 def _as_json(load_plan: Plan | TreePlan, n_devices: int) -> str:

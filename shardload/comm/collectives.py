@@ -5,7 +5,6 @@ These are over MPI; `store` has the same for a job without MPI. A rank that wait
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,13 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.watchdog import NOTICE_SECONDS, notice_text, stall_text
-from shardload.errors import StallError
-
-_log = logging.getLogger("shardload")
-_FIRST, _SOME = "the first one", "not all ranks of this communicator have made their first call"
 _MOST_DOUBLINGS = 30
-_LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
 
 # Requests that were abandoned (a stall, Ctrl-C): MPI may still write into their buffers, so they are never freed.
 abandoned: list[Any] = []
@@ -132,21 +125,3 @@ def duplicate(comm: Any, look: Callable[[], None]) -> Any:
         abandoned.append((request, private))
         raise
     return private
-
-
-def look_before_first_call(rank: int, timeout: float | None) -> Callable[[], None]:
-    """A `look` for ranks that cannot tell each other yet who is late. It raises StallError after `timeout` seconds."""
-    waited, last_look = 0.0, time.monotonic()
-    has_warned = rank > 0  # only rank 0 warns; it cannot know which ranks wait
-
-    def look() -> None:
-        nonlocal waited, last_look, has_warned
-        now = time.monotonic()
-        waited, last_look = waited + min(now - last_look, _LONGEST_STEP_SECONDS), now
-        if timeout is not None and waited > timeout:
-            raise StallError(stall_text(_FIRST, timeout, _SOME))
-        if waited > NOTICE_SECONDS and not has_warned:
-            has_warned = True
-            _log.warning("%s", notice_text(_FIRST, NOTICE_SECONDS, _SOME, timeout))
-
-    return look

@@ -38,7 +38,6 @@ from shardload.comm.collectives import (
     MpiCollectives,
     abandoned,
     duplicate,
-    look_before_first_call,
     wait_for,
 )
 from shardload.comm.heartbeat import Departures, NoteMailbox, leave_at_exit
@@ -47,8 +46,9 @@ from shardload.comm.shared_errors import as_shardload, from_json, share, to_json
 from shardload.comm.shared_memory import Node, Segment
 from shardload.comm.store import StoreCollectives, StoreTransport, jax_processes
 from shardload.comm.transport import MpiTransport, Transport
-from shardload.comm.watchdog import Watchdog
+from shardload.comm.watchdog import Watchdog, look_before_first_call
 from shardload.errors import ConfigError, PeerError, ShardloadError, ShardloadWarning, StallError
+from shardload.system.garbage import let_go
 from shardload.system.memory_limit import limit_nbytes
 from shardload.system.scratch import is_in_a_call, scratch_of_its_own
 from shardload.units import counted
@@ -308,6 +308,7 @@ class Group:
             self.is_torn = self.is_torn or self.watch.is_left
             if not isinstance(error, StallError) and not self.is_torn:  # the watchdog has decided who shows a stall
                 self.shared(error)
+            let_go(error)  # a function that has the error which it raises as a variable holds what its callers have
             raise
         except ShardloadWarning:  # all ranks raise it if warnings are errors
             raise
@@ -494,32 +495,29 @@ class Group:
         error: BaseException | None = None
         content: Any = b""
         kind = _FAILED
-        try:
-            if self.rank == root:
-                try:
-                    content = make()
-                    kind = _TEXT if isinstance(content, str) else _BYTES
-                except Exception as failure:
-                    error = failure
-            if self.size == 1:
-                if error is not None:
-                    raise _caused(as_shardload(error, None), error)
-                return content
+        if self.rank == root:
+            try:
+                content = make()
+                kind = _TEXT if isinstance(content, str) else _BYTES
+            except Exception as failure:
+                error = failure
+        if self.size == 1:
             if error is not None:
-                content = to_json(as_shardload(error, root))
-            body = _to_bytes(content) if isinstance(content, str) else content
-            message, n = self._send_bytes(b"".join([mark, kind, body]), root), len(mark)
-            if message[:n] != mark:
-                return None
-            kind, payload = bytes(message[n : n + 1]), message[n + 1 :]
-            if kind != _FAILED:
-                return payload if kind == _BYTES else _to_text(payload)
-            text = _to_text(payload)
-            # Wrong arguments are wrong on every rank, though only `root` has checked them.
-            n_failed = self.size if json.loads(text)["kind"] == "ConfigError" else 1
-            raise self.shared(_caused(from_json(text, root, n_failed, self.size), error))
-        finally:
-            del error  # as in `agree`
+                raise _caused(as_shardload(error, None), error)
+            return content
+        if error is not None:
+            content = to_json(as_shardload(error, root))
+        body = _to_bytes(content) if isinstance(content, str) else content
+        message, n = self._send_bytes(b"".join([mark, kind, body]), root), len(mark)
+        if message[:n] != mark:
+            return None
+        kind, payload = bytes(message[n : n + 1]), message[n + 1 :]
+        if kind != _FAILED:
+            return payload if kind == _BYTES else _to_text(payload)
+        text = _to_text(payload)
+        # Wrong arguments are wrong on every rank, though only `root` has checked them.
+        n_failed = self.size if json.loads(text)["kind"] == "ConfigError" else 1
+        raise self.shared(_caused(from_json(text, root, n_failed, self.size), error))
 
     def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
         """Raise the same error on every rank if any rank has one; else return the sums of `counts` over the ranks. Collective.
@@ -529,14 +527,11 @@ class Group:
         failed, *sums = self.sum_ints([int(error is not None), *(counts or [])])
         if not failed:
             return sums
-        try:
-            if self.size == 1:
-                raise _caused(as_shardload(error, None), error)
-            first = int(self.gather_int(self.rank if error is not None else self.size).min())
-            text = to_json(as_shardload(error, first)) if self.rank == first else None
-            raise self.shared(_caused(from_json(self.send_text(text, first), first, failed, self.size), error))
-        finally:
-            del error  # a call that has the error which it raises as a variable holds what its callers have: see `let_go`
+        if self.size == 1:
+            raise _caused(as_shardload(error, None), error)
+        first = int(self.gather_int(self.rank if error is not None else self.size).min())
+        text = to_json(as_shardload(error, first)) if self.rank == first else None
+        raise self.shared(_caused(from_json(self.send_text(text, first), first, failed, self.size), error))
 
     def shared(self, error: ShardloadError) -> ShardloadError:
         """Mark an error that all ranks raise now, so that it is shown once if it is not caught. Return it."""
@@ -553,11 +548,8 @@ class Group:
     def settle(self, invocation: Invocation, error: BaseException | None) -> None:
         """Send both messages that every call begins with, if rank 0 has no text to send. Raises as `agree_same`. Collective."""
         is_same = self.begin(invocation, str) is not None
-        try:
-            if not self.all_same(invocation, is_same and error is None):
-                self.agree_same(invocation, error)
-        finally:
-            del error  # as in `agree`
+        if not self.all_same(invocation, is_same and error is None):
+            self.agree_same(invocation, error)
 
     def agree_same(self, invocation: Invocation, error: BaseException | None = None) -> None:
         """Raise on every rank if any rank has an error, or if the ranks make different calls. Collective.
@@ -567,10 +559,7 @@ class Group:
         PeerError
             The text names the first entry in which a rank differs from rank 0, that rank, and what both were asked for.
         """
-        try:
-            self.agree(error)
-        finally:
-            del error  # as in `agree`
+        self.agree(error)
         entries = invocation.entries
         reference = json.loads(self.send_text(json.dumps(entries), 0))
         pairs = enumerate(zip(entries, reference, strict=False))

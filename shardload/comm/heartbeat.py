@@ -34,18 +34,18 @@ _FLUSH_SECONDS, _NAP_SECONDS = 0.25, 1e-3
 
 
 class NoteMailbox:
-    """A `Mailbox` (see `watchdog`) over a transport that carries nothing else. Messages travel as notes."""
+    """Carries messages between ranks, as notes, over a transport that carries nothing else. Nothing waits for another rank."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
-        """See `Mailbox`."""
+        """Send a message."""
         text = json.dumps(message).encode()
         self._transport.send_note(rank, np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64))
 
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See `Mailbox`."""
+        """Iterate over the messages that have come, each with its sender."""
         n_empty = 0
         while n_empty < _PROBES:
             self._transport.test()
@@ -55,7 +55,7 @@ class NoteMailbox:
                 yield rank, json.loads(note.tobytes())
 
     def flush(self) -> None:
-        """See `Mailbox`. It takes a moment at most: a receiver may hang."""
+        """Let sent messages leave, even if MPI is never called again. It takes a moment at most: a receiver may hang."""
         end = time.monotonic() + _FLUSH_SECONDS
         with suppress(ShardloadError):  # of JAX's coordinator
             while self._transport and time.monotonic() < end:

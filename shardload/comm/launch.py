@@ -210,7 +210,6 @@ def initialize(
     process_id: int | None = None,
     *,
     local_device_ids: list[int] | None = None,
-    preemption: bool = False,
 ) -> None:
     """Start JAX's distributed runtime to match how this job was launched, and check that MPI and JAX see the same job.
 
@@ -226,7 +225,7 @@ def initialize(
     If mpi4py was told not to start MPI (``mpi4py.rc.initialize``), and nobody has, the first call that needs MPI starts it.
 
     SIGTERM, which ``scancel``, ``timeout`` and batch systems send, ends a process at once, unless the script has its own
-    handler.
+    handler: JAX's preemption service, which would catch it, is not started.
 
     Under MPI, an uncaught exception ends the whole job from now on, after its traceback; otherwise the other processes would
     wait for that process.
@@ -245,9 +244,6 @@ def initialize(
         The number of processes, and the index of this one.
     local_device_ids : list of int, optional
         GPUs that this process uses, of those that it sees; by default chosen as above.
-    preemption : bool
-        Whether to start JAX's preemption service. SIGTERM then ends no process: it is a notice that the program must ask for
-        (``jax.experimental.multihost_utils.reached_preemption_sync_point``).
 
     Raises
     ------
@@ -282,10 +278,10 @@ def initialize(
                 "which of them this one is, from 0 on: numbers, as int(os.environ['SLURM_PROCID'])"
             )
         bind = os.environ.get(_BIND) or _listen_at(coordinator_address, process_id)
-        _start(coordinator_address, num_processes, process_id, local_device_ids, preemption, bind)
+        _start(coordinator_address, num_processes, process_id, local_device_ids, bind)
         return
     if comm is not None and comm.size > 1:
-        _start_from_mpi(comm, local_device_ids, preemption)
+        _start_from_mpi(comm, local_device_ids)
         return
     step = slurm_step(os.environ)
     if comm is None and step is not None and step.n_tasks > 1:
@@ -296,12 +292,12 @@ def initialize(
         if step.task == 0 and step.node:
             raise ConfigError(_NOT_FIRST.format(here=socket.gethostname(), first=split_address(step.coordinator)[0]))
         bind = _named_interface(step.coordinator) or _listen_at(step.coordinator, step.task)
-        _start(step.coordinator, step.n_tasks, step.task, local_device_ids, preemption, bind)
+        _start(step.coordinator, step.n_tasks, step.task, local_device_ids, bind)
         return
     refuse_singletons()
 
 
-def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: bool) -> None:
+def _start_from_mpi(comm: Any, local_device_ids: list[int] | None) -> None:
     group = group_of(comm, _MEET_SECONDS)
     group.watch.begin("initialize()", _MEET_SECONDS)
     _ = group.machine  # as every call begins, so that a rank that makes another one, or none, is named
@@ -318,7 +314,7 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
             local_device_ids = _device_share(int((here < group.rank).sum()), len(here), see_alike, os.environ)
     group.agree(errors.take())  # before any rank waits for the others in JAX
     with errors:
-        _start(address, group.size, group.rank, local_device_ids, preemption, _named_interface(address) or bind)
+        _start(address, group.size, group.rank, local_device_ids, _named_interface(address) or bind)
     group.agree(errors.take())
     group.watch.close()
     _end_job_on_error()
@@ -399,15 +395,14 @@ def _end_job_on_error() -> None:
     sys.excepthook = hook
 
 
-def _start(
-    address: str, n_processes: int, process: int, local_device_ids: list[int] | None, preemption: bool, bind: str | None
-) -> None:
+def _start(address: str, n_processes: int, process: int, local_device_ids: list[int] | None, bind: str | None) -> None:
     if process:
         await_listener(address)
     else:
         _refuse_taken_port(address, bind)
+    _leave_out_preemption()
     try:
-        with _preemption_service(preemption), _without_proxies():
+        with _without_proxies():
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
     except (RuntimeError, ValueError) as error:
         raise _not_started(n_processes, str(error).rstrip(". ")) from error
@@ -430,23 +425,15 @@ def _refuse_devices_in_use(n_processes: int) -> None:
         )
 
 
-@contextmanager
-def _preemption_service(is_wanted: bool) -> Iterator[None]:
-    """Make JAX start its preemption service, or not. The service catches SIGTERM, and waits until the program asks for it."""
+def _leave_out_preemption() -> None:
+    """Keep JAX from starting its preemption service, which catches SIGTERM, and waits until the program asks for it."""
     if hasattr(jax.config, _PREEMPTION):
-        jax.config.update(_PREEMPTION, is_wanted)
-        yield
-        return
-    from jax._src import distributed  # releases without that option always start it, here
+        jax.config.update(_PREEMPTION, False)
+    else:
+        from jax._src import distributed  # releases without that option always start it, here
 
-    state: Any = distributed.global_state
-    if not is_wanted:
+        state: Any = distributed.global_state
         state.initialize_preemption_sync_manager = lambda: None
-    try:
-        yield
-    finally:
-        if not is_wanted:
-            del state.initialize_preemption_sync_manager
 
 
 @contextmanager

@@ -16,10 +16,10 @@ Long before a decision, if there is no progress for a while, one warning names t
 or by rank 1 if rank 0 is one of them.
 
 Time is counted in beats, not seconds, so that a process that was itself stopped for a while blames no other. Nothing is sent
-before the first beat is due. A `Mailbox` carries the messages. A process alone has none. The message of a stall says which
+before the first beat is due. A `NoteMailbox` carries the messages. A process alone has none. The message of a stall says which
 ranks are late, at what, and what to do; it is the same on every rank.
 
-Pure: no MPI, no threads, no sleep.
+It starts no thread, does not sleep, and knows no MPI.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from shardload.comm.heartbeat import NoteMailbox
 from shardload.comm.shared_errors import message_of, share
 from shardload.errors import StallError
 from shardload.units import counted, first_ranks
@@ -142,24 +143,8 @@ _LONGEST_NAME = 500  # characters, so that a beat stays a short message
 _BEAT, _ALIVE, _STALLED, _LEFT = "beat", "alive", "stalled", "left"
 _NOTICE_BEATS = 2  # progress is sent at the next beat, and read at the monitor's next beat
 _NO_MONITOR = "nothing was heard of rank 0, which watches over the others"
-
-Message = dict[str, Any]
-
-
-class Mailbox(Protocol):
-    """Carries messages between ranks. No method waits for another rank."""
-
-    def send(self, rank: int, message: Message) -> None:
-        """Send a message."""
-        ...
-
-    def receive(self) -> Iterator[tuple[int, Message]]:
-        """Iterate over the messages that have come, each with its sender."""
-        ...
-
-    def flush(self) -> None:
-        """Make sure that sent messages leave, even if MPI is never called again."""
-        ...
+_FIRST, _SOME = "the first one", "not all ranks of this communicator have made their first call"
+_LONGEST_STEP_SECONDS = 1.0  # between two looks at the clock; if it was more, this process was stopped, and nobody is late
 
 
 def beat_seconds(timeout: float | None, size: int) -> float:
@@ -194,7 +179,7 @@ class Watchdog:
     ----------
     rank, size : int
         This rank, and the number of ranks.
-    mailbox : Mailbox, optional
+    mailbox : NoteMailbox, optional
         Carries messages; None for a process alone.
     clock : callable
         Returns seconds, from any origin.
@@ -209,7 +194,7 @@ class Watchdog:
         self,
         rank: int,
         size: int,
-        mailbox: Mailbox | None = None,
+        mailbox: NoteMailbox | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         on_stall: Callable[[float], None] | None = None,
@@ -394,7 +379,7 @@ class Watchdog:
         self._set_stall(text, late)
         self._raise_stall()
 
-    def _tell_all(self, message: Message) -> None:
+    def _tell_all(self, message: dict[str, Any]) -> None:
         if self._mailbox is not None:
             for rank in range(self._size):
                 if rank != self._rank:
@@ -413,3 +398,21 @@ class Watchdog:
             error = StallError(text, rank=late)
             share(error, self._rank, self._size, shows=self._rank == (1 if late == 0 else 0))
             raise error
+
+
+def look_before_first_call(rank: int, timeout: float | None) -> Callable[[], None]:
+    """A `look` for ranks that cannot tell each other yet who is late. It raises StallError after `timeout` seconds."""
+    waited, last_look = 0.0, time.monotonic()
+    has_warned = rank > 0  # only rank 0 warns; it cannot know which ranks wait
+
+    def look() -> None:
+        nonlocal waited, last_look, has_warned
+        now = time.monotonic()
+        waited, last_look = waited + min(now - last_look, _LONGEST_STEP_SECONDS), now
+        if timeout is not None and waited > timeout:
+            raise StallError(stall_text(_FIRST, timeout, _SOME))
+        if waited > NOTICE_SECONDS and not has_warned:
+            has_warned = True
+            _log.warning("%s", notice_text(_FIRST, NOTICE_SECONDS, _SOME, timeout))
+
+    return look

@@ -73,31 +73,28 @@ class Call:
                 raise self._error
             return pickle.dumps(find(), protocol=5)  # with fewer copies of values
 
+        group.watch.enter("metadata")
         try:
-            group.watch.enter("metadata")
+            metadata = group.begin(self.invocation, run) if root is None else group.tell(run, root)
+        except StallError:
+            raise  # the ranks can compare nothing any more
+        except ShardloadError as error:  # the same on every rank
+            find_error = error
+        group.watch.enter("plan")
+        if metadata is not None and self._error is None:
             try:
-                metadata = group.begin(self.invocation, run) if root is None else group.tell(run, root)
-            except StallError:
-                raise  # the ranks can compare nothing any more
-            except ShardloadError as error:  # the same on every rank
-                find_error = error
-            group.watch.enter("plan")
-            if metadata is not None and self._error is None:
-                try:
-                    plan = make(pickle.loads(metadata))  # of a rank of this job, never of a file
-                except Exception as error:
-                    plan_error = error
-            description = {"plan": "" if plan is None else describe(plan)}
-            agreed = self.invocation.also(**description)
-            if not group.all_same(agreed, plan is not None):
-                group.agree_same(self.invocation, self._error)
-                if find_error is not None:
-                    raise find_error
-                group.agree_same(Invocation(_PLAN, self.invocation.title, description), plan_error)
-            if plan is None:
-                raise find_error or plan_error or ConfigError("nothing was planned")
-        finally:
-            del find_error, plan_error  # a variable with an error keeps the arrays of its calls: see `system.garbage.let_go`
+                plan = make(pickle.loads(metadata))  # of a rank of this job, never of a file
+            except Exception as error:
+                plan_error = error
+        description = {"plan": "" if plan is None else describe(plan)}
+        agreed = self.invocation.also(**description)
+        if not group.all_same(agreed, plan is not None):
+            group.agree_same(self.invocation, self._error)
+            if find_error is not None:
+                raise find_error
+            group.agree_same(Invocation(_PLAN, self.invocation.title, description), plan_error)
+        if plan is None:
+            raise find_error or plan_error or ConfigError("nothing was planned")
         self.invocation = agreed
         return plan
 
@@ -149,7 +146,7 @@ def begin_call(
             yield call
         finally:
             call._error = None
-            del error, refusal  # see `Call.plan`
+            del error, refusal  # a variable with an error keeps the arrays of its calls: see `system.garbage.let_go`
 
 
 def warn_all(text: str, category: type[ShardloadWarning], group: Group) -> None:
@@ -199,5 +196,5 @@ def begin_request(
     except Exception as failure:
         error = ConfigError(f"the arguments could not be read: {type(failure).__name__}: {failure}")
     with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
-        del error  # see `Call.plan`
+        del error  # see `begin_call`
         yield call, cast(Arguments, request)  # None is never looked at

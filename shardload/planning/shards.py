@@ -454,15 +454,6 @@ class Shards:
     def _held_shards(self) -> dict[tuple[int, tuple[int, ...]], tuple[HeldShard, ...]]:
         return {}
 
-    def core_in(self, shard: int, shape: tuple[int, ...]) -> tuple[Region, Region] | None:
-        """A shard's own elements, in the array in the file and in the jax.Array; None if it has none."""
-        core = self._core(unravel(shard, self.cuts))
-        true = core.intersect(Region.whole(shape))
-        if true is None:
-            return None
-        steps = zip(self.region(shard).start, self.halo.widths, core.start, strict=True)
-        return true, true.moved([a + h - b for a, h, b in steps])
-
     @cached_property
     def reach(self) -> tuple[int, ...]:
         """Along each axis, the elements from the first to the last one that a rank holds; the maximum over the ranks.

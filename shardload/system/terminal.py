@@ -1,8 +1,7 @@
 """How is output fitted to the terminal's width, and how is a command's output kept free of what libraries print?
 
 1. `width_of` returns the number of columns: those of the terminal, or 80 if the output is no terminal.
-2. `wrap` and `wrap_parts` break text between words only. A name, a shape, a number with its unit are kept together; a word that
-   is wider than the terminal is not broken, so that it can be copied.
+2. `wrap` breaks text between words only. A word that is wider than the terminal is not broken, so that it can be copied.
 3. `fit_table` prints a table: as many columns as fit, with the others in lines below each row. It leaves nothing out.
 4. `own_stdout` redirects standard output, so that only the command prints there.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -24,14 +22,6 @@ from shardload.errors import printable
 
 WIDTH = 80  # if the output is no terminal: a log, a file, a launcher's pipe
 _LEAST = 20  # columns, at least; narrower lines could not hold a word
-_KEPT = "\u00a0"  # stands for a space at which a line is not broken
-# What is kept together: a shape or spec in parentheses, a product, a number and its unit, a version.
-_WHOLE = re.compile(
-    r"\((?:[^()]|\([^()]*\))*,(?:[^()]|\([^()]*\))*\)"
-    r"|\w+(?:\+\w+)?(?: x \w+(?:\+\w+)?)+"
-    r"|(?<![\w.])\d[\d.,]* (?:[KMGTP]?i?B|s)\b"
-    r"|[A-Za-z][\w-]* \d+\.\d+\.[\w.]*\w"
-)
 
 
 @dataclass(frozen=True)
@@ -44,13 +34,10 @@ class Column:
         The heading; also put before a value that is printed below its row.
     is_number : bool
         Whether values are aligned to the right.
-    lead : str or None
-        Replaces the title before a value that is printed below its row; "" for nothing.
     """
 
     title: str
     is_number: bool = False
-    lead: str | None = None
 
 
 def width_of(stream: IO[str] | None = None) -> int:
@@ -81,8 +68,6 @@ def wrap(text: str, width: int, first: str = "", rest: str | None = None) -> lis
     ['  shape (64, 64),', '  1.0 MiB in all']
     """
     rest = " " * len(first) if rest is None else rest
-    most = width - max(len(first), len(rest))
-    text = _WHOLE.sub(lambda match: _keep(match[0]) if len(match[0]) <= most else match[0], text)
     lines = textwrap.wrap(
         text,
         max(width, len(rest) + 1, len(first) + 1),
@@ -91,18 +76,7 @@ def wrap(text: str, width: int, first: str = "", rest: str | None = None) -> lis
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [line.replace(_KEPT, " ") for line in lines] or [first.rstrip()]
-
-
-def wrap_parts(parts: Sequence[str], width: int, first: str = "", rest: str | None = None) -> list[str]:
-    """Join `parts` by ``;`` and break the text into lines; each part is kept in one line if it fits."""
-    most = width - max(len(first), len(rest or ""))
-    unbroken = [_keep(part) if len(part) < most else part for part in parts if part]
-    return wrap("; ".join(unbroken), width, first, rest)
-
-
-def _keep(text: str) -> str:
-    return text.replace(" ", _KEPT)
+    return lines or [first.rstrip()]
 
 
 def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
@@ -123,14 +97,9 @@ def fit_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: i
     table = lines[: len(lines) - n]
     for line, row in zip(lines[len(table) :], rows, strict=True):
         below = zip(columns[n_kept:], row[n_kept:], strict=True)
-        parts = [_with_lead(column, cell) for column, cell in below if cell not in ("", "-")]
-        table += [line, *(wrap_parts(parts, width, " " * 4) if parts else [])]
+        parts = [f"{column.title} {cell}" for column, cell in below if cell not in ("", "-")]
+        table += [line, *(wrap("; ".join(parts), width, " " * 4) if parts else [])]
     return table
-
-
-def _with_lead(column: Column, value: str) -> str:
-    lead = column.title if column.lead is None else column.lead
-    return f"{lead} {value}" if lead else value
 
 
 def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -9,7 +9,7 @@ element.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import add
 from typing import Any
 
@@ -23,8 +23,9 @@ from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once
 from shardload.units import counted
 
-MOST_NAMED = 3  # missing chunks that are named in a message
-_NONE = 2**63 - 1
+_NONE = 2**63 - 1  # above all numbers of chunks
+
+_JOINED_BY: dict[str, Callable[[Any, Any], Any]] = {"peak_nbytes": max, "first_missing": min}  # the others are added
 
 Counter = Callable[[Block, IntArray, Grid], IntArray]
 
@@ -34,7 +35,7 @@ class Counters:
     """What reading and moving cost on this rank. Seconds are summed over the threads.
 
     `exchange_seconds` is how long exchanges took, `nbytes_received` what came from other ranks, `peak_nbytes` the most bytes in
-    staging buffers at a time.
+    staging buffers at a time, `first_missing` the least number of a missing chunk.
     """
 
     chunks_decoded: int = 0
@@ -49,19 +50,18 @@ class Counters:
     exchange_seconds: float = 0.0
     nbytes_received: int = 0
     peak_nbytes: int = 0
-    missing: list[int] = field(default_factory=list)  # numbers of the first few
+    first_missing: int = _NONE
 
     def add(self, other: Counters) -> None:
         """Add what one task, array or round counted."""
         for name, value in vars(other).items():
-            join = max if name == "peak_nbytes" else add
+            join = _JOINED_BY.get(name, add)
             setattr(self, name, join(getattr(self, name), value))
-        self.missing = sorted(self.missing)[:MOST_NAMED]
 
     def add_missing(self, numbers: np.ndarray[Any, Any]) -> None:
         """Count missing chunks, given their numbers in ascending order."""
         self.chunks_missing += len(numbers)
-        self.missing += numbers[: MOST_NAMED - len(self.missing)].tolist()
+        self.first_missing = min([self.first_missing, *numbers[:1].tolist()])
 
 
 def counter_of(plan: Schedule, rank: int, is_cut: Sequence[bool] = ()) -> Counter:
@@ -115,29 +115,15 @@ def chunk_numbers(
     return numbers
 
 
-def fold_first(numbers: Sequence[int]) -> list[int]:
-    """The first few numbers, padded to one length, so that the ranks can take their minimum, number by number."""
-    return [*numbers[:MOST_NAMED], *[_NONE] * (MOST_NAMED - len(numbers))]
-
-
-def unfold_first(minima: Sequence[int]) -> list[int]:
-    """The inverse of `fold_first`: numbers that some rank had. The first is the least of all."""
-    return [n for n in minima if n != _NONE]
-
-
-def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: Selection, chunks: Grid) -> str:
-    """Text that says how many chunks are missing, of how many, and which."""
+def describe_missing(n: int, first: int, info: ArrayInfo, selection: Selection, chunks: Grid) -> str:
+    """Text that says how many chunks are missing, of how many, and which is the first."""
     if info.chunks is None:
         return f"{info} was made but never written: every value is its fill value"
-    places = []
-    for number in first:
-        place = selection.to_file(chunks.region(number))
-        index = tuple(a // c for a, c in zip(place.start, info.chunks, strict=True))
-        places.append(f"{index} (elements {place})")
-    more = ", ..." if n > len(places) else ""
+    place = selection.to_file(chunks.region(first))
+    index = tuple(a // c for a, c in zip(place.start, info.chunks, strict=True))
     of_all = f"{n:,} of {counted(chunks.n_cells, 'chunk')}"
-    are, have = ("is", "has") if n == 1 else ("are", "have")
-    return f"{of_all} {are} not stored in {info}, and {have} its fill value: {', '.join(places)}{more}"
+    are, have, more = ("is", "has", "") if n == 1 else ("are", "have", ", ...")
+    return f"{of_all} {are} not stored in {info}, and {have} its fill value: {index} (elements {place}){more}"
 
 
 def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 
 import h5py
@@ -48,7 +47,6 @@ def test_it_says_what_was_proven(file: str, n: int, mpi: str, start: list[str]) 
     assert printed.startswith(f"'/rho' in '{file}': 8 x 12 x 20 float32 as pencil on 4 devices") and "Gloo" not in printed
     assert printed.count("verified by full: 4 shards") == 1
     assert f"{VALUES.size:,} elements" in printed
-    assert printed.endswith(f"CRC-32 of the array {zlib.crc32(VALUES):08x}")
 
 
 def test_json_is_one_document(file: str) -> None:
@@ -58,7 +56,6 @@ def test_json_is_one_document(file: str) -> None:
     assert (found["ok"], found["dataset"], found["shape"], found["n_devices"]) == (True, "/rho", [8, 12, 20], 4)
     assert (found["n_ranks"], found["readers"], found["n_readers"]) == (2, "parallel", 1)
     assert (found["proven"]["how"], found["proven"]["n_elements"]) == ("full", VALUES.size)
-    assert found["proven"]["digest"] == zlib.crc32(VALUES)
     assert found["report"]["chunks_decoded"] == 27
 
 

@@ -129,7 +129,7 @@ def test_a_file_that_nobody_vouches_for(
     x = plan.execute()
     check(x, expected, mesh, spec)
     assert plan.report is not None and plan.report.proven.n_boxes
-    assert shardload.verify(x, files["gzip_shuffle"], dataset=NAME, untrusted=True).digest is not None
+    assert shardload.verify(x, files["gzip_shuffle"], dataset=NAME, untrusted=True).n_elements == x.size
     text = ("chunk (0, 0) of '/x' in", "bad.h5", "HelperError: the helper process that read it was ended by SIGFPE")
 
     def load() -> Any:

@@ -10,7 +10,6 @@ from collections import Counter, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import h5py
 import jax
@@ -207,7 +206,7 @@ def test_the_plan_of_a_tree(snap: tuple[str, str]) -> None:
     n_chunks = -(-(4 * unit() + 1) // 3) * -(-2 * unit() // 3)
     assert by_where["['pos']"].chunks_decoded == n_chunks and "['pos'] '/stars/pos'" in str(report)
     proven = [one.proven for one in report.arrays]
-    assert report.proven.n_elements == sum(one.n_elements for one in proven) and all(one.digest is not None for one in proven)
+    assert report.proven.n_elements == sum(one.n_elements for one in proven)
     check(plan.plans["gas"][0].execute(), of["/gas/rho"], mesh, P("b"))
 
 
@@ -218,8 +217,7 @@ def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
     x = shardload.load(snap[0], mesh_of(), SPECS, dataset=NAMES, pad=PADS)
     proven = shardload.verify(x, snap[0], dataset=NAMES, pad=PADS)
     assert jax.tree_util.tree_structure(proven) == jax.tree_util.tree_structure(x)
-    assert proven["id"].digest == crc32(values()["/stars/more/id"].tobytes())
-    assert proven["vel"].digest == crc32(values()["/stars/vel"].tobytes()) != proven["pos"].digest
+    assert proven["id"].n_elements >= values()["/stars/more/id"].size
     exchanged = {**x, "gas": [x["gas"][1][0], (x["gas"][1][0],)]}
     call = lambda y, **how: lambda: shardload.verify(y, snap[0], **{"dataset": NAMES, "pad": PADS, **how})  # noqa: E731
     same_error(comm, call(exchanged), ConfigError, "array ['gas'][0]", "x has shape")
@@ -364,7 +362,6 @@ def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkey
         "all_same": 1,
         "agree": 2 + (verify == "full"),
         "least_ints": int(replicated),
-        "gather_ints": int(verify == "full"),
     }
     opened = counts.pop("open_explained", 0)  # with several nodes one rank reads arrays as small as these
     assert (comm.rank == 0) <= opened <= 1 + (comm.rank == 0) + (verify == "full"), (

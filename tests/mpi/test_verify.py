@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def proven(path: str, mesh: Any, spec: Any, how: str, **more: Any) -> tuple[jax.
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_is_read_again(files: dict[str, str], source: str) -> None:
-    """Wrong if one source's own library were asked for something else than what was loaded, or another digest came out."""
+    """Wrong if one source's own library were asked for something else than what was loaded."""
     values, meshes = ramp(cube()), (mesh_of(), mesh_of(jax.devices()[::-1]))
     n = len(jax.devices())
     for mesh in meshes:
@@ -52,20 +51,18 @@ def test_every_source_is_read_again(files: dict[str, str], source: str) -> None:
             assert found.n_elements == {"index": 0, "checksum": 0, "full": values.size}.get(how, found.n_elements)
             assert found.nbytes_reread == 4 * found.n_elements
             assert (found.n_boxes > 0) == (how in ("file", "full"))
-            assert found.digest == (zlib.crc32(values) if how == "full" else None)
             again = shardload.verify(x, files[source], dataset=NAME, how=how)
-            assert (again.n_elements, again.n_boxes, again.digest) == (found.n_elements, found.n_boxes, found.digest)
+            assert (again.n_elements, again.n_boxes) == (found.n_elements, found.n_boxes)
 
 
 @pytest.mark.parametrize("name", distinct(DECOMPOSITIONS))
-def test_the_digest_is_of_the_array_not_of_the_sharding(files: dict[str, str], name: str) -> None:
-    """Wrong if replicas counted twice, or a shard's place did not count."""
+def test_every_element_is_compared_whatever_the_sharding(files: dict[str, str], name: str) -> None:
+    """Wrong if replicas were not compared with each other, or elements of a shard were left out."""
     spec, values = DECOMPOSITIONS[name], ramp(cube())
     x, found = proven(files["gzip_shuffle"], mesh_of(), spec, "full", dataset=NAME)
-    assert found.digest == zlib.crc32(values)
     n_replicas = len(jax.devices()) * x.addressable_shards[0].data.size // x.size
     assert (found.n_devices == len(jax.devices())) == (n_replicas > 1)
-    assert f"{zlib.crc32(values):08x}" in str(found)
+    assert found.n_elements >= values.size
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", ">f8", ">c16", ">i2"])
@@ -83,7 +80,7 @@ def test_types(comm: Any, shared_tmp_path: Path, dtype: str, name: str) -> None:
             x, found = proven(path, mesh_of(), P("a", "b"), how, **cast)
         expected = values.astype(x.dtype)
         check(x, expected, mesh_of(), P("a", "b"))
-        assert found.digest == zlib.crc32(expected.tobytes())
+        assert found.n_elements == expected.size
         wrong = expected.copy()
         flat = int(np.ravel_multi_index((1, 2, 3), wrong.shape))
         wrong.reshape(-1).view(np.uint8)[flat * wrong.itemsize] ^= 1  # the least that can be wrong
@@ -185,8 +182,8 @@ def test_a_mesh_of_some_devices(comm: Any, files: dict[str, str]) -> None:
     """Wrong if a process without devices kept the others waiting."""
     mesh = mesh_of(jax.devices()[-1:])
     x, found = proven(files["zarr_v3"], mesh, P("a"), "full", dataset=NAME)
-    assert (found.n_shards, found.n_elements, found.digest) == (1, x.size, zlib.crc32(ramp(cube())))
-    assert shardload.verify(x, files["zarr_v3"], dataset=NAME, staging="64kB").digest == found.digest
+    assert (found.n_shards, found.n_elements) == (1, x.size)
+    assert shardload.verify(x, files["zarr_v3"], dataset=NAME, staging="64kB").n_elements == x.size
 
 
 def test_one_device_without_a_mesh(files: dict[str, str]) -> None:

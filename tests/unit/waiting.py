@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shardload.comm.heartbeat import NoteMailbox
 from shardload.comm.watchdog import Watchdog, beat_seconds
 from shardload.errors import StallError
 
@@ -27,7 +28,7 @@ class Post:
         self.n_sent = 0
 
 
-class FakeMailbox:
+class FakeMailbox(NoteMailbox):
     def __init__(self, post: Post, rank: int) -> None:
         self.post, self.rank, self.flushed = post, rank, False
 

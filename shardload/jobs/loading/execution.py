@@ -40,7 +40,7 @@ from shardload.planning.tuning import Tuning
 from shardload.storage.remote import Counts, counts
 from shardload.system.caller import warn_once
 from shardload.system.interruption import FirstError
-from shardload.transfer.counters import Counters, describe_missing, fold_first, settle_missing, unfold_first
+from shardload.transfer.counters import Counters, describe_missing, settle_missing
 from shardload.values.decoding import packed_by
 
 _log = logging.getLogger("shardload")
@@ -255,7 +255,7 @@ class Loader:
 
     def _agree(self, checked: list[ShardFindings], sums: list[list[int]]) -> list[VerifyReport]:
         """What was proven of each array. `sums`: the counts of all ranks."""
-        arrays = ((load.name, load.layout.schedule.shards, load.layout.nbytes) for load in self._loads)
+        arrays = ((load.name, load.layout.schedule.shards) for load in self._loads)
         return agree_all(self._group, self._options.verify, arrays, checked, sums)
 
     def _settle_missing(self, n_missing: list[int], counters: list[Counters]) -> None:
@@ -266,15 +266,12 @@ class Loader:
         ]
         if missing == "fill" or not incomplete:
             return
-        first = self._group.least_ints(
-            np.array([fold_first(counters_of_load.missing) for _, counters_of_load, _ in incomplete], dtype=np.int64).reshape(
-                -1
-            )
-        )
+        numbers = [counters_of_load.first_missing for _, counters_of_load, _ in incomplete]
+        first_of_all = self._group.least_ints(np.array(numbers, dtype=np.int64)).tolist()
         texts = []
-        for (load, _, n), least in zip(incomplete, first.reshape(len(incomplete), -1).tolist(), strict=True):
+        for (load, _, n), first in zip(incomplete, first_of_all, strict=True):
             source = load.layout.source
-            text = describe_missing(n, unfold_first(least), load.info, source.selection, source.chunks)
+            text = describe_missing(n, first, load.info, source.selection, source.chunks)
             texts.append(f"{load.where}: {text}" if load.where else text)
         more = f"; and in {len(texts) - _MOST_NAMED} more arrays" if len(texts) > _MOST_NAMED else ""
         settle_missing("; ".join(texts[:_MOST_NAMED]) + more, missing, self._group.rank, incomplete[0][0].info)

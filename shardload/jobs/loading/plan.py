@@ -27,7 +27,7 @@ from shardload.planning.region import NEAR_NBYTES, Grid
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.storage.remote import PIECE_NBYTES
-from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap, wrap_parts
+from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints, wrap
 from shardload.transfer.counters import Counters
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
@@ -152,13 +152,8 @@ def phases_of(counters: Counters, device: Phase) -> dict[str, Phase]:
 
 
 def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
-    """What was proven of all arrays of a job: the sums of the counts, and the digest if there is one array.
-
-    `n_parts` is the count of parts in the whole job.
-    """
-    if len(proven) == 1:
-        return replace(proven[0], n_parts=n_parts)
-    names = [field.name for field in fields(VerifyReport) if field.name not in ("how", "digest", "n_parts")]
+    """What was proven of all arrays of a job: the sums of the counts. `n_parts` is the count of parts in the whole job."""
+    names = [field.name for field in fields(VerifyReport) if field.name not in ("how", "n_parts")]
     sums = {name: sum(getattr(report, name) for report in proven) for name in names}
     return VerifyReport(proven[0].how, n_parts=n_parts, **sums)
 
@@ -439,7 +434,7 @@ class TreePlan(PrintedReport):
         return f"load {arrays} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding)}, {ranks}"
 
     def _table(self) -> tuple[list[Column], list[list[str]]]:
-        columns = [Column("array"), Column("shape", lead=""), Column("dtype", lead=""), Column("size", is_number=True)]
+        columns = [Column("array"), Column("shape"), Column("dtype"), Column("size", is_number=True)]
         columns += [Column("readers"), Column("name"), Column("spec"), Column("shard"), Column("decoded", is_number=True)]
         rows = []
         for where, plan in zip(self.where, self.leaves, strict=True):
@@ -499,8 +494,7 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
     lines = wrap(f"load '{printable(plan.info.dataset)}', {plan.info.format}", width, "", "  ")
     for name, text in _facts(plan).items():
         first = f"  {name:<10}" if width >= _WIDE else f"  {name}  "
-        parts = [text] if name in ("file", "chosen") else text.split("; ")
-        lines += wrap_parts(parts, width, first, None if width >= _WIDE else "    ")
+        lines += wrap(text, width, first, None if width >= _WIDE else "    ")
     return "\n".join([*lines, "", *_table(plan, width)])
 
 
@@ -580,7 +574,7 @@ def _table(plan: Plan, width: int) -> list[str]:
     costs_by_mode = plan.costs
     if plan.n_ranks == 1 and plan.readers in costs_by_mode:  # each way is the same
         costs_by_mode = {plan.readers: costs_by_mode[plan.readers]}
-    ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True, lead=mode) for mode in costs_by_mode]
+    ways = [Column(f"-> {mode}" if mode == plan.readers else mode, is_number=True) for mode in costs_by_mode]
     costs = costs_by_mode.values()
     rows = [
         ["readers", *(f"{c.n_readers:,}" for c in costs)],

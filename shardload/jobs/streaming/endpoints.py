@@ -108,9 +108,9 @@ class StreamSource(FileSource):
         """
         for move in moves:
             counters, array = Counters() if move.producer is None else move.producer.counters, move.stream_array
-            if counters.missing and (move.array not in self._incomplete or array.options.missing == "error"):
+            if counters.chunks_missing and (move.array not in self._incomplete or array.options.missing == "error"):
                 self._incomplete.add(move.array)
-                missing = counters.chunks_missing, counters.missing
+                missing = counters.chunks_missing, counters.first_missing
                 text = describe_missing(*missing, array.info, array.source.selection, array.source.chunks)
                 settle_missing(text, array.options.missing, 0, array.info)
         self.kept.check_unchanged()

@@ -148,8 +148,8 @@ def main(path: str, what: str, *more: str) -> None:
         address, n, k = more
         attempt(lambda: shardload.initialize(address, int(n), int(k)))
     elif what == "signals":
-        address, preemption = more
-        shardload.initialize(address, 1, 0, preemption=preemption == "True")
+        (address,) = more
+        shardload.initialize(address, 1, 0)
         print(json.dumps({"catches": catches_sigterm(), "listens": listeners(int(address.rpartition(":")[2]))}))
         return
     elif what == "leaves":

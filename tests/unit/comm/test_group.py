@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm import collectives, mpi
+from shardload.comm import collectives, mpi, watchdog
 from shardload.comm import group as groups
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.heartbeat import Departures
@@ -518,14 +518,14 @@ def test_a_job_that_was_suspended_blames_nobody(steps: list[float], is_late: boo
 
     request = SimpleNamespace(Test=come)
     comm = SimpleNamespace(size=2, rank=1, Idup=lambda: ("made", request))
-    monkeypatch.setattr(
-        collectives, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=float, sleep=lambda _: None)
-    )
+    fake = SimpleNamespace(monotonic=lambda: clock[0], perf_counter=float, sleep=lambda _: None)
+    for module in (collectives, watchdog):
+        monkeypatch.setattr(module, "time", fake)
     if is_late:
         with pytest.raises(StallError, match=r"moved for 30 s .*not all ranks of this communicator"):
-            collectives.duplicate(comm, collectives.look_before_first_call(1, 30.0))
+            collectives.duplicate(comm, watchdog.look_before_first_call(1, 30.0))
     else:
-        assert collectives.duplicate(comm, collectives.look_before_first_call(1, 30.0)) == "made"
+        assert collectives.duplicate(comm, watchdog.look_before_first_call(1, 30.0)) == "made"
 
 
 def test_who_waits_for_ever_can_be_interrupted_all_the_same() -> None:
@@ -536,7 +536,7 @@ def test_who_waits_for_ever_can_be_interrupted_all_the_same() -> None:
 
     comm = SimpleNamespace(size=2, rank=1, Idup=lambda: ("made", SimpleNamespace(Test=interrupt)))
     with pytest.raises(KeyboardInterrupt):
-        collectives.duplicate(comm, collectives.look_before_first_call(1, None))
+        collectives.duplicate(comm, watchdog.look_before_first_call(1, None))
 
 
 @pytest.mark.skipif(MPI is None, reason="no MPI library")

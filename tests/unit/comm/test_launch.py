@@ -75,10 +75,10 @@ def test_somebody_else_has_the_port(host: str, monkeypatch: pytest.MonkeyPatch) 
     with socket.create_server((host, port), family=family):
         assert not is_free(port)
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: another process .* has port {port}"):
-            launch._start(f"127.0.0.1:{port}", 2, 0, None, False, None)
-        launch._start(f"127.0.0.1:{port}", 2, 1, None, False, None)
+            launch._start(f"127.0.0.1:{port}", 2, 0, None, None)
+        launch._start(f"127.0.0.1:{port}", 2, 1, None, None)
     assert started == [1]
-    launch._start(f"127.0.0.1:{port}", 2, 0, None, False, None)  # it has gone
+    launch._start(f"127.0.0.1:{port}", 2, 0, None, None)  # it has gone
     assert started == [1, 0]
 
 
@@ -251,7 +251,7 @@ def test_an_interface_that_the_user_names(
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
     launch.initialize()
-    on_one_node, given, on_two_nodes = ((how[0], how[5]) for how in started)
+    on_one_node, given, on_two_nodes = ((how[0], how[4]) for how in started)
     assert on_one_node == ("127.0.1.195:61554",) * 2, "where all come"
     assert given == ("127.0.0.1:61440", named), "beside an address that the user gives, both are the user's"
     assert on_two_nodes == ("n1:61554", "127.0.0.2:61554")
@@ -281,7 +281,7 @@ def test_without_mpi_under_slurm(
     monkeypatch.setenv("SHARDLOAD_MPI", "0" if switched_off else "1")
     launch.initialize()
     assert [how[1:3] for how in started] == [(4, task)]
-    assert [how[0] if how[5] is None else how[5] for how in started] == ["127.0.1.195:61554"], "not on loopback"
+    assert [how[0] if how[4] is None else how[4] for how in started] == ["127.0.1.195:61554"], "not on loopback"
     assert ["libmpi.so.40" in text and "SHARDLOAD_MPI=0" in text for text in caplog.messages] == [True] * said
 
 

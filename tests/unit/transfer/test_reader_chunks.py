@@ -131,7 +131,7 @@ def test_chunks_that_were_never_written_are_the_fill_value() -> None:
     np.testing.assert_array_equal(piece.data, [*TABLE[:2], [55] * 4, [55] * 4])
     np.testing.assert_array_equal(values_of(block, rows(4, 8), "f4"), [[55] * 4, [55] * 4, *TABLE[6:]])
     assert reader.counters.chunks_decoded == 4
-    assert (reader.counters.chunks_missing, reader.counters.missing) == (2, [1, 2])
+    assert (reader.counters.chunks_missing, reader.counters.first_missing) == (2, 1)
     assert reader.counters.nbytes_stored == 2 * (len(b"at:(0, 0)|") + 32)
 
 
