@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import random
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +116,7 @@ def _located(kind: Kind, path: Path) -> Kind:
 
 
 def zarr_kinds(folder: Path) -> list[Kind]:
-    """Zarr stores of both formats, with and without shards, and one in a zip file."""
+    """Zarr stores of both formats, with and without shards."""
     two: dict[str, tuple[str, dict[str, Any], bool]] = {
         "zlib": ("<f4", {"compressors": numcodecs.Zlib()}, True),
         "blosc": ("<f4", {"compressors": numcodecs.Blosc()}, False),
@@ -147,12 +146,6 @@ def zarr_kinds(folder: Path) -> list[Kind]:
                 plain["compressors"] = None
             zarr.open_group(where, mode="w").create_array("a", chunks=CHUNKS, **plain)[...] = values(dtype)
             kinds.append(_stored(f"zarr3-{name}{'-shards-' + location if location else ''}", where, values(dtype), checked))
-    source = next(kind for kind in kinds if kind.name == "zarr3-gzip-be")
-    path = folder / "store.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, data in source.files.items():
-            archive.writestr(file.removeprefix("store.zarr/"), data)
-    kinds.append(Kind("zarr3-zip", {path.name: path.read_bytes()}, source.values, CHUNKS, True))
     return kinds
 
 

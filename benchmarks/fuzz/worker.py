@@ -103,8 +103,7 @@ def by_library(path: str) -> Array:
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            store = zarr.storage.ZipStore(path, mode="r") if path.endswith(".zip") else path
-            values = np.asarray(zarr.open_array(store, mode="r", path="a")[...])
+            values = np.asarray(zarr.open_array(path, mode="r", path="a")[...])
     return values.astype(values.dtype.newbyteorder("="))
 
 

@@ -39,7 +39,7 @@ _OTHER_KINDS = (
     (0, b"\x1f\x8b", "a gzip file", "Unpack it: `gunzip`, or `tar -xzf` for an archive."),
     (257, b"ustar", "a tar archive", "Unpack it: `tar -xf`."),
     (0, b"version https://git-lfs", "a Git LFS pointer, not the data", "Fetch the data: `git lfs pull`."),
-    (0, b"PK", "a zip file without a Zarr store", "Unpack it."),
+    (0, b"PK", "a zip file", "Unpack it: `unzip IN.zip -d OUT.zarr`, or pass an array in it that zarr-python has opened."),
 )
 
 
@@ -155,7 +155,7 @@ def _what_it_is(path: str) -> str:
             advice = "Pass the file of references itself"
         return f"'{path}' is a URL of an unknown kind: those of S3, Google, Azure and HTTP can be loaded. {advice}."
     if os.path.isdir(path):
-        inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr", ".zip"))]
+        inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr"))]
         hint = f" In it: {some([repr(os.path.join(path, n)) for n in inside])}." if inside else _store_around(path)
         return f"'{path}' is a folder, but not a Zarr store: it has no zarr.json, .zarray or .zgroup.{hint}"
     with os.fdopen(open_file(path), "rb") as file:

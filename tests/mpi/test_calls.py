@@ -415,7 +415,7 @@ def make_pair(folder: Path, kind: str) -> tuple[Path, Path]:
         else:
             codec = zarr.codecs.BytesCodec(endian="big" if name == "new" else "little")
             how = {"shape": values.shape, "chunks": (unit(), *cube()[1:]), "dtype": "float32", "serializer": codec}
-            with zarr.storage.ZipStore(path, mode="w") if kind == "zip" else zarr.storage.LocalStore(path) as store:
+            with zarr.storage.LocalStore(path) as store:
                 zarr.create_array(store, name="x", compressors=None, **how)[...] = values
         found.append(path)
     for path in folder.glob("old.*/**/zarr.json" if kind == "zarr" else "old.*"):
@@ -424,7 +424,7 @@ def make_pair(folder: Path, kind: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize("kind", ["h5", "zarr", "zip"])
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
 @pytest.mark.parametrize("is_small", [False, True])
 def test_a_file_that_changes_when_it_has_been_opened(
     comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_small: bool
@@ -462,33 +462,11 @@ def test_a_file_that_changes_when_it_has_been_opened(
             x = shardload.load(path, mesh_of(), P("a"), dataset="x", readers="auto" if is_small else "root")
         except SourceError as error:
             assert "changed while it was read" in str(error)
-            assert kind != "zip"  # that one stays open, and what it holds is what it was
         else:  # the values of one file, and all of them
-            assert is_small or kind == "zip"
-            check(x, values if kind == "zip" else values + 1, mesh_of(), P("a"))
+            assert is_small
+            check(x, values + 1, mesh_of(), P("a"))
     comm.Barrier()
     assert not other.exists(), "nothing has changed"
-
-
-@pytest.mark.any_library
-@pytest.mark.mpi(min_size=2)
-def test_a_zip_file_that_is_replaced_while_it_is_opened(
-    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong if some ranks read the old file, and others the new one."""
-    path, other = map(Path, on_root(comm, lambda: [str(one) for one in make_pair(shared_tmp_path, "zip")]))
-    right = endpoints.open_source
-
-    def open_in_turn(*arguments: Any, **options: Any) -> Any:
-        found = right(*arguments, **options) if comm.rank else None
-        comm.Barrier()
-        on_root(comm, lambda: os.replace(other, path))
-        return right(*arguments, **options) if found is None else found
-
-    monkeypatch.setattr(endpoints, "open_source", open_in_turn)
-    with tuned(small_nbytes=0, tiny_nbytes=0):
-        load = partial(shardload.load, path, mesh_of(), P("a"), dataset="x", readers="direct")
-        same_error(comm, load, SourceError, "did not see the same file")
 
 
 @pytest.mark.parametrize("readers", READERS)

@@ -1,6 +1,6 @@
 """How are values read from Zarr, format 2 or 3? With zarr-python, or chunk by chunk without it.
 
-1. `open_store` opens a folder, a zip file or a URL. `WatchedStore.nodes` finds the arrays in it (`nodes`).
+1. `open_store` opens a folder, a set of references or a URL. `WatchedStore.nodes` finds the arrays in it (`nodes`).
 2. `describe` turns an array's metadata into an `ArrayInfo`, without reading chunks.
 3. `ZarrSource.chunk_reader` is for stores that are folders with the usual codecs: see `chunks`. If there is one, `read_into`
    uses it too.
@@ -17,7 +17,6 @@ import functools
 import itertools
 import math
 import os
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -219,7 +218,7 @@ class ZarrSource(Source):
         return self._chunks
 
     def state(self) -> tuple[int, ...] | None:
-        """The state of the array's metadata file in a folder, here or at a URL, or of the zip file; None for other stores.
+        """The state of the array's metadata file in a folder, here or at a URL; None for other stores.
 
         Another store under the same name has another state.
         """
@@ -243,28 +242,22 @@ class ZarrSource(Source):
 
 
 class ZarrFormat(Format):
-    """Zarr stores of format 2 and 3: folders, zip files, sets of references, and URLs of object stores and HTTP servers."""
+    """Zarr stores of format 2 and 3: folders, sets of references, and URLs of object stores and HTTP servers."""
 
     name = "Zarr"
 
     def claims_path(self, path: str) -> bool:
-        """True if the folder has Zarr metadata at its root, or the zip file at any place: the store's folder may be in it.
-
-        And for a set of references to chunks in other files.
-        """
+        """True if the folder has Zarr metadata at its root, and for a set of references to chunks in other files."""
         if os.path.isdir(path):
             return any(os.path.exists(os.path.join(path, mark)) for mark in _MARKS)
         try:
-            if not zipfile.is_zipfile(path):
-                return is_references(path)
-            with zipfile.ZipFile(path) as archive:
-                return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
-        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+            return is_references(path)
+        except OSError:
             return False
 
     def claims_url(self, url: str) -> bool:
         """True if the URL of a store has a name that Zarr stores and sets of references have."""
-        return is_remote(url) and without_secrets(url).rstrip("/").lower().endswith((".zarr", ".zip", *SUFFIXES))
+        return is_remote(url) and without_secrets(url).rstrip("/").lower().endswith((".zarr", *SUFFIXES))
 
     def claims_head(self, head: bytes) -> bool:
         """True: a store is no object, so any object may lie at its URL. Other formats are asked first."""
@@ -339,7 +332,7 @@ class _ZarrStore(OpenFile):
             raise SourceError(text, path=self._path, dataset=dataset) from error
 
     def state(self) -> tuple[int, ...] | None:
-        """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced.
+        """The state of the metadata file of the root, which is another one in a store that was replaced.
 
         None at a URL, where each rank would have to ask for it: each array has its own.
         """

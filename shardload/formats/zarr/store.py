@@ -1,13 +1,13 @@
 """How is a Zarr store read? Through a `WatchedStore`, which checks every value.
 
-1. `WatchedStore` has the values of a folder of objects, here or at a URL, of a zip file, or of a store of another library. It
+1. `WatchedStore` has the values of a folder of objects, here or at a URL, or of a store of another library. It
    remembers which keys do not exist. It refuses symbolic links that lead out of the store (names that do are refused by `node`
    and zarr-python), pipes and other things that are not files, and values that are longer than a stored chunk (or metadata)
    can be.
 2. `WatchedStore.read` gives one file of metadata, `node` what is in one folder (module `nodes`), and `nodes` all arrays and
    groups. At a URL, where each answer takes long, the metadata of many folders are fetched at once, and kept.
-3. `open_store` makes such a store from a folder, a zip file or a URL. `watch` opens an array of it, `watched` puts it under an
-   array that is open already.
+3. `open_store` makes such a store from a folder, a set of references or a URL. `watch` opens an array of it, `watched` puts it
+   under an array that is open already.
 4. A store of another library is refused if it leads elsewhere by design (references), or reads folders in a way in which
    symbolic links cannot be checked.
 """
@@ -18,7 +18,6 @@ import asyncio
 import errno
 import json
 import os
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -62,8 +61,6 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         The store that it wraps.
     fence : Fence
         For a store that is a folder: where its files may be.
-    opened_in : tuple of int, optional
-        The state of a zip file, or of a set of references, before it was opened.
     folder : ObjectFolder, optional
         What is read in place of the store.
 
@@ -77,11 +74,9 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         The most bytes that a value may have, except metadata.
     """
 
-    def __init__(
-        self, store: Any, fence: Fence | None = None, opened_in: State = None, folder: ObjectFolder | None = None
-    ) -> None:
+    def __init__(self, store: Any, fence: Fence | None = None, folder: ObjectFolder | None = None) -> None:
         super().__init__(store)
-        self.fence, self._opened_in = fence or Fence(), opened_in
+        self.fence = fence or Fence()
         self._states: dict[str, State] = {}  # of metadata files, before they were read
         self._remote_files: dict[str, tuple[bytes | OSError | None, State]] = {}  # metadata at a URL: content, state
         self._listing: Mapping[str, list[str]] | None = None  # the folders below each folder, if these cannot be listed
@@ -98,13 +93,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         return watch
 
     def _with_store(self, store: Any) -> WatchedStore:
-        return type(self)(store, self.fence, self._opened_in, None if isinstance(self.folder, LocalFolder) else self.folder)
-
-    def close(self) -> None:
-        """Close the store below."""
-        # zarr-python opens an archive when it first reads from it, and cannot close one that is not open.
-        if not isinstance(self._store, zarr.storage.ZipStore) or self._store._is_open:
-            super().close()
+        return type(self)(store, self.fence, None if isinstance(self.folder, LocalFolder) else self.folder)
 
     # --- metadata
 
@@ -112,10 +101,12 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         """A file of metadata; None if it does not exist. Errors are those of `get`."""
         if isinstance(self.folder, RemoteFolder):
             return self._read_remote(key)
-        if self._opened_in is None:
+        if not isinstance(self.folder, ReferenceFolder):
             self._states.setdefault(key, self.state(key))
-        value = self._value(key, None) if self._is_here else sync(self.get(key, default_buffer_prototype()))
-        return value if value is None or isinstance(value, bytes) else bytes(value.to_bytes())
+        if self.folder is not None:
+            return self._value(self.folder, key, None)
+        value = sync(self.get(key, default_buffer_prototype()))
+        return None if value is None else bytes(value.to_bytes())
 
     def _read_remote(self, key: str) -> bytes | None:
         """The same at a URL. Where keys may not be listed, S3 refuses those that are absent: no error if others are there."""
@@ -191,8 +182,6 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         NoListingError
             If folders cannot be listed, and nothing names the arrays.
         """
-        if self.folder is None:
-            self._listing = folders_of(_archive(_unwrapped(self._store)).namelist())
         yield from self._nodes_below("/")
 
     def _node_or_error(self, name: str) -> Node | None:
@@ -254,20 +243,18 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     # --- states
 
     def state(self, key: str) -> tuple[int, ...] | None:
-        """The present state of a file, or of the zip file that it is in; None if it is not known."""
+        """The present state of a file, or of the zip file handed in that it is in; None if it is not known."""
         if self.folder is not None:
             return self.folder.version(key)
-        archive = _unwrapped(self._store)
-        path: Any = getattr(archive, "path", None)  # of a zip file, unless it is a file object's
-        if path is None or not getattr(archive, "_is_open", False):
-            return None if path is None else state_of(os.fspath(path))
-        with suppress(AttributeError, OSError, ValueError):  # it was closed
-            return (state_of(archive._zf.fp.fileno()) or ())[:2] or None  # as by its path, before it is opened
-        return None
+        store = _unwrapped(self._store)
+        has_path = isinstance(store, zarr.storage.ZipStore) and store.path is not None
+        return state_of(os.fspath(store.path)) if has_path else None
 
     def state_before(self, key: str) -> tuple[int, ...] | None:
-        """The state of a metadata file, or of the zip file that it is in, before it was read; None if it is not known."""
-        return self._opened_in or self._states.get(key) or self._remote_files.get(key, (None, None))[1]
+        """The state of a metadata file, or of a set of references, before it was read; None if it is not known."""
+        if isinstance(self.folder, ReferenceFolder):
+            return self.folder.opened_in
+        return self._states.get(key) or self._remote_files.get(key, (None, None))[1]
 
     # --- values, as zarr-python asks for them
 
@@ -281,8 +268,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         ValueError
             If it is longer than a stored chunk (or metadata) can be.
         """
-        if self._is_here:
-            value = await asyncio.to_thread(self._value, key, byte_range)
+        if self.folder is not None:
+            value = await asyncio.to_thread(self._value, self.folder, key, byte_range)
             buffer = None if value is None else prototype.buffer.from_bytes(value)
         else:
             buffer = await self._store.get(key, prototype, byte_range)
@@ -292,21 +279,14 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             self.missing.add(key)
         return buffer
 
-    @property
-    def _is_here(self) -> bool:
-        """Whether values are read by this object: from a folder, or a zip file."""
-        return self.folder is not None or isinstance(_unwrapped(self._store), zarr.storage.ZipStore)
-
-    def _value(self, key: str, byte_range: Any) -> bytes | None:
-        """A value in a folder or a zip file, or a byte range of it; None if it does not exist."""
-        if self.folder is None:
-            return _of_zip(_unwrapped(self._store), key, byte_range, self._check)
+    def _value(self, folder: ObjectFolder, key: str, byte_range: Any) -> bytes | None:
+        """A value in a folder, or a byte range of it; None if it does not exist."""
         most = self._most(key)
-        if byte_range is None and not isinstance(self.folder, LocalFolder):  # of which opening one is a request, or reads it
-            (content,) = self.folder.read_many([key], most)
+        if byte_range is None and not isinstance(folder, LocalFolder):  # of which opening one is a request, or reads it
+            (content,) = folder.read_many([key], most)
             value = None if content is None else bytes(content)
         else:
-            file = self.folder.open(key)
+            file = folder.open(key)
             value = None if file is None else read_content(file, key, most, _range_of(byte_range, file.nbytes)).tobytes()
         if value is not None:
             self._check(key, len(value), lambda: value)
@@ -338,46 +318,8 @@ def open_store(path: str, access: Access = STRICT) -> WatchedStore:
         nothing = zarr.storage.MemoryStore(read_only=True)
         if is_url and not without_secrets(path).rstrip("/").lower().endswith(SUFFIXES):
             return WatchedStore(nothing, folder=open_remote(path, access.storage))
-        references = ReferenceFolder(path, access)
-        return WatchedStore(nothing, opened_in=references.opened_in, folder=references)
-    if os.path.isdir(path):
-        return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, access.allow_external))
-    opened_in = state_of(path)
-    return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True), opened_in=opened_in)
-
-
-def _of_zip(store: zarr.storage.ZipStore, key: str, byte_range: Any, check: Callable[..., None]) -> bytes | None:
-    """A value in a zip file, or a byte range of it; None if it does not exist.
-
-    It never unpacks more than the zip file declares. zarr-python asks Python's zipfile for the whole value, which may unpack
-    gigabytes and then cut them. With bzip2 and LZMA, zipfile has no limit at all.
-    """
-    archive = _archive(store)
-    with store._lock:
-        try:
-            entry = archive.getinfo(key)
-        except KeyError:
-            return None
-        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(
-                f"'{key}' is compressed in the zip file (method {entry.compress_type}) in a way that has no bound; it can be "
-                "stored as it is, or deflated. Unpack the zip file, or write it anew"
-            )
-        start, stop = _range_of(byte_range, entry.file_size)
-        check(key, stop - start)
-        with archive.open(entry) as file:
-            if start:
-                file.seek(start)
-            value = file.read(stop - start)
-    check(key, len(value), lambda: value)
-    return value
-
-
-def _archive(store: zarr.storage.ZipStore) -> zipfile.ZipFile:
-    """The open archive. It may be a file object's, which has no path, so it is not opened anew."""
-    if not store._is_open:
-        store._sync_open()
-    return store._zf
+        return WatchedStore(nothing, folder=ReferenceFolder(path, access))
+    return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, access.allow_external))
 
 
 def _range_of(byte_range: Any, nbytes: int) -> tuple[int, int]:

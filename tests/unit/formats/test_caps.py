@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -153,29 +152,11 @@ def test_zarr_read_in_parts(tmp_path: Path, most: int, more: dict[str, Any], mon
     source.close()
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-@pytest.mark.parametrize("shards", [None, (4, 8)])
-def test_zip_files_of_any_method(tmp_path: Path, method: int, shards: tuple[int, ...] | None) -> None:
-    """Whole values, and parts of them, as zarr-python asks for chunks in shards."""
-    data, store = flat((7, 10)), zarr.storage.ZipStore(tmp_path / "a.zip", mode="w", compression=method)
-    zarr.create_array(store, shape=data.shape, chunks=(2, 4), shards=shards, dtype=data.dtype)[:] = data
-    store.close()
-    if method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
-        with pytest.raises(SourceError, match=r"'zarr.json' is compressed in the zip file \(method \d+\)"):
-            find_array(str(tmp_path / "a.zip"), "/")
-        return
-    np.testing.assert_array_equal(load_all(tmp_path / "a.zip", "/"), data)
-
-
-def test_parts_of_a_value_in_a_zip_file(tmp_path: Path) -> None:
+def test_parts_of_a_value(tmp_path: Path) -> None:
     """As zarr-python gives them, but for ranges over the end."""
-    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x", bytes(range(50)))
+    (tmp_path / "x").write_bytes(bytes(range(50)))
     prototype = zarr.core.buffer.default_buffer_prototype()
-    plain = zarr.storage.ZipStore(tmp_path / "a.zip", mode="r")
-    plain._sync_open()
-    looked_at = open_store(str(tmp_path / "a.zip"))
+    plain, looked_at = zarr.storage.LocalStore(tmp_path), open_store(str(tmp_path))
     ranges = (None, RangeByteRequest(3, 9), RangeByteRequest(0, 50), RangeByteRequest(7, 7), OffsetByteRequest(45))
     for part in (*ranges, SuffixByteRequest(5), SuffixByteRequest(99), RangeByteRequest(48, 99)):
         found = [asyncio.run(store.get("x", prototype, part)).to_bytes() for store in (plain, looked_at)]
@@ -339,7 +320,7 @@ def test_shards_around_compressed_shards_and_long_indices(tmp_path: Path) -> Non
     assert info.refused == "8388608 chunks in each shard, more than are read"
 
 
-# --- metadata, attributes, zip files
+# --- metadata, attributes
 
 
 def test_metadata_of_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

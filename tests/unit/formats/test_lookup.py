@@ -331,7 +331,7 @@ def test_no_such_file_names_those_near_it(tmp_path: Path, monkeypatch: pytest.Mo
         (b"MATLAB 5.0 MAT-file", "MATLAB file before version 7.3.*-v7.3"),
         (b"\x1f\x8b\x08", "gzip file.*gunzip"),
         (b"\0" * 257 + b"ustar", "tar archive"),
-        (b"PK\x03\x04", "zip file without a Zarr store"),
+        (b"PK\x03\x04", "zip file, which cannot be loaded. Unpack it: `unzip IN.zip -d OUT.zarr`, or pass an array"),
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         (b"", r"is empty \(0 bytes\)"),
         (b"what is this", r"unknown format: it starts with b'what is '"),

@@ -72,16 +72,6 @@ def test_a_file_is_opened_once(tmp_path: Path, path: str, monkeypatch: pytest.Mo
     assert infos == ["/tiny", "/small", "/gzip"] and opens == [one, path]
 
 
-def test_an_archive_that_was_not_read(tmp_path: Path) -> None:
-    """Wrong if closing it raised: zarr-python opens an archive when it first reads."""
-    with zarr.storage.ZipStore(tmp_path / "a.zarr.zip", mode="w") as store:
-        zarr.create_array(store, name="x", data=TINY.astype("i2"))
-    with Finder(lookup.STRICT, Tuning()) as finder:
-        assert finder.find(str(tmp_path / "a.zarr.zip"), None)[0].shape == TINY.shape
-    with Finder(lookup.STRICT, Tuning()) as finder:
-        finder.file(str(tmp_path / "a.zarr.zip"))
-
-
 # --- chunks that are stored as plain values
 
 STEPS = np.arange(40 * 5 * 7, dtype="float32").reshape(40, 5, 7)

@@ -9,7 +9,6 @@ import pickle
 import sys
 import time
 import traceback
-import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -313,22 +312,14 @@ def test_nothing_is_unpickled(tmp_path: Path, dtype: str, codec: str, where: str
     assert not (tmp_path / "was-unpickled").exists()
 
 
-@pytest.mark.parametrize("how", ["gzip", "entry", "folder"])
+@pytest.mark.parametrize("how", ["gzip", "plain"])
 def test_bombs_in_zarr(tmp_path: Path, how: str) -> None:
-    """64 MiB in the place of a chunk of 160 bytes: a gzip stream in a zip file or a folder, and an entry of a zip file."""
+    """64 MiB in the place of a chunk of 160 bytes: a gzip stream of them, and themselves."""
     path = Path(write_zarr(tmp_path / "a.zarr", {"a": DATA}, 3, compressors=zarr.codecs.GzipCodec()))
-    files = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
     big = bytes(64 << 20)
-    files["a/c/1/0/1"] = big if how == "entry" else zlib.compress(big, 9, wbits=31)
-    target = path if how == "folder" else tmp_path / "a.zip"
-    if how == "folder":
-        (path / "a/c/1/0/1").write_bytes(files["a/c/1/0/1"])
-    else:
-        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, data in files.items():
-                archive.writestr(name, data)
-    del big, files
-    source = open_source(str(target), "a")
+    (path / "a/c/1/0/1").write_bytes(big if how == "plain" else zlib.compress(big, 9, wbits=31))
+    del big
+    source = open_source(str(path), "a")
 
     with python_memory_below(4 << 20):
         with pytest.raises((OSError, ValueError), match=r"longer than|damaged|at most"):

@@ -95,11 +95,11 @@ def test_state_of_a_zip(tmp_path: Path) -> None:
         with zarr.storage.ZipStore(where, mode="w") as store:
             zarr.create_array(store, data=np.arange(9.0))
     os.utime(other, ns=(0, 5))
-    source = open_source(str(path), "/")
+    source = open_source(zarr.open_array(zarr.storage.ZipStore(path), mode="r"), "/")
     before = source.state()
     assert before is not None and before[0] == path.stat().st_size
     os.replace(other, path)
-    again = open_source(str(path), "/")
+    again = open_source(zarr.open_array(zarr.storage.ZipStore(path), mode="r"), "/")
     assert again.state() not in (before, None)
     again.close()
     source.close()
