@@ -2,6 +2,10 @@
 
 `parse_node` makes a node of the metadata files of a folder, wherever these are.
 
+zarr-python lacks JAX's smaller types. Of an array of such a type it is told integers of the same bits, which are viewed as
+the type (`ArrayNode.dtype`) where they are read: TensorStore, and what stores JAX's arrays with it, writes bfloat16 in two
+bytes, and each value of the others in a byte of its own, under the names of ml_dtypes.
+
 `checked` replaces numcodecs's Blosc decoder by one that compares a chunk's header with its length. numcodecs's own decoder
 reads past the end of a chunk whose header declares more bytes.
 """
@@ -15,28 +19,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self, cast
+from typing import Any, cast
 
 import ml_dtypes
 import numcodecs
 import numcodecs.errors
 import numpy as np
 import zarr
-import zarr.dtype
 import zarr.errors
 from zarr.core.buffer import default_buffer_prototype
-from zarr.core.dtype.common import HasEndianness
 from zarr.core.metadata import ArrayV2Metadata, ArrayV3Metadata
-from zarr.dtype import ZDType, data_type_registry
 
 from shardload.errors import printable
 from shardload.formats.codecs.algorithms import NOT_BLOSC, check_blosc
 from shardload.formats.contract.array import is_added, refusal
-from shardload.formats.zarr.metadata import SURVIVED, Json, json_number, names_of
+from shardload.formats.zarr.metadata import SURVIVED, Json, names_of
 from shardload.system.caller import warnings_caught
-
-# Where it is depends on the version of zarr-python: 3.1.3 has it in `zarr.dtype`.
-NotThisTypeError: Any = getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
 
 
 class UnknownCodecError(ValueError):
@@ -76,7 +74,8 @@ class ArrayNode:
         """The node of an open array of zarr-python."""
         files = array.metadata.to_buffer_dict(default_buffer_prototype())
         node = cast(ArrayNode, parse_node(lambda key: files[key].to_bytes() if key in files else None))
-        vars(node)["metadata"] = array.metadata
+        if node.added is None:
+            vars(node)["metadata"] = array.metadata
         return node
 
     @property
@@ -103,11 +102,23 @@ class ArrayNode:
         return tuple([name if isinstance(name, str) and name else None for name in names])
 
     @cached_property
+    def added(self) -> np.dtype[Any] | None:
+        """Type of the values if zarr-python does not know it: bfloat16, or a smaller type of JAX; else None."""
+        name = self.document.get("dtype" if self.version == 2 else "data_type")
+        kind = getattr(ml_dtypes, name, None) if isinstance(name, str) and "complex" not in name else None
+        return np.dtype(kind) if isinstance(kind, type) and issubclass(kind, np.generic) else None
+
+    @cached_property
     def metadata(self) -> Any:
         """zarr-python's object. `UnknownCodecError` if it does not know a codec or the type; its own errors for damage."""
+        document = self.document
+        if self.added is not None:
+            bits, fill = bits_of(self.added), document.get("fill_value")
+            kind = {"dtype": bits.str} if self.version == 2 else {"data_type": bits.name}
+            document = document | kind | {"fill_value": None if fill is None else _fill_bits(fill, self.added)}
         try:
             with quiet():
-                return (ArrayV2Metadata if self.version == 2 else ArrayV3Metadata).from_dict(self.document)
+                return (ArrayV2Metadata if self.version == 2 else ArrayV3Metadata).from_dict(document)
         except (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError) as error:
             names = [name for name in names_of(self.document) if name not in SURVIVED]
             codec = next((name for name in names if name in str(error).lower()), "")[:80]
@@ -128,12 +139,15 @@ class ArrayNode:
     def dtype(self) -> np.dtype[Any]:
         """Type of the values."""
         kind = self.metadata.dtype if self.version == 2 else self.metadata.data_type
+        if self.added is not None:
+            return self.added
         return np.dtype(kind.to_native_dtype())  # type: ignore[no-any-return]
 
     @property
     def fill(self) -> Any:
         """The fill value as zarr-python has it; None if there is none, which format 2 allows."""
-        return self.metadata.fill_value
+        fill = self.metadata.fill_value
+        return fill if self.added is None or fill is None else np.asarray(fill).view(self.added)[()]
 
     @property
     def marker(self) -> Any:
@@ -142,6 +156,21 @@ class ArrayNode:
         if self.version == 3 or self.fill is None or not is_number:
             return None
         return np.asarray(self.fill, self.dtype)[()]
+
+
+def bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type of integers that have the bits of values of a type."""
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def _fill_bits(fill: Any, dtype: np.dtype[Any]) -> int:
+    """The bits of a fill value, of which a document has the number, or the bits as text."""
+    if isinstance(fill, str) and fill.startswith("0x"):
+        return int(fill, 16)
+    value = np.asarray(float(fill)).astype(dtype)
+    if "int" in dtype.name and float(value) != float(fill):
+        raise ValueError(f"the fill value {fill!r} is no {dtype}")
+    return int(value.view(bits_of(dtype)))
 
 
 Node = ArrayNode | GroupNode | Exception
@@ -188,7 +217,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-# --- what zarr-python lacks: decoders that damaged chunks cannot harm, and JAX's smaller types
+# --- decoders that damaged chunks cannot harm
 
 
 class CheckedBlosc(numcodecs.Blosc):  # type: ignore[misc]
@@ -235,74 +264,3 @@ def _checked_codec(codec: Any) -> Any:
     elif inside is not None:
         object.__setattr__(safe, "codecs", tuple(map(_checked_codec, inside)))
     return safe
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Added(ZDType[Any, Any]):
-    """bfloat16, or a smaller type of JAX, for zarr-python: it has the name of ml_dtypes.
-
-    TensorStore, and what stores JAX's arrays with it, writes these types under these names: bfloat16 in two bytes, each value
-    of the others in a byte of its own.
-    """
-
-    dtype: ClassVar[np.dtype[Any]]
-
-    @classmethod
-    def from_native_dtype(cls, dtype: Any) -> Self:
-        if type(dtype) is not cls.dtype_cls:
-            raise NotThisTypeError(f"{dtype} is not {cls.dtype}")
-        return cls() if dtype == cls.dtype else cls(**{"endianness": "big"})
-
-    def to_native_dtype(self) -> Any:
-        is_big = getattr(self, "endianness", "little") == "big"
-        return self.dtype.newbyteorder(">") if is_big else self.dtype
-
-    @classmethod
-    def _from_json_v2(cls, data: Any) -> Self:
-        return cls._from_json_v3(data.get("name") if isinstance(data, dict) else None)
-
-    @classmethod
-    def _from_json_v3(cls, data: Any) -> Self:
-        if data != cls.dtype.name:
-            raise NotThisTypeError(f"{data!r} is not {cls.dtype}")
-        return cls()
-
-    def to_json(self, zarr_format: Any) -> Any:
-        return self.dtype.name if zarr_format == 3 else {"name": self.dtype.name, "object_codec_id": None}
-
-    def _check_scalar(self, data: object) -> bool:
-        return True
-
-    def cast_scalar(self, data: object) -> Any:
-        if isinstance(data, str) and data.startswith("0x"):  # its bits
-            return np.array(int(data, 16), f"u{self.dtype.itemsize}").view(self.dtype)[()]
-        number = float(cast(float, data))
-        scalar = np.asarray(number).astype(self.dtype)[()]
-        if "int" in self.dtype.name and float(scalar) != number:
-            raise ValueError(f"the fill value {data!r} is no {self.dtype}")
-        return scalar
-
-    def default_scalar(self) -> Any:
-        return self.cast_scalar(0)
-
-    def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
-        return self.cast_scalar(data)
-
-    def to_json_scalar(self, data: object, *, zarr_format: Any) -> Any:
-        number = float(self.cast_scalar(data))
-        return int(number) if "int" in self.dtype.name else json_number(number)
-
-
-def _register() -> None:
-    """Make the types known to zarr-python that it does not know yet."""
-    for scalar in vars(ml_dtypes).values():
-        if not (isinstance(scalar, type) and issubclass(scalar, np.generic)) or "complex" in scalar.__name__:
-            continue
-        dtype = np.dtype(scalar)
-        bases = (_Added,) if dtype.itemsize == 1 else (_Added, HasEndianness)
-        if dtype.name not in data_type_registry.contents:
-            data_type = type(dtype.name, bases, {"dtype": dtype, "dtype_cls": type(dtype), "_zarr_v3_name": dtype.name})
-            data_type_registry.register(dtype.name, dataclass(frozen=True, kw_only=True)(data_type))
-
-
-_register()

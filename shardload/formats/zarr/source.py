@@ -61,7 +61,7 @@ from shardload.formats.zarr.metadata import (
     parameters_of,
     refuse_codecs,
 )
-from shardload.formats.zarr.nodes import ArrayNode, GroupNode, UnknownCodecError, quiet
+from shardload.formats.zarr.nodes import ArrayNode, GroupNode, UnknownCodecError, bits_of, quiet
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
 from shardload.formats.zarr.store import WatchedStore, open_store, watch, watched
 from shardload.planning.region import Region
@@ -128,7 +128,7 @@ class ZarrSource(Source):
         if self._chunks is not None:
             self._missing = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
             return
-        store = self._store
+        store, out = self._store, out.view(bits_of(self._dtype)) if is_added(self._dtype) else out
         for part in self._parts(region):
             store.missing.clear()
             index: Any = (*part.slices(region.start), ...)
@@ -168,7 +168,8 @@ class ZarrSource(Source):
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
-        return index_in_parts(self._array, region, self._parts)
+        values = index_in_parts(self._array, region, self._parts)
+        return values.view(self._dtype) if is_added(self._dtype) else values
 
     def labels(self) -> Labels:
         """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one. In
