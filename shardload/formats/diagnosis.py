@@ -283,7 +283,7 @@ def check_loadable(info: ArrayInfo) -> ArrayInfo:
 
 def _read_otherwise(info: ArrayInfo) -> str:
     """What to type for an array whose elements are no numbers; empty for one that is refused for another reason."""
-    is_unread = info.dtype in ("time", "unknown type", NOTHING) or info.dtype.endswith("-bit number")  # by h5py, too
+    is_unread = info.dtype in ("time", NOTHING) or info.dtype.endswith("-bit number")  # by h5py, too
     if holds_numbers(info) or is_unread:
         return ""
     if info.format.startswith("Zarr"):

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -25,24 +25,18 @@ import ml_dtypes
 import numcodecs
 import numcodecs.errors
 import numpy as np
-import zarr
-import zarr.errors
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.metadata import ArrayV2Metadata, ArrayV3Metadata
 
 from shardload.errors import printable
 from shardload.formats.codecs.algorithms import NOT_BLOSC, check_blosc
 from shardload.formats.contract.array import is_added, refusal
-from shardload.formats.zarr.metadata import SURVIVED, Json, names_of
+from shardload.formats.zarr.metadata import Json
 from shardload.system.caller import warnings_caught
 
 
-class UnknownCodecError(ValueError):
-    """zarr-python does not know a codec or a type. The text says so in words that follow "holds"."""
-
-    def __init__(self, text: str, *, is_type: bool) -> None:
-        super().__init__(text)
-        self.is_type = is_type
+class MetadataError(ValueError):
+    """zarr-python does not understand the metadata of an array. The text says so in words that follow "holds"."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class ArrayNode:
 
     @cached_property
     def metadata(self) -> Any:
-        """zarr-python's object. `UnknownCodecError` if it does not know a codec or the type; its own errors for damage."""
+        """zarr-python's object. `MetadataError` if it does not understand the document."""
         document = self.document
         if self.added is not None:
             bits, fill = bits_of(self.added), document.get("fill_value")
@@ -119,21 +113,12 @@ class ArrayNode:
         try:
             with quiet():
                 return (ArrayV2Metadata if self.version == 2 else ArrayV3Metadata).from_dict(document)
-        except (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError) as error:
-            names = [name for name in names_of(self.document) if name not in SURVIVED]
-            codec = next((name for name in names if name in str(error).lower()), "")[:80]
-            raise UnknownCodecError(
-                f"chunks encoded with the codec '{printable(codec)}', which is not installed here: install the package that it "
-                "comes from",
-                is_type=False,
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            cause = printable(f"{type(error).__name__}: {error}"[:300])
+            raise MetadataError(
+                f"metadata that zarr-python does not understand ({cause}). They are damaged, or name a codec or a type of a "
+                "package that is not installed here: install it"
             ) from error
-        except ValueError as error:
-            if "No Zarr data type" not in str(error) or "'object_codec_id': '" in str(error):  # that of Python objects
-                raise
-            kind = self.document.get("data_type") or self.document.get("dtype")
-            kind = kind.get("name") if isinstance(kind, Mapping) else kind
-            text = f"values of the type '{printable(str(kind)[:80])}', which zarr-python does not know"
-            raise UnknownCodecError(text, is_type=True) from error
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -61,7 +61,7 @@ from shardload.formats.zarr.metadata import (
     parameters_of,
     refuse_codecs,
 )
-from shardload.formats.zarr.nodes import ArrayNode, GroupNode, UnknownCodecError, bits_of, quiet
+from shardload.formats.zarr.nodes import ArrayNode, GroupNode, MetadataError, bits_of, quiet
 from shardload.formats.zarr.references import SUFFIXES, ReferenceFolder, is_references
 from shardload.formats.zarr.store import WatchedStore, open_store, watch, watched
 from shardload.planning.region import Region
@@ -328,7 +328,7 @@ class _ZarrStore(OpenFile):
                 if version is not None:  # all that the other ranks must know: they ask for chunks alone
                     info = replace(info, parts={"document": node.document, "version": version})
             return ZarrSource(node, watch(node, store, dataset), info)
-        except UnknownCodecError as error:
+        except MetadataError as error:
             text = f"'{dataset}' in '{self._path}' cannot be loaded: it holds {error}."
             raise SourceError(text, path=self._path, dataset=dataset) from error
 
@@ -366,13 +366,11 @@ class _ZarrStore(OpenFile):
                     raise node
                 info = describe(node, self._path, name, self._access)
             except Exception as error:
-                # A type is as one of HDF5's that NumPy does not have: no other array has to wait for it.
-                dtype, refused = "unknown", f"metadata that cannot be read ({error})"
-                if isinstance(error, UnknownCodecError):
-                    dtype, refused = "unknown type" if error.is_type else "unknown", str(error)
-                elif name == "/":
+                is_understood = not isinstance(error, MetadataError)
+                if is_understood and name == "/":
                     raise
-                info = ArrayInfo(self._path, name, "Zarr", (), dtype, refused=refused)
+                refused = f"metadata that cannot be read ({error})" if is_understood else str(error)
+                info = ArrayInfo(self._path, name, "Zarr", (), "unknown", refused=refused)
             yield info
 
     def close(self) -> None:

@@ -223,13 +223,13 @@ def test_a_codec_that_is_not_installed_is_named(tmp_path: Path, where: str, name
     array[...] = 1
     file = tmp_path / "s.zarr" / name.strip("/") / (".zarray" if where == "2" else "zarr.json")
     file.write_text(file.read_text().replace('"zlib"' if where == "2" else '"zstd"', '"my/codec"'))
-    said = "chunks encoded with the codec 'my/codec', which is not installed here: install the package"
+    said = "metadata that zarr-python does not understand .*my/codec.* of a package that is not installed here: install it"
     for call in (find_array, open_source):
         with pytest.raises(SourceError, match=rf"^'{name}' in '{path}' cannot be loaded: it holds {said}") as error:
             call(path, name)
         assert (error.value.path, error.value.dataset) == (path, name)
     (info,) = list_arrays(path)
-    assert info.dataset == name and str(info.refused).startswith(said)
+    assert info.dataset == name and re.match(said, str(info.refused))
 
 
 def test_open_arrays_of_any_store(tmp_path: Path) -> None:
@@ -343,18 +343,18 @@ def test_bfloat16_by_columns(tmp_path: Path) -> None:
     ("name", "said"),
     [
         ("float6_e2m3fn", "numbers of type float6_e2m3fn, which JAX does not have"),
-        ("decimal128", "values of the type 'decimal128', which zarr-python does not know"),
+        ("decimal128", "metadata that zarr-python does not understand"),
     ],
 )
 def test_types_that_are_not_loaded(tmp_path: Path, name: str, said: str) -> None:
-    """Wrong if the store were called damaged."""
+    """Wrong if they hid other arrays, or the error did not name the type."""
     path = write_zarr(tmp_path / "a.zarr", {"a": flat((3,)), "b": flat((3,))})
     change_json(tmp_path / "a.zarr" / "b" / "zarr.json", data_type=name, fill_value=0)
     a, b = list_arrays(path)
-    assert a.refused is None and b.refused == said
+    assert a.refused is None and str(b.refused).startswith(said) and name in str(b.refused)
     with pytest.raises(SourceError) as caught:
         open_source(path, "/b")
-    assert said in str(caught.value) and "damaged" not in str(caught.value)
+    assert said in str(caught.value) and name in str(caught.value)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
