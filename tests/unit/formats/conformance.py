@@ -25,10 +25,10 @@ import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import ArrayInfo, native_dtype
-from shardload.formats.contract.chunk_reader import box_of
 from shardload.formats.contract.format import Format, Source, open_alone
 from shardload.planning.region import Region
 from shardload.system.scratch import ThreadScratch
+from tests.unit.files import box_of
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
