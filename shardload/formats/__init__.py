@@ -4,9 +4,9 @@ Read `contract` first: what a format implements. Then, in the order in which a c
 
 access       what the caller allows: one object that is passed through every step
 lookup       which array does the caller mean, and how is it opened?
-registry     which formats are there? Our own, and those of other packages (entry points of the group ``shardload.formats``)
+registry     which formats are there, and which of them claims a file?
 diagnosis    the errors about files that no format claims, and names that are not found
-hdf5, zarr, memory   our own formats
+hdf5, zarr, memory   the formats
 stored_chunks  fetches and decodes stored chunks, wherever a format says that they are
 codecs       one object for each codec: decodes and encodes chunks
 labelling    reads the coordinates of an array
@@ -15,33 +15,4 @@ sink, saving the opposite direction: a new file, which many ranks write (docs/de
 likeness     which spec makes an array of a new file like one of another file
 netcdf       names and attributes that HDF5 holds, but the netCDF library does not read
 untrusted    opens a file in helper processes, which run `untrusted_process`
-
-The names that this package exports are for writing a format in a package of its own. CONTRIBUTING.md says how;
-`shardload.testing` has the test suite that it must pass.
 """
-
-from shardload.formats.access import STRICT, Access
-from shardload.formats.contract.array import ArrayInfo, check_request, native_dtype, refusal, unaddressable
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded, read_by_chunks
-from shardload.formats.contract.format import Format, OpenFile, Source
-from shardload.planning.region import Region
-from shardload.storage.local import read_at, state_of
-
-__all__ = [
-    "STRICT",
-    "Access",
-    "ArrayInfo",
-    "ChunkReader",
-    "Encoded",
-    "Format",
-    "OpenFile",
-    "Region",
-    "Source",
-    "check_request",
-    "native_dtype",
-    "read_at",
-    "read_by_chunks",
-    "refusal",
-    "state_of",
-    "unaddressable",
-]

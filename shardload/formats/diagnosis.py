@@ -139,12 +139,12 @@ def _above(path: str) -> Iterator[str]:
         folder = os.path.dirname(folder)
 
 
-def unclaimed(path: str, formats: Sequence[str], failures: str) -> SourceError:
-    """The error about a file that no format claims, with the formats that can be loaded, and those that failed (`claiming`)."""
+def unclaimed(path: str, formats: Sequence[str]) -> SourceError:
+    """The error about a file that no format claims, with the formats that can be loaded."""
     leftover = None if "://" in path else find_leftover(path)
     if leftover is not None:
         return SourceError(str(leftover), path=path)
-    return SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {', '.join(formats)}.{failures}", path=path)
+    return SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {', '.join(formats)}.", path=path)
 
 
 def _what_it_is(path: str) -> str:

@@ -211,11 +211,11 @@ def open_object(array: Any, access: Access = STRICT) -> Source:
         )
     if isinstance(array, np.ndarray):
         return MemorySource(array)
-    file_format, failures = registry.claiming(lambda candidate: candidate.claims_object(array))
+    file_format = registry.claiming(lambda candidate: candidate.claims_object(array))
     if file_format is None:
         raise ConfigError(
             f"nothing can be loaded from an object of type {kind.__module__}.{kind.__qualname__}. Pass a "
-            f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray.{failures}"
+            f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray"
         )
     with as_source_error(kind.__name__):
         return file_format.open_object(array, access)
@@ -571,12 +571,12 @@ def format_of(path: str, access: Access = STRICT, planned: ArrayInfo | None = No
         check_readable(path)
     try:
         if is_url:
-            file_format, failures = _claiming_url(path, access, planned)
+            file_format = _claiming_url(path, access, planned)
         else:
-            file_format, failures = registry.claiming(lambda candidate: candidate.claims_path(path))
+            file_format = registry.claiming(lambda candidate: candidate.claims_path(path))
         if file_format is None and (is_url or not complete_append(path)):
-            raise unclaimed(path, registry.names(), failures)
-    except OSError:  # only these are about the file
+            raise unclaimed(path, [candidate.name for candidate in registry.formats()])
+    except (OSError, ImportError):  # what is wrong with the file, or with the installation; not errors of the program
         with as_source_error(path):
             raise
     return file_format or format_of(path)
@@ -592,17 +592,17 @@ def import_format(info: ArrayInfo, access: Access) -> None:
         registry.claiming(lambda candidate: candidate.describes(info))
 
 
-def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> tuple[Format | None, str]:
+def _claiming_url(url: str, access: Access, planned: ArrayInfo | None) -> Format | None:
     """`registry.claiming` for a URL. If no format claims its text, its first bytes are fetched."""
-    file_format, failures = registry.claiming(lambda candidate: candidate.claims_url(url), plugins_first=True)
+    file_format = registry.claiming(lambda candidate: candidate.claims_url(url))
     if file_format is not None or not is_remote(url):
-        return file_format, failures
+        return file_format
     if planned is not None:
-        return registry.claiming(lambda candidate: candidate.describes(planned), plugins_first=True)
+        return registry.claiming(lambda candidate: candidate.describes(planned))
     head = b""
     with suppress(OSError), closing(open_remote(url, access.storage).object()) as stored:  # Zarr raises the error again
         head = stored.read_at_most(0, _HEAD_NBYTES)
-    return registry.claiming(lambda candidate: candidate.claims_head(head), plugins_first=True)
+    return registry.claiming(lambda candidate: candidate.claims_head(head))
 
 
 def is_small(info: ArrayInfo, tuning: Tuning, region: Region) -> bool:

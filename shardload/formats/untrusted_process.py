@@ -6,7 +6,7 @@
 3. It answers requests, one at a time, until the socket is closed. It puts the answer, as JSON, into the shared memory, and
    values behind it, and sends the number of bytes of the answer in a packet of 8 bytes.
 
-It finds formats of other packages as the parent does. It imports what reading needs, but neither JAX nor MPI; at the top, only
+It finds packages as the parent does. It imports what reading needs, but neither JAX nor MPI; at the top, only
 the standard library.
 """
 

@@ -18,7 +18,7 @@ import shardload
 from shardload import PeerError, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from tests.mpi.sources import NAME, SOURCES, read_part
-from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error, share
+from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error
 from tests.unit.files import raising, spoiled, write_hdf5
 
 pytestmark = pytest.mark.any_library
@@ -122,7 +122,7 @@ def test_a_file_that_nobody_vouches_for(
     mesh, spec, expected = mesh_of(), DECOMPOSITIONS["pencil along axis 0"], ramp(cube())
     bad = on_root(comm, lambda: spoiled(shared_tmp_path / "bad.h5", 1, 0, compression="szip"))
 
-    monkeypatch.setattr("shardload.formats.registry.own", raising(AssertionError("opened in this process")))
+    monkeypatch.setattr("shardload.formats.registry.formats", raising(AssertionError("opened in this process")))
     plan = shardload.plan(
         files["gzip_shuffle"], mesh, spec, dataset=NAME, readers="parallel", verify="file", untrusted=True
     )  # fmt: skip
@@ -169,23 +169,6 @@ def test_ctrl_c_while_helpers_are_at_work(
     assert set(psutil.Process().children()) == before
     x = shardload.load(files["chunked"], mesh, spec, dataset=NAME)
     check(x, ramp(cube()), mesh, spec)
-
-
-@pytest.mark.thorough  # tests/unit has the package, test_each_shard_is_its_part_of_the_file every way of reading
-def test_a_format_of_another_package(comm: Any, shared_tmp_path: Path) -> None:
-    """Found by its entry point on every rank that reads, or by the helper processes; its errors are every rank's."""
-    shape, mesh, spec = cube(), mesh_of(), P("a", "b")
-    layouts = {"c": ramp(shape), "fortran": ramp(shape).copy(order="F"), "big": ramp(shape, ">f4")}
-    for name, values in layouts.items():
-        path = str(shared_tmp_path / f"{name}.npy")
-        on_root(comm, lambda path=path, values=values: np.save(path, values))
-    for name, readers in share(layouts, READERS):
-        plan = shardload.plan(str(shared_tmp_path / f"{name}.npy"), mesh, spec, readers=readers, verify="full")
-        check(plan.execute(), ramp(shape), mesh, spec, f"{name} {readers}")
-        assert plan.info.format == "NumPy .npy"
-    check(shardload.load(path, mesh, spec, untrusted=True), ramp(shape), mesh, spec, "untrusted")
-    on_root(comm, lambda: np.save(path, np.array([{}, None]), allow_pickle=True))
-    same_error(comm, lambda: shardload.load(path, mesh, P()), SourceError, "Python objects")
 
 
 def test_a_filter_that_needs_a_word_gets_it_on_every_rank(comm: Any, shared_tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,11 @@ def assert_same(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], mes
     """`np.testing.assert_array_equal` in its strict sense. Equal bits, the usual case, are seen in a tenth of its time."""
     if (found.shape, found.dtype) != (expected.shape, expected.dtype) or found.tobytes() != expected.tobytes():
         np.testing.assert_array_equal(found, expected, err_msg=message, strict=True)
+
+
+def box_of(index: Sequence[int]) -> tuple[range, ...]:
+    """One chunk as a box."""
+    return tuple([range(k, k + 1) for k in index])
 
 
 def check_source(source: Source, expected: np.ndarray[Any, Any]) -> None:

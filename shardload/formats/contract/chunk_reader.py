@@ -80,11 +80,6 @@ class ChunkReader(abc.ABC):
         return False
 
 
-def box_of(index: Sequence[int]) -> tuple[range, ...]:
-    """One chunk as a box."""
-    return tuple([range(k, k + 1) for k in index])
-
-
 def check_box(box: Sequence[range], counts: Sequence[int]) -> None:
     """Raise ValueError unless all chunks of a box are in a grid of `counts` chunks along each axis."""
     if len(box) != len(counts) or not all(0 <= axis.start < axis.stop <= n for axis, n in zip(box, counts, strict=True)):

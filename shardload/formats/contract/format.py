@@ -174,7 +174,7 @@ class Source(abc.ABC):
 
 
 class Format(abc.ABC):
-    """One file format. `registry` finds it by an entry point; nothing else in shardload knows it.
+    """One file format. A line in `registry` names it; nothing else in shardload knows it.
 
     A format must implement `name`, `claims_path`, `open_file`, an `OpenFile` and a `Source`. It may override the other methods
     if it can do better than their defaults. An `Access` says what the caller allows. If files of the format can name other

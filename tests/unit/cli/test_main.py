@@ -776,7 +776,7 @@ def test_a_file_that_nobody_vouches_for_is_opened_by_another_process(
     name, *flags = command
     _, printed, _ = run(name, file, *flags)
 
-    monkeypatch.setattr("shardload.formats.registry.own", raising(AssertionError("opened in this process")))
+    monkeypatch.setattr("shardload.formats.registry.formats", raising(AssertionError("opened in this process")))
     assert run(name, file, *flags)[0] == 1
     assert ok(name, file, "--untrusted", *flags) == printed
 

@@ -1,4 +1,4 @@
-"""Does what the caller allows reach every format, and does it keep the file of a plug-in in its folder?"""
+"""Does what the caller allows reach every format, and does it keep a file in its folder?"""
 
 from __future__ import annotations
 

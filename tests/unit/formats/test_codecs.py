@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardload.formats import Region
 from shardload.formats.codecs import algorithms
 from shardload.formats.codecs.algorithms import (
     Chain,
@@ -35,6 +34,7 @@ from shardload.formats.codecs.algorithms import (
     encode_zstd,
 )
 from shardload.formats.sink import ArraySpec, Encoder
+from shardload.planning.region import Region
 from tests.unit.files import python_memory_below
 
 Encode = Callable[[bytes], bytes]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.formats.access import Access
-from shardload.formats.contract.chunk_reader import ChunkReader, box_of
+from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.format import Source
 from shardload.formats.hdf5 import chunks as hdf5_chunks
 from shardload.formats.hdf5 import source as hdf5_source
@@ -35,6 +35,7 @@ from tests.unit.files import (
     SHAPES,
     SIZES,
     assert_same,
+    box_of,
     check_source,
     chunks_of,
     compact,

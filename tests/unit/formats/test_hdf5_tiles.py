@@ -18,7 +18,7 @@ import zstandard
 
 from shardload.errors import SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.chunk_reader import ChunkReader, box_of, read_by_chunks
+from shardload.formats.contract.chunk_reader import ChunkReader, read_by_chunks
 from shardload.formats.contract.format import Source
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module
@@ -26,9 +26,9 @@ from shardload.formats.hdf5.opened import cached
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import format_of, open_source
 from shardload.planning.region import Region
-from shardload.testing import check_source
 from tests.tiers import some_of
-from tests.unit.files import python_memory_below, raw_dataset, read, read_all, write_hdf5
+from tests.unit.files import box_of, python_memory_below, raw_dataset, read, read_all, write_hdf5
+from tests.unit.formats.conformance import check_source
 
 Place = tuple[slice, ...]
 

@@ -14,12 +14,12 @@ import pytest
 import zarr
 
 from shardload.errors import SourceError
-from shardload.formats import Access, Region
-from shardload.formats.access import STRICT, Limits
+from shardload.formats.access import STRICT, Access, Limits
 from shardload.formats.hdf5 import file as hdf5_module
 from shardload.formats.labelling import labelling, read_labels
 from shardload.formats.lookup import Finder, find_array, open_file, open_source
 from shardload.formats.zarr import source as zarr_module
+from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
 from tests.unit.files import check_source, flat, read_all, write_hdf5, write_zarr
 

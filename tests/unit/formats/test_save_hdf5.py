@@ -22,12 +22,12 @@ import xarray as xr
 from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region
 from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Places, Stored
+from shardload.planning.region import Region
 from shardload.storage import target
 from tests.tiers import some_of
 from tests.unit.files import read_all

@@ -18,9 +18,9 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink
+from shardload.planning.region import Region
 from shardload.storage import target
 from shardload.storage.objects import RemoteError
 from shardload.storage.target import Target, temporary_of

@@ -21,11 +21,11 @@ import xarray as xr
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import Region
 from shardload.formats.likeness import marked
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression
+from shardload.planning.region import Region
 from shardload.storage import new_folder, target
 from shardload.storage.local import LocalFile
 from tests.tiers import quick_ones, some_of

@@ -22,7 +22,7 @@ import zarr.storage
 from shardload.errors import SourceError
 from shardload.formats.access import Access
 from shardload.formats.codecs.algorithms import Chain
-from shardload.formats.contract.chunk_reader import Encoded, box_of
+from shardload.formats.contract.chunk_reader import Encoded
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.formats.zarr import chunks as zarr_chunks
@@ -33,6 +33,7 @@ from tests.unit.files import (
     DTYPES,
     SIZES,
     assert_same,
+    box_of,
     change_json,
     every_second,
     flat,

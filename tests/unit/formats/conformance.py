@@ -1,6 +1,6 @@
 """Which promises does a format make, and how is each of them tested?
 
-1. The format's author passes a function that writes arrays of many types and shapes. Every value is its own flat index, so
+1. The test passes a function that writes arrays of many types and shapes. Every value is its own flat index, so
    that a misplaced value shows where it came from.
 2. Each promise has one function here, called for each file or array. If it raises, the error is kept with the promise's name,
    and the next promise is tried.
@@ -25,10 +25,10 @@ import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.contract.array import ArrayInfo, native_dtype
-from shardload.formats.contract.chunk_reader import box_of
 from shardload.formats.contract.format import Format, Source, open_alone
 from shardload.planning.region import Region
 from shardload.system.scratch import ThreadScratch
+from tests.unit.files import box_of
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -70,71 +70,45 @@ def check_format(
     *,
     folder: str | os.PathLike[str],
     suffix: str = "",
-    several: bool = True,
     dtypes: Sequence[str] = DTYPES,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     write_missing: WriteMissing | None = None,
 ) -> None:
-    """Raise `ConformanceError` unless a format keeps every promise of `shardload.formats.Format` and `Source`.
-
-    Collective: no.
+    """Raise `ConformanceError` unless a format keeps every promise of `Format` and `Source`.
 
     Parameters
     ----------
     file_format : Format
-        The format to test. It need not be installed.
+        The format to test.
     write : callable
         ``write(path, arrays)`` writes a file (or a folder) at `path` with these arrays, and replaces an existing one. The keys
-        are names such as ``"a"`` and ``"group/b"``. If possible, use another library than the format reads with.
+        are names such as ``"a"`` and ``"group/b"``.
     folder : str or PathLike
-        Folder for the files. It must exist, and is not emptied.
+        Folder for the files.
     suffix : str
-        Suffix of the file names: ``".npy"``.
-    several : bool
-        True if a file can hold several arrays. If False, each array gets a file of its own, and may have any name in it.
-    dtypes : sequence of str
-        Types that the format can hold, by NumPy's names. Default: all that JAX has, in both byte orders.
-    shapes : sequence of tuple of int
-        Shapes that the format can hold. Leave out those that it cannot, such as ``()``.
+        Suffix of the file names.
+    dtypes, shapes : sequence
+        What the format can hold. Default: all types that JAX has, in both byte orders.
     write_missing : callable, optional
         For formats that can leave chunks out. ``write_missing(path)`` writes a file with one array that has missing chunks. It
         returns the array's values, with the fill value in missing chunks, and the indices of those chunks.
-
-    Raises
-    ------
-    ConformanceError
-        It names each broken promise, with the array, the region, and the values found and expected.
-
-    Examples
-    --------
-    >>> def write(path, arrays):
-    ...     with h5py.File(path, "w") as file:
-    ...         for name, values in arrays.items():
-    ...             file[name] = values
-    >>> import h5py, tempfile
-    >>> from shardload.formats.hdf5.file import FORMAT
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     check_format(FORMAT, write, folder=folder, dtypes=["float32"], shapes=[(6, 6)])
     """
     findings = Findings(f"the format {file_format.name}")
     files = _Files(file_format, write, Path(folder), suffix)
     arrays = {f"t{k}": ramp((5, 7), dtype) for k, dtype in enumerate(dtypes)}
     arrays |= {f"group/s{k}": ramp(shape, dtypes[-1] if k % 2 else dtypes[0]) for k, shape in enumerate(shapes)}
-    groups = [arrays] if several else [{name: values} for name, values in arrays.items()]
-    written = dict(map(files.write, groups))
-    first = next(iter(written))
-    for path, names in written.items():
-        with findings.promise("lists every array of a file, as it is"):
-            _check_listing(file_format, path, names, arrays)
-        with findings.promise("raises KeyError(name) for a name that is not there"):
-            _check_other_names(file_format, path, names)
-        with findings.promise("opens what it lists"), file_format.open_file(path) as file:
-            for name, dataset in names.items():
-                _check_source(findings, partial(file.open, dataset), arrays[name])
-        with findings.promise("opens an array just so if it is given its description, as each rank of a load is"):
-            _check_planned(file_format, path, names, arrays)
+    path, names = files.write(arrays)
+    with findings.promise("lists every array of a file, as it is"):
+        _check_listing(file_format, path, names, arrays)
+    with findings.promise("raises KeyError(name) for a name that is not there"):
+        _check_other_names(file_format, path, names)
+    with findings.promise("opens what it lists"), file_format.open_file(path) as file:
+        for name, dataset in names.items():
+            _check_source(findings, partial(file.open, dataset), arrays[name])
+    with findings.promise("opens an array just so if it is given its description, as each rank of a load is"):
+        _check_planned(file_format, path, names, arrays)
     with findings.promise("claims its own files, whatever they are called, no other files, nor objects"):
-        _check_claims(file_format, files, first)
+        _check_claims(file_format, files, path)
     if not findings.broken:  # otherwise these checks would fail for the same reasons
         with findings.promise("has a state that changes with the file"):
             _check_change(files, arrays["t0"].dtype)
@@ -151,21 +125,7 @@ def check_format(
 def check_source(open_source: Callable[[], Source], expected: Array, *, is_handed_in: bool = False) -> None:
     """Raise `ConformanceError` unless the source that `open_source` opens gives exactly `expected`.
 
-    Collective: no.
-
-    Parameters
-    ----------
-    open_source : callable
-        Opens the array again each time.
-    expected : ndarray
-        Its values, in any byte order. If all values differ, a message can say where a wrong value belongs.
-    is_handed_in : bool
-        True if the caller passes in an open array, which `close` leaves open.
-
-    Raises
-    ------
-    ConformanceError
-        As `check_format`.
+    `open_source` opens the array again each time. `is_handed_in`: the array is open already, and `close` leaves it open.
     """
     findings = Findings("the source")
     _check_source(findings, open_source, expected, is_handed_in)
@@ -244,9 +204,7 @@ class _Files:
         """Write one file. Returns its path, and the full name in it of each array."""
         path = path or self.path()
         self._write(path, arrays)
-        fields = _fields(self.format, path)
-        is_alone = len(arrays) == len(fields) == 1
-        return path, {name: fields[0].dataset if is_alone else f"/{name}" for name in arrays}
+        return path, {name: f"/{name}" for name in arrays}
 
     def open(self, path: str, dataset: str) -> contextlib.closing[Source]:
         """Open an array of a file, for a ``with`` statement."""
@@ -397,7 +355,7 @@ def _expect_value_error(call: Callable[[], None], refused: str) -> None:
         return
     except Exception as error:
         raise ConformanceError(f"{type(error).__name__} instead of ValueError for {refused}: {error}") from None
-    raise ConformanceError(f"no error for {refused}: call `shardload.formats.check_request` first")
+    raise ConformanceError(f"no error for {refused}: call `check_request` first")
 
 
 def _check_expected(source: Source, expected: Array) -> None:

@@ -1,4 +1,4 @@
-"""Do our own formats keep the promises that are asked of any, and does the suite find each promise that is broken?"""
+"""Do the formats keep the promises that are asked of any, and does the suite find each promise that is broken?"""
 
 from __future__ import annotations
 
@@ -23,26 +23,17 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError
-from shardload.formats import (
-    STRICT,
-    Access,
-    ArrayInfo,
-    ChunkReader,
-    Encoded,
-    Format,
-    OpenFile,
-    Region,
-    Source,
-    check_request,
-    native_dtype,
-    state_of,
-)
+from shardload.formats.access import STRICT, Access
+from shardload.formats.contract.array import ArrayInfo, check_request, native_dtype
+from shardload.formats.contract.chunk_reader import ChunkReader, Encoded
+from shardload.formats.contract.format import Format, OpenFile, Source
 from shardload.formats.hdf5.file import FORMAT as HDF5
 from shardload.formats.memory import MemorySource
 from shardload.formats.zarr.source import FORMAT as ZARR
-from shardload.testing import ConformanceError, check_format, check_source
-from shardload.testing.conformance import DTYPES, SHAPES, ramp
+from shardload.planning.region import Region
+from shardload.storage.local import state_of
 from tests.tiers import quick_ones, some_of
+from tests.unit.formats.conformance import DTYPES, SHAPES, ConformanceError, check_format, check_source, ramp
 
 Array = np.ndarray[Any, Any]
 
