@@ -543,7 +543,7 @@ def verify(
     >>> mesh = Mesh(np.array(jax.devices()), "a")
     >>> x = shardload.load("data.h5", mesh, P("a"))
     >>> print(shardload.verify(x, "data.h5"))  # doctest: +ELLIPSIS
-    verified by full: ... CRC-32 of the array b4e473c9
+    verified by full: 1 shard where JAX asks for ...; 256 elements ...
     """
     with VerifyCall(x, path, keywords_of("verify", locals())).begin() as call:
         return call.verify()
