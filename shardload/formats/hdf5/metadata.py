@@ -14,9 +14,11 @@ HDF5's functions for dimension scales do. Nothing calls these for a file that wa
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import h5py
 import numpy as np
@@ -77,6 +79,24 @@ _REFUSED_CLASSES = {
 }
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def asked_once(question: Callable[P, T]) -> Callable[P, T]:
+    """A question about a dataset, of which an `OpenDataset` keeps the answer: it is asked again and again (is it a scale?)."""
+
+    @functools.wraps(question)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> T:
+        dataset, key = args[0], (question, *args[1:])
+        answers = dataset.answers if isinstance(dataset, OpenDataset) else {}
+        if key not in answers:
+            answers[key] = question(*args, **kwargs)
+        return answers[key]  # type: ignore[no-any-return]
+
+    return ask
+
+
 def names_of(owner: Any) -> list[str]:
     """The names of all attributes. The attributes themselves are not read."""
     names: list[bytes] = []
@@ -133,6 +153,7 @@ def _is_readable(kind: Any) -> bool:
     return kind.get_class() in (*_NUMBERS, h5py.h5t.STRING)
 
 
+@asked_once
 def scales_of(dataset: OpenDataset) -> tuple[list[list[tuple[str, OpenDataset]]], str]:
     """The dimension scales of each axis, in order: the full name of each, and the open dataset; and why there are none, or not
     all.
@@ -187,6 +208,7 @@ def is_scale(dataset: h5py.Dataset) -> bool:
     return bool(plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE")
 
 
+@asked_once
 def plain_attribute(owner: Any, key: str) -> Any:
     """An attribute that is numbers, or text of a fixed length, as plain Python; None if there is no such one."""
     if not has_attribute(owner, key) or not is_plain(owner, key):
@@ -195,6 +217,7 @@ def plain_attribute(owner: Any, key: str) -> Any:
     return None if isinstance(value, h5py.Empty | Note) else json_value(value)
 
 
+@asked_once
 def axis_texts_of(dataset: OpenDataset) -> tuple[list[str], str]:
     """The label of each axis of a dataset, empty for an axis without one; and why labels are not read, if they are not."""
     none = [""] * len(dataset.shape or ())

@@ -470,6 +470,7 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
     def __init__(self, identifier: Any, facts: OpenFacts, address: int | None = None) -> None:
         super().__init__(identifier, readonly=True)
         self.facts, self._address = facts, address
+        self.answers: dict[Any, Any] = {}  # to questions that were asked before: see `metadata.asked_once`
 
     @property
     def file(self) -> h5py.File:
