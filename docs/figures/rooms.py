@@ -23,7 +23,7 @@ ROOT = HERE.parents[1]
 ROOMS = {
     "__main__": "python -m shardload",
     "cli": "the commands: what is typed in a shell, and what is printed",
-    "api": "the functions: load, plan, scatter, stream, verify, save, append, mask, unpad",
+    "api": "the functions: load, plan, stream, verify, save, append, unpad",
     "jobs": "one call: from its arguments to a plan, its execution and its report",
     "engine": "all ranks in one call: beginning, agreement, rounds",
     "arrays": "JAX's side: shardings, pieces to jax.Array, verification",

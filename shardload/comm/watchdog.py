@@ -13,7 +13,7 @@ Every rank calls `Watchdog.look` in each iteration of each wait, which costs a l
 6. A rank that leaves a call by an error which only it has says so to all. They raise that, and can go on with another group.
 
 Long before a decision, if there is no progress for a while, one warning names the ranks that the others wait for: by rank 0,
-or by rank 1 if rank 0 is one of them.
+or by rank 1 if rank 0 is one of them. (A rank that has left a stream early warns itself: nobody else may know of it.)
 
 Time is counted in beats, not seconds, so that a process that was itself stopped for a while blames no other. Nothing is sent
 before the first beat is due. A `NoteMailbox` carries the messages. A process alone has none. The message of a stall says which
@@ -209,6 +209,7 @@ class Watchdog:
         self._title, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
         self._activity: Callable[[], Activity] = Activity
+        self._warns = False  # where nothing is heard of the monitor
         self._states: dict[int, RankState] = {}  # on the monitor: the latest state of each rank
         self._last_heard: dict[int, int] = {}  # ... and the beat at which it came
         self._start_beats()
@@ -233,8 +234,9 @@ class Watchdog:
         """Count a collective over all ranks that this rank has finished."""
         self.n_agreed += 1
 
-    def begin(self, title: str, timeout: float | None) -> None:
+    def begin(self, title: str, timeout: float | None, warns: bool = False) -> None:
         """Begin a call: its `title` ("load ..."), and the seconds without progress after which it fails (None: never).
+        `warns`: this rank may be the only one in it. If it hears nothing of rank 0, it says so, whichever rank it is.
 
         Raises
         ------
@@ -243,6 +245,7 @@ class Watchdog:
         """
         self._raise_stall()
         self._call += 1
+        self._warns = warns or self._rank == 1
         self._count, self._phase, self._title, self._timeout = 0, "begin", title, timeout
         self._activity, self._n_done_before = Activity, 0
         self._last_heard.clear()
@@ -320,7 +323,7 @@ class Watchdog:
             return
         if self._timeout is not None and self._n_unanswered >= patience + _LATE_BEATS:
             self._give_up(stall_text(self._title, self._timeout, _NO_MONITOR), 0)
-        if self._rank == 1 and self._n_unanswered * self._interval >= NOTICE_SECONDS:
+        if self._warns and self._n_unanswered * self._interval >= NOTICE_SECONDS:
             self._warn(self._n_unanswered, _NO_MONITOR)
         self._n_unanswered += 1
         self._mailbox.send(0, {"kind": _BEAT, "state": astuple(report)})

@@ -100,10 +100,12 @@ class Call:
 
 
 @contextmanager
-def watched(group: Group, title: str, timeout: float | None) -> Iterator[ConfigError | None]:
-    """Let the watchdog look on while all ranks do something together. Gives an error if the call must be refused."""
+def watched(group: Group, title: str, timeout: float | None, warns: bool = False) -> Iterator[ConfigError | None]:
+    """Let the watchdog look on while all ranks do something together. Gives an error if the call must be refused. `warns`: see
+    `Watchdog.begin`.
+    """
     with group.call(timeout) as refusal:
-        group.watch.begin(title, timeout)
+        group.watch.begin(title, timeout, warns)
         try:
             with steps_told_to(group.watch.step_done):
                 yield refusal

@@ -92,6 +92,16 @@ def test_a_rank_that_raises(tmp_path: Path, prefetch: int, mpi: str) -> None:
     assert job.returncode != 0
 
 
+@pytest.mark.parametrize("case", ["breaks", "breaks_later"])
+def test_a_rank_that_leaves_while_others_are_in_a_step(tmp_path: Path, case: str) -> None:
+    """Wrong if nobody said anything: a step that computes over all devices waits for that rank, until JAX gives up."""
+    job = run(case, tmp_path, 2)
+    assert all("left the stream after 2 batches" in said_by(job, rank)["text"] for rank in range(LAST))
+    warning = (tmp_path / "warned").read_text()
+    by_it, by_another = f"the end of the stream of '/x' in 'x.h5', which rank {LAST} has left early", "asks for no batch"
+    assert by_it in warning or (case == "breaks" and f"rank {LAST}" in warning and by_another in warning)
+
+
 @PREFETCH
 def test_a_rank_that_hangs(tmp_path: Path, prefetch: int) -> None:
     """Wrong if the others waited for ever, or were told another rank."""

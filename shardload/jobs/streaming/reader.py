@@ -18,6 +18,7 @@ The reader waits for the program in no call, so a program may compute for as lon
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.comm.heartbeat import leave_all
 from shardload.comm.mpi import call_before_finalize, thread_level
+from shardload.comm.watchdog import NOTICE_SECONDS
 from shardload.engine.call import watched
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
@@ -46,6 +48,7 @@ from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
 from shardload.units import counted, format_nbytes
 
+_log = logging.getLogger("shardload")
 _FAREWELL_SECONDS = 5.0  # `close` waits so long for ranks that still compute; the farewell goes on without it
 _ROUNDS_AHEAD = 8  # that are fetched from a store, as far as there is memory for it, while one is decoded
 
@@ -138,6 +141,7 @@ class RoundReader:
         n_batches: int | None = None,
     ) -> None:
         self.plan, self._group, self._timeout, self._digest = plan, group, timeout, digest
+        self.rank = group.rank
         self._target = BatchTarget(plan, group.rank)
         self._runs = _runs(plan, epoch, first_sample, n_batches)
         self._next_run = next(self._runs, None)  # that is not planned yet
@@ -285,12 +289,14 @@ class RoundReader:
     def say_farewell(self, error: BaseException | None) -> None:
         """Take part in the agreement with which another rank's next round, or its farewell, begins. Collective.
 
-        `error` is for those who wait: this rank has all it wants. StallError if another one does not come.
+        `error` is for those who wait: this rank has all it wants. They may never hear of it: if they compute over all devices,
+        they wait in JAX. So this rank warns of that. StallError if another one does not come.
         """
         if self._group.size == 1:
             return
+        title = f"the end of {self._title}" + ("" if error is None else f", which rank {self._group.rank} has left early")
         try:
-            with watched(self._group, f"the end of {self._title}", self._timeout):
+            with watched(self._group, title, self._timeout, warns=error is not None):
                 self._group.agree(error, [0, 0, 0])  # as many counts as a session's
         except StallError:
             raise
@@ -414,12 +420,13 @@ class ReadAhead:
         for array in reader.plan.arrays:
             if not is_open(array.handle):
                 import_format(array.info, array.options.access)
-        self._report, self._prefetch = reader.report, prefetch
+        self._report, self._prefetch, self._rank = reader.report, prefetch, reader.rank
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
         self._is_stopped = False
         self._is_read = self._is_made = False  # the threads have come to their ends
         self._error: BaseException | None = None  # why
+        self._is_told = False  # the program asks for a batch, and gets the error
         self._exit_reason = ""
         self._n_given = 0
         self._threads = [
@@ -450,6 +457,15 @@ class ReadAhead:
             else:
                 self._is_read = True
             self._changed.notify_all()
+        if main == self._read and isinstance(self._error, PeerError):
+            self._warn_of(self._error)
+
+    def _warn_of(self, error: PeerError) -> None:
+        """Warn of another rank's error if the program does not come for it: it may wait in JAX for that rank."""
+        with self._changed:
+            is_told = self._changed.wait_for(lambda: self._is_stopped or self._is_told, NOTICE_SECONDS)
+        if not is_told and self._rank == (1 if error.rank == 0 else 0):
+            _log.warning("%s. The program here asks for no batch: if it computes over all devices, it may wait for ever", error)
 
     def _wait(self, is_so: Callable[[], bool]) -> bool:
         """Wait until `is_so` is true; False if the stream ends before."""
@@ -512,6 +528,9 @@ class ReadAhead:
             self._changed.notify_all()
         self._report.waited_seconds += time.perf_counter() - began
         if batch is None and self._error is not None:
+            with self._changed:
+                self._is_told = True
+                self._changed.notify_all()
             for thread in self._threads:
                 thread.join(_FAREWELL_SECONDS)
             error, self._error = self._error, None

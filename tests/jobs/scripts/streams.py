@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -19,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
+from shardload.comm import watchdog
+from shardload.jobs.streaming import reader
 from tests.mpi.support import on_root, ramp
 
 N_STEPS, BATCH, TIMEOUT = 48, 4, 4.0
@@ -149,6 +153,39 @@ def departs(batches: Any) -> None:
         del batches
         return
     take(batches, N_STEPS)
+
+
+@case
+def breaks(batches: Any) -> None:
+    """A rank leaves the loop. The others are in their step, which waits for it: until somebody has warned of that."""
+    in_step(batches, n_rounds=0)
+
+
+@case
+def breaks_later(batches: Any) -> None:
+    """The same, after all that may be read ahead was read: no rank takes part in a round any more."""
+    in_step(batches, n_rounds=PREFETCH + 4)
+
+
+def in_step(batches: Any, n_rounds: int) -> None:
+    watchdog.NOTICE_SECONDS = reader.NOTICE_SECONDS = 0.1  # type: ignore[attr-defined]
+    warned = Path("warned")
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.write_text(record.getMessage())  # type: ignore[method-assign,assignment,return-value]
+    logging.getLogger("shardload").addHandler(handler)
+    take(batches, 2)
+    if comm.rank == LAST:
+        wait_until(lambda: batches.report.rounds >= n_rounds)
+        batches.close()
+    wait_until(warned.exists)
+    if comm.rank != LAST:
+        take(batches, N_STEPS)
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
+    limit = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 def prepare() -> None:
