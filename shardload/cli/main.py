@@ -384,7 +384,7 @@ def doctor(
 
       mpiexec -n 4 python -m shardload doctor --json
     """
-    from shardload.cli.doctor.run import run
+    from shardload.cli.doctor import run
 
     raise typer.Exit(run(timeout, as_json))
 
