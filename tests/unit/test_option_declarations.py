@@ -15,7 +15,6 @@ import pytest
 import typer
 
 import shardload
-from shardload import api
 from shardload.cli import arguments
 from shardload.cli.arguments import as_typed
 from shardload.cli.main import app
@@ -55,15 +54,6 @@ def test_a_copy_takes_what_its_signature_says() -> None:
     """Wrong if an option that is mistyped were an error of a class that the caller does not know."""
     with pytest.raises(TypeError, match=r"copy\(\) got an unexpected keyword argument 'overwrite'"):
         shardload.copy("a.h5", "b.h5", overwrite=True)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(("call", "known"), [("load", api._LoadOptions), ("scatter", api._ScatterOptions)])
-def test_type_checkers_know_the_options_that_are_declared(call: str, known: Any) -> None:
-    """Wrong if an editor did not offer an option, or had another type for it. (What calls return: tests/typed_calls.py.)"""
-    mine = {name: type_ for name, type_ in inspect.get_annotations(getattr(api, call)).items() if name in declared(call)}
-    for own in ("dataset", "root"):  # which decide what is returned, or are in that call alone
-        mine.pop(own, None)
-    assert {name: type_.__forward_arg__ for name, type_ in known.__annotations__.items()} == mine
 
 
 def parameters_of(docstring: str) -> dict[str, str]:
