@@ -31,8 +31,6 @@ from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
 from tests.unit.files import raising, write_hdf5
 
-MESH = {"a": 4, "b": 2}
-
 
 def run(*args: str, columns: int = 80) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, list(args), env={"COLUMNS": str(columns)})
@@ -84,7 +82,7 @@ def file(tmp_path: Path) -> str:
 
 def test_what_can_be_read() -> None:
     assert list(parse_mesh("b=2, a=16").items()) == [("b", 2), ("a", 16)], "in their order"
-    assert parse_spec(" b + a , - ", MESH) == (("b", "a"), None) and parse_spec("-,b,a", MESH) == (None, "b", "a")
+    assert parse_spec(" b + a , - ") == (("b", "a"), None) and parse_spec("-,b,a") == (None, "b", "a")
     assert parse_select("[5:, :-3]") == (slice(5, None), slice(None, -3))
     assert parse_select("-1,...") == (-1, ...) and parse_select("::2") == (slice(None, None, 2),)
     assert (parse_plain("0"), type(parse_plain("0")), parse_plain("-9.99e8")) == (0, int, -9.99e8)
@@ -96,10 +94,9 @@ WRONG: list[tuple[Callable[[str], Any], tuple[str, ...], str]] = [
     (parse_mesh, ("a=4,a=2",), "'a' twice"),
     # JAX failed with a C++ cast that did not fit, or took all memory.
     (parse_mesh, ("a=99999999999", "a=4096,b=8192"), r"is a mesh of [\d,]+ devices; expected at most 16,777,216"),
-    (lambda text: parse_spec(text, MESH), ("c", "a,,b", "", "a+"), "--spec -,a,b"),
-    (lambda text: parse_spec(text, MESH), ("a,a",), "'a' twice"),
     (parse_select, ("", "x", "0,,1", "1:2:3:4", "1.5", "a:b", "t=1,3", "=1", "t=x", "t=1..x"), '"time=-1,lat=10:50", or by'),
-    (lambda text: parse_spec(text, MESH), ("lat=a,b", "=a", "lat=a,lat=b"), "--spec lat=a,lon=b"),
+    (parse_spec, ("a,,b", "", "a+"), "--spec -,a,b"),
+    (parse_spec, ("lat=a,b", "=a", "lat=a,lat=b"), "--spec lat=a,lon=b"),
     (parse_select, ("time=0,lat=3:5,time=-1",), "'time' twice"),
     (parse_select, ("time=2001..2002",), "years or numbers. Type 2001-01..2002-12, or 2001.0..2002.0"),  # were days, silently
 ]
@@ -382,10 +379,12 @@ def test_examples_can_be_pasted(command: str) -> None:
     ("typed", "code", "text"),
     [
         ("--mesh a4 --spec a", 2, "Type --mesh a=4,b=2"),
-        ("--mesh a=4 --spec z", 2, "--mesh has the axes a."),
+        ("--mesh a=4 --spec z", 1, "P('z') names mesh axis 'z', but the mesh has 'a' of size 4"),
+        ("--mesh a=4 --spec a,a", 1, "P('a', 'a') names mesh axis 'a' twice"),
+        ("--mesh a=4 --spec a=a,a=-", 2, "each once: --spec lat=a,lon=b"),
         ("--mesh a=4 --spec a --select x", 2, "--select"),
-        ("--mesh a=4 --spec a --readers 0", 2, "readers is 0"),
-        ("--mesh a=4 --spec a --readers all", 2, "readers is 'all'"),
+        ("--mesh a=4 --spec a --readers 0", 1, "readers is 0"),
+        ("--mesh a=4 --spec a --readers all", 1, "readers is 'all'"),
         ("--mesh a=4 --spec a --staging much", 1, "staging is 'much'"),
         ("--mesh a=4 --spec a --staging 1", 1, "--staging 1MiB or more"),
         ("--mesh a=8 --spec a", 1, "Pass --pad 0 (or another fill value)"),
@@ -593,9 +592,7 @@ def test_a_message_names_what_can_be_typed() -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "wrong", [("verif",), ("verify", "x.h5", "--oops"), ("verify", "x.h5", "--mesh", "a=2", "--spec", "b")]
-)
+@pytest.mark.parametrize("wrong", [("verif",), ("verify", "x.h5", "--oops"), ("verify", "x.h5", "--mesh", "a", "--spec", "a")])
 @pytest.mark.parametrize(
     ("of_task", "n_slept", "is_said"),
     [
