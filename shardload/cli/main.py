@@ -10,7 +10,6 @@ grep. ``COLUMNS=1000`` prints one line per array, and ``--json`` is for programs
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
@@ -22,7 +21,6 @@ from typer.core import TyperGroup
 from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_plain, parse_spec, says_what_is_wrong, takes
 from shardload.comm.mpi import launched, task
 from shardload.options import OPTIONS
-from shardload.system.terminal import say_error
 
 File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
 _MESH = "Mesh axes in order: a=4,b=2 is 8 devices."
@@ -113,18 +111,10 @@ def _every_command(
 
 def main() -> None:
     """Entry point of the ``shardload`` command and of ``python -m shardload``."""
-    try:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # errors come where it is printed
-        typer.main.get_command(
-            app
-        )()  # not `app()`, which sets an exception hook of its own: `initialize` has one that ends the job
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        say_error(f"standard output cannot be written ({error}): what was to be printed is lost")
-        sys.stdout = None  # what is in its buffer would be another error
-        sys.exit(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # errors come where it is printed
+    command = typer.main.get_command(app)
+    command()  # not `app()`, which sets an exception hook of its own: `initialize` has one that ends the job
 
 
 @app.command()
