@@ -209,8 +209,7 @@ def as_typed(message: str) -> str:
     return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
-_FLAGS = {name: OPTIONS[name].flag or f"--{name}" for names in _PANELS.values() for name in names}
-_FLAGS |= {name: f"--{name}" for name in ("axis", "resume", "stack")}
+_FLAGS = {name: f"--{name.replace('_', '-')}" for names in (*_PANELS.values(), ("axis", "resume", "stack")) for name in names}
 _KEYWORD = re.compile(
     rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})="
     r"((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\[[^\[\]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[\w.]*\w)?)"

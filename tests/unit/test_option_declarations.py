@@ -101,17 +101,12 @@ def test_flags_have_the_help_and_default_that_are_declared(command: str) -> None
     """Wrong if a flag were missing, had another default, or said something else than the docs."""
     params = {p.opts[0]: p for p in COMMANDS[command].params if p.opts[0].startswith("--")}
     names = FLAGS[command].split()
-    assert set(params) - {"--mesh", "--spec", "--json", "--help"} == {OPTIONS[name].flag for name in names}
+    assert set(params) - {"--mesh", "--spec", "--json", "--help"} == {arguments._FLAGS[name] for name in names}
     for name in names:
-        option, param = OPTIONS[name], params[OPTIONS[name].flag]
+        option, param = OPTIONS[name], params[arguments._FLAGS[name]]
         assert param.help == option.help
         default = OPTIONS["how"].default if name == "verify" else option.default
         assert param.default == ("" if name == "allow_filters" else default), name
-
-
-def test_every_flag_is_one_of_a_command() -> None:
-    known = {name for text in FLAGS.values() for name in text.split()}
-    assert known == {name for name, option in OPTIONS.items() if option.flag}
 
 
 def test_every_parser_of_a_flag_has_a_name() -> None:
@@ -145,6 +140,6 @@ def test_ranks_compare_what_is_declared_to_be_the_same() -> None:
     assert set(told) == {name for name, option in OPTIONS.items() if option.is_kept} - {"progress"}
 
 
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag and option.is_kept])
-def test_messages_name_the_flag(name: str) -> None:
-    assert OPTIONS[name].flag in as_typed(f"Pass {name}='x'")
+def test_messages_name_the_flag() -> None:
+    for name, flag in arguments._FLAGS.items():
+        assert as_typed(f"Pass {name}='x'") == f"Pass {flag} x"
