@@ -739,8 +739,8 @@ def mask(x: Any, plan: Any = None) -> Any:
 
     Parameters
     ----------
-    x : jax.Array, Plan or TreePlan
-        An array that `load`, `scatter` or `Plan.execute` returned, or a plan. Or a tree of them (lists, dicts, any pytree).
+    x : jax.Array
+        An array that `load`, `scatter` or `Plan.execute` returned. Or a tree of them (lists, dicts, any pytree).
     plan : Plan, TreePlan or tuple of int, optional
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
         tree: the same tree of these, or the TreePlan.
@@ -748,12 +748,12 @@ def mask(x: Any, plan: Any = None) -> Any:
     Returns
     -------
     jax.Array
-        Bool, with the shape and the sharding of `x` (of the array that the plan would load). For a tree: the same tree.
+        Bool, with the shape and the sharding of `x`. For a tree: the same tree.
 
     Raises
     ------
     ConfigError
-        If nothing says which elements of `x` are the file's, if `plan` is of another array, or if a plan has no devices.
+        If nothing says which elements of `x` are the file's, or if `plan` is of another array.
 
     Examples
     --------
@@ -768,20 +768,7 @@ def mask(x: Any, plan: Any = None) -> Any:
     >>> float(jnp.mean(x, where=shardload.mask(x)))
     500.0
     """
-
-    def mask_one(name: str, x: Any, plan: Any) -> jax.Array:
-        if isinstance(x, Plan):
-            if plan is not None:
-                raise ConfigError(f"{name} is a plan already; pass no second one")
-            if isinstance(x.sharding.mesh, jax.sharding.AbstractMesh):
-                raise ConfigError(
-                    f"{name} is the plan of a load over an AbstractMesh, which has no devices to hold a mask: plan over a "
-                    "jax.sharding.Mesh"
-                )
-            return make_mask(x.extent, x.sharding)
-        return make_mask(_extent(name, x, plan), x.sharding)
-
-    return _each(mask_one, x, plan)
+    return _each(lambda name, x, plan: make_mask(_extent(name, x, plan), x.sharding), x, plan)
 
 
 def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False) -> Any:
@@ -847,10 +834,10 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
 
 
 def _each(function: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
-    """Call a function with the name of each array (or plan) of a tree, the array, and its plan or shape, if there is one."""
+    """Call a function with the name of each array of a tree, the array, and its plan or shape, if there is one."""
     tree: Any
-    if not hasattr(x, "xindexes"):
-        x, plan = (argument.plans if isinstance(argument, TreePlan) else argument for argument in (x, plan))
+    if isinstance(plan, TreePlan) and not hasattr(x, "xindexes"):
+        plan = plan.plans
     leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     if not leaves:
         raise ConfigError(f"x is {x!r}, which has no arrays; expected a jax.Array, or a tree of them")

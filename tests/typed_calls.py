@@ -19,5 +19,5 @@ def calls(
     assert_type(plan.execute(), jax.Array)
     plans: shardload.TreePlan = shardload.plan("data.h5", mesh, spec, dataset=["rho", "vel"])
     whole: np.ndarray[Any, Any] = shardload.unpad(tree["rho"], plan, numpy=True)
-    print(x, whole, shardload.mask(plans), shardload.scatter(field, mesh, spec, root=1, dtype="float32"))
+    print(x, whole, shardload.mask(tree, plans), shardload.scatter(field, mesh, spec, root=1, dtype="float32"))
     shardload.load("data.h5", mesh, spec, chunk=3)  # type: ignore[call-arg]
