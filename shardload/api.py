@@ -15,12 +15,10 @@ Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from shardload.arrays.padding import Extent, check_exists, cut_out, extent_of, make_mask, to_numpy
 from shardload.arrays.sharding import refuse_unreduced
@@ -39,46 +37,7 @@ if TYPE_CHECKING:
 _SAVE = defaults_of("save")
 _APPEND = defaults_of("append")
 
-# For editors and type checkers: a call for a single array by name gives a `jax.Array` (a `Plan`), any other a tree, of which
-# they know nothing. A pattern such as "group/*" is a name for them; tell them ``arrays: Any = load(...)``.
-Single = str | os.PathLike[str]
-
-
-class _ScatterOptions(TypedDict, total=False):
-    dtype: Any
-    pad: Any
-    staging: str | int
-    verify: str
-    comm: Any
-    progress: Progress
-    timeout: float | None
-
-
-class _LoadOptions(_ScatterOptions, total=False):
-    select: Any
-    decode: bool | str | None
-    halo: Any
-    edge: Any
-    readers: str | int
-    missing: str
-    allow_external: bool
-    untrusted: bool
-    allow_filters: Any
-    storage: Mapping[str, Any] | None
-    like: Any
-
-
-class _PlanOptions(_LoadOptions, total=False):
-    processes: int | None
-    ranks_per_node: int | None
-
-
-@overload
-def load(
-    path: Single, mesh: Any, spec: Any = None, *, dataset: str | None = None, **options: Unpack[_LoadOptions]
-) -> jax.Array: ...
-@overload
-def load(path: Any, mesh: Any = None, spec: Any = None, *, dataset: Any = None, **options: Unpack[_LoadOptions]) -> Any: ...
+# Type checkers cannot know whether a call returns an array or a tree of them. Tell them: ``x: jax.Array = load(...)``.
 
 
 def load(
@@ -239,11 +198,7 @@ def load(
         return call.load()
 
 
-@overload
-def plan(path: Single, mesh: Any, spec: Any = None, *, dataset: str | None = None, **options: Unpack[_PlanOptions]) -> Plan: ...
-@overload
-def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = None, **options: Unpack[_PlanOptions]) -> Any: ...
-def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = DEFAULTS.dataset, **options: Unpack[_PlanOptions]) -> Any:
+def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = DEFAULTS.dataset, **options: Any) -> Any:
     """Plan what `load` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
     It reads the file's metadata, but no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI.
@@ -415,17 +370,6 @@ def stream(
     return open_stream(path, mesh, spec, keywords_of("stream", locals()))
 
 
-@overload
-def scatter(
-    array: np.ndarray[Any, Any] | jax.Array | None,
-    mesh: Any,
-    spec: Any = None,
-    *,
-    root: int = 0,
-    **options: Unpack[_ScatterOptions],
-) -> jax.Array: ...
-@overload
-def scatter(array: Any, mesh: Any, spec: Any = None, *, root: int = 0, **options: Unpack[_ScatterOptions]) -> Any: ...
 def scatter(
     array: Any,
     mesh: Any,
@@ -785,10 +729,6 @@ def append(
     return write(path, tree, options, comm)
 
 
-@overload
-def mask(x: jax.Array | Plan, plan: Any = None) -> jax.Array: ...
-@overload
-def mask(x: Any, plan: Any = None) -> Any: ...
 def mask(x: Any, plan: Any = None) -> Any:
     """Say which elements of a loaded array are the file's: a boolean array with the same shape and sharding.
 
@@ -799,8 +739,8 @@ def mask(x: Any, plan: Any = None) -> Any:
 
     Parameters
     ----------
-    x : jax.Array, Plan or TreePlan
-        An array that `load`, `scatter` or `Plan.execute` returned, or a plan. Or a tree of them (lists, dicts, any pytree).
+    x : jax.Array
+        An array that `load`, `scatter` or `Plan.execute` returned. Or a tree of them (lists, dicts, any pytree).
     plan : Plan, TreePlan or tuple of int, optional
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
         tree: the same tree of these, or the TreePlan.
@@ -808,12 +748,12 @@ def mask(x: Any, plan: Any = None) -> Any:
     Returns
     -------
     jax.Array
-        Bool, with the shape and the sharding of `x` (of the array that the plan would load). For a tree: the same tree.
+        Bool, with the shape and the sharding of `x`. For a tree: the same tree.
 
     Raises
     ------
     ConfigError
-        If nothing says which elements of `x` are the file's, if `plan` is of another array, or if a plan has no devices.
+        If nothing says which elements of `x` are the file's, or if `plan` is of another array.
 
     Examples
     --------
@@ -828,28 +768,9 @@ def mask(x: Any, plan: Any = None) -> Any:
     >>> float(jnp.mean(x, where=shardload.mask(x)))
     500.0
     """
-
-    def mask_one(name: str, x: Any, plan: Any) -> jax.Array:
-        if isinstance(x, Plan):
-            if plan is not None:
-                raise ConfigError(f"{name} is a plan already; pass no second one")
-            if isinstance(x.sharding.mesh, jax.sharding.AbstractMesh):
-                raise ConfigError(
-                    f"{name} is the plan of a load over an AbstractMesh, which has no devices to hold a mask: plan over a "
-                    "jax.sharding.Mesh"
-                )
-            return make_mask(x.extent, x.sharding)
-        return make_mask(_extent(name, x, plan), x.sharding)
-
-    return _each(mask_one, x, plan)
+    return _each(lambda name, x, plan: make_mask(_extent(name, x, plan), x.sharding), x, plan)
 
 
-@overload
-def unpad(x: jax.Array, plan: Any = None, *, sharding: Any = None, numpy: Literal[False] = False) -> jax.Array: ...
-@overload
-def unpad(x: jax.Array, plan: Any = None, *, numpy: Literal[True]) -> np.ndarray[Any, Any]: ...
-@overload
-def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False) -> Any: ...
 def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False) -> Any:
     """Return the file's elements of a loaded array alone, in their own shape: without padding and without halos.
 
@@ -913,10 +834,10 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
 
 
 def _each(function: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
-    """Call a function with the name of each array (or plan) of a tree, the array, and its plan or shape, if there is one."""
+    """Call a function with the name of each array of a tree, the array, and its plan or shape, if there is one."""
     tree: Any
-    if not hasattr(x, "xindexes"):
-        x, plan = (argument.plans if isinstance(argument, TreePlan) else argument for argument in (x, plan))
+    if isinstance(plan, TreePlan) and not hasattr(x, "xindexes"):
+        plan = plan.plans
     leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     if not leaves:
         raise ConfigError(f"x is {x!r}, which has no arrays; expected a jax.Array, or a tree of them")

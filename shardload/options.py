@@ -350,8 +350,6 @@ class Option:
         Needed if a single value may be a tuple, list or dict.
     choices : tuple of str
         The allowed words, if it takes words.
-    flag : str
-        Its flag on the command line; empty if no command has one.
     other_defaults : mapping of str to object, optional
         The defaults of functions in which it is another one.
     """
@@ -366,7 +364,6 @@ class Option:
     is_per_array: bool = False
     is_one: Callable[[Any], bool] | None = None
     choices: tuple[str, ...] = ()
-    flag: str = ""
     other_defaults: Mapping[str, Any] | None = None
 
     def check(self, value: Any) -> Any:
@@ -409,19 +406,19 @@ _DECLARED = (
     Option(
         "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_FILE, *_STREAM, *_WRITES),
         partial(_name, "dataset", "a name inside the file such as '/density', or a dict or list of names"),
-        is_per_array=True, flag="--dataset", other_defaults=_in_writes("data"),
+        is_per_array=True, other_defaults=_in_writes("data"),
     ),
     Option(
         "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _READ, _select,
-        is_per_array=True, is_one=_is_one_selection, flag="--select",
+        is_per_array=True, is_one=_is_one_selection,
     ),
-    Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_per_array=True, flag="--dtype"),
+    Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_per_array=True),
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values.", _READ,
-        partial(_choice, "decode", DECODE, meaning=_OF_DECODE), str, is_per_array=True, flag="--decode",
+        partial(_choice, "decode", DECODE, meaning=_OF_DECODE), str, is_per_array=True,
         other_defaults={"load_dataset": True},
     ),
-    Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_per_array=True, flag="--pad"),
+    Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_per_array=True),
     Option(
         "halo", 0, "Rows of its neighbours that each shard has on either side.", _FILE, _halo, is_per_array=True,
         is_one=_is_one_halo,
@@ -431,17 +428,15 @@ _DECLARED = (
         is_one=_is_one_halo,
     ),
     Option(
-        "readers", AUTO, "Who reads: auto, root, parallel or direct, or how many processes.", _LOADS, _readers,
-        choices=READERS, flag="--readers",
+        "readers", AUTO, "Who reads: auto, root, parallel or direct, or how many processes.", _LOADS, _readers, choices=READERS,
     ),
     Option(
         "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", (*_PLANNED, *_WRITES),
         partial(_memory, "staging"), str,
-        flag="--staging",
     ),
     Option(
         "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_WRITES, *_STREAM),
-        text=str, choices=VERIFY, flag="--verify", other_defaults=_in_writes(CHECKSUM),
+        text=str, choices=VERIFY, other_defaults=_in_writes(CHECKSUM),
     ),
     Option(
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),
@@ -455,7 +450,7 @@ _DECLARED = (
     ),
     Option(
         "progress", None, "Show a bar on rank 0 (default: for what takes long; without a terminal a line each 30 s).",
-        (*_ARRAYS, *_WRITES), _progress, text=None, flag="--progress",
+        (*_ARRAYS, *_WRITES), _progress, text=None,
     ),
     Option(
         "timeout", TIMEOUT, "Seconds after which a call fails if no rank makes progress; None: never.",
@@ -463,29 +458,21 @@ _DECLARED = (
     ),
     Option(
         "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS, text=str,
-        choices=("warn", "error", "fill"), flag="--missing",
+        choices=("warn", "error", "fill"),
     ),
-    Option(
-        "allow_external", False, "Follow links and references out of the file's folder.", _READ, text=str,
-        flag="--allow-external",
-    ),
-    Option("untrusted", False, "Open the file in helper processes, with limits.", _READ, text=str, flag="--untrusted"),
-    Option(
-        "allow_filters", (), "Use these filters too, though damaged data may crash them.", _READ, filter_names, ",".join,
-        flag="--allow-filters",
-    ),
+    Option("allow_external", False, "Follow links and references out of the file's folder.", _READ, text=str),
+    Option("untrusted", False, "Open the file in helper processes, with limits.", _READ, text=str),
+    Option("allow_filters", (), "Use these filters too, though damaged data may crash them.", _READ, filter_names, ",".join),
     Option(
         "storage", None, "How a store is reached: region=us-west-2, skip_signature=true, ... (docs/remote.md).",
-        (*_READ, *_SAVES), _storage, flag="--storage",
+        (*_READ, *_SAVES), _storage,
     ),
     Option(
         "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, is_kept=False,
-        flag="--processes",
     ),
     Option(
         "ranks_per_node", None, "How many processes a node has (default: all are on one).", ("plan",),
         partial(_count_or_none, "ranks_per_node", 1, "how many processes a node has, 1 or more"), text=None, is_kept=False,
-        flag="--ranks-per-node",
     ),
     Option("background", False, "Return when the arrays are copied, and write in a thread.", ("save",), text=str),
     Option(

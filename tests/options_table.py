@@ -10,11 +10,11 @@ _HEAD = """# Options
 
 Every keyword of `load`, `plan`, `scatter`, `stream`, `verify`, `save`, `plan_save` and `append`, with its default,
 and those that `load_dataset` takes of them. For more, see the docstrings: `help(shardload.load)`.
-The flags are those of `shardload info`, `plan` and `verify`; of the others: [commands](reference/cli.md).
+On the command line an option is a flag of its name, such as `--allow-external`: [commands](reference/cli.md).
 All ranks must pass the same value, unless the table says otherwise.
 
-| option | default | what it is | functions | flag |
-|---|---|---|---|---|
+| option | default | what it is | functions |
+|---|---|---|---|
 """
 
 
@@ -30,8 +30,7 @@ def _row(option: Option) -> str:
     text = option.help.replace("|", "\\|")
     if option.is_kept and option.text is None:
         text += " May differ from rank to rank."
-    flag = f"`{option.flag}`" if option.flag else ""
-    return f"| `{option.name}` | {default} | {text} | {', '.join(f'`{call}`' for call in option.calls)} | {flag} |\n"
+    return f"| `{option.name}` | {default} | {text} | {', '.join(f'`{call}`' for call in option.calls)} |\n"
 
 
 def document() -> str:

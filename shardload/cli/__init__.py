@@ -3,4 +3,5 @@
 main       declares all commands; open this first
 arguments  the options that several commands take, and how an error is said
 info, loads (plan, verify), bench_stream, copies (copy, join), doctor   what each command does, and prints
+findings   what doctor says of a job
 """

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import EllipsisType
 from typing import IO, Annotated, Any, cast
@@ -19,7 +19,7 @@ from typing import IO, Annotated, Any, cast
 import typer
 
 from shardload.comm.mpi import is_connected, launched, task
-from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, printable
+from shardload.errors import ShardloadError, ShardloadWarning, printable
 from shardload.options import OPTIONS
 from shardload.system.terminal import own_stdout, say_error
 
@@ -47,43 +47,22 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
-def parse_spec(text: str, axes: Mapping[str, int]) -> Any:
-    """What `jax.sharding.PartitionSpec` takes, or a spec by names of axes, from ``--spec``, checked against the mesh axes.
+def parse_spec(text: str) -> Any:
+    """What `jax.sharding.PartitionSpec` takes, or a spec by names of axes, from ``--spec``. The library knows which there are.
 
-    >>> parse_spec("-,a,b+c", {"a": 2, "b": 2, "c": 2}), parse_spec("lat=a,lon=b", {"a": 2, "b": 2})
-    ((None, 'a', ('b', 'c')), {'lat': 'a', 'lon': 'b'})
-    >>> parse_spec("-", {"a": 2}), parse_spec("lat=-", {"a": 2})
-    ((), {'lat': None})
+    >>> parse_spec("-,a,b+c"), parse_spec("lat=a,lon=-"), parse_spec("-")
+    ((None, 'a', ('b', 'c')), {'lat': 'a', 'lon': None}, ())
     """
     if text.strip() in ("-", "None"):  # of an array without axes, too
         return ()
-    if "=" in text:
-        pairs = [part.rpartition("=") for part in text.split(",")]
-        dims = [name.strip() for name, _, _ in pairs]
-        if not all(dims) or len(set(dims)) < len(dims):
-            raise wrong("--spec", f"cannot read {text!r}: each axis of the array once, with =. Type --spec lat=a,lon=b")
-        return dict(zip(dims, _cuts(",".join(part for _, _, part in pairs), axes), strict=True))
-    return _cuts(text, axes)
-
-
-def _cuts(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...] | None, ...]:
-    """By which axes of the mesh each axis of the array is cut."""
-    parts: list[str | tuple[str, ...] | None] = []
-    used: set[str] = set()
-    for part in text.split(","):
-        if part.strip() in ("-", "None"):
-            parts.append(None)
-            continue
-        names = tuple(name.strip() for name in part.split("+"))
-        for name in names:
-            if name not in axes:
-                fix = "Type an axis of the mesh, - or a+b for each array axis: --spec -," + ",".join(list(axes)[:2])
-                raise wrong("--spec", f"{text!r} names {name!r}, but --mesh has the axes {', '.join(axes)}. {fix}")
-            if name in used:
-                raise wrong("--spec", f"{text!r} uses the mesh axis {name!r} twice; it can shard one array axis only.")
-            used.add(name)
-        parts.append(names[0] if len(names) == 1 else names)
-    return tuple(parts)
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    dims = [name.strip() for name, _, _ in pairs]
+    cuts = [tuple(name.strip() for name in part.split("+")) for _, _, part in pairs]
+    if not all(map(all, cuts)) or ("=" in text and (not all(dims) or len(set(dims)) < len(dims))):
+        fix = "Type an axis of the mesh, - or a+b for each array axis: --spec -,a,b; or by names, each once: --spec lat=a,lon=b"
+        raise wrong("--spec", f"cannot read {text!r}. {fix}")
+    parts = [None if cut[0] in ("-", "None") else cut[0] if len(cut) == 1 else cut for cut in cuts]
+    return dict(zip(dims, parts, strict=True)) if "=" in text else tuple(parts)
 
 
 def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str, Any]:
@@ -173,34 +152,6 @@ def _number_or_word(text: str) -> int | float | str | None:
     return None if text.lower() == "none" else text
 
 
-def _checked(name: str, text: str) -> Any:
-    """The value of an option of plain values, as far as the library can check it by itself."""
-    value = parse_plain(text)
-    try:
-        return value if value == KEEP else OPTIONS[name].check(value)
-    except ConfigError as error:
-        raise wrong(_FLAGS[name], as_typed(str(error))) from error
-
-
-def parse_compression(text: str) -> Any:
-    """What `Compression.of` takes, from ``--compression``.
-
-    >>> parse_compression("zstd"), parse_compression("gzip:6+shuffle"), parse_compression("none"), parse_compression("keep")
-    ('zstd', {'name': 'gzip', 'level': 6, 'shuffle': True}, None, 'keep')
-    >>> parse_compression("blosc(zstd):5+bitshuffle")
-    {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
-    """
-    from shardload.formats.codecs.table import parse_compression
-
-    word = text.strip().lower()
-    if word in ("none", KEEP):
-        return None if word == "none" else KEEP
-    compression = parse_compression(text)
-    if compression is None:
-        raise wrong("--compression", f"cannot read {text!r}. Type for example --compression zstd, gzip:6+shuffle or none")
-    return compression["name"] if compression == parse_compression(compression["name"]) else compression
-
-
 def parse_storage(text: str) -> tuple[str, str]:
     """An option of a store, from ``--storage``. Its value is in no message: it may be a key.
 
@@ -216,16 +167,16 @@ def parse_storage(text: str) -> tuple[str, str]:
 
 
 KEEP = "keep"
-_PARSERS: dict[str, tuple[str, Callable[[str], Any] | None]] = {  # None: plain values
+_PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "select": ("TEXT", parse_select),
-    "pad": ("NUMBER", None),
-    "readers": ("WAY|N", None),
-    "chunks": ("N,...|none", None),
-    "shards": ("N,...|none", None),
-    "compression": ("NAME[:LEVEL][+shuffle]|none", parse_compression),
-    "unlimited": ("AXIS,...", None),
-    "along": ("AXIS", None),
-    "window": ("STEP,...", None),
+    "pad": ("NUMBER", parse_plain),
+    "readers": ("WAY|N", parse_plain),
+    "chunks": ("N,...|none", parse_plain),
+    "shards": ("N,...|none", parse_plain),
+    "compression": ("NAME[:LEVEL][+shuffle]|none", str),
+    "unlimited": ("AXIS,...", parse_plain),
+    "along": ("AXIS", parse_plain),
+    "window": ("STEP,...", parse_plain),
     "storage": ("NAME=VALUE", parse_storage),
 }
 _SWITCHES = ("decode", "progress")  # which can be switched off, too
@@ -258,8 +209,7 @@ def as_typed(message: str) -> str:
     return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
-_FLAGS = {name: OPTIONS[name].flag or f"--{name}" for names in _PANELS.values() for name in names}
-_FLAGS |= {name: f"--{name}" for name in ("axis", "resume", "stack")}
+_FLAGS = {name: f"--{name.replace('_', '-')}" for names in (*_PANELS.values(), ("axis", "resume", "stack")) for name in names}
 _KEYWORD = re.compile(
     rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})="
     r"((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\[[^\[\]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[\w.]*\w)?)"
@@ -322,7 +272,6 @@ def _parameter(name: str, default: Any = ..., help: str = "", *aliases: str) -> 
         kind, metavar = int, "N"
     elif name in _PARSERS:
         kind, (metavar, parser) = list[Any] if name == "storage" else Any, _PARSERS[name]
-        parser = parser or (lambda text: _checked(name, text))  # not `partial`: click 8.1 asks for a __name__
     flags = [f"{_FLAGS[name]}/{_FLAGS[name].replace('--', '--no-', 1)}" if name in _SWITCHES else _FLAGS[name], *aliases]
     default = option.default if default is ... else default
     default = ",".join(default) if isinstance(default, tuple) else default

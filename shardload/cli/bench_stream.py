@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
@@ -47,8 +45,8 @@ def run(
 
 
 def _measure(opened: Stream, group: Group, began: float, n: int, step: float) -> Figures:
-    """The figures, on all ranks: means over them, and of memory the most."""
-    memory, cpu, first, now, waited, n_taken = _most_nbytes(), time.process_time(), 0.0, began, 0.0, 0
+    """The figures, on all ranks: means over them."""
+    cpu, first, now, waited, n_taken = time.process_time(), 0.0, began, 0.0, 0
     ready = began
     with iter(opened) as batches:
         for batch in batches:
@@ -65,10 +63,10 @@ def _measure(opened: Stream, group: Group, began: float, n: int, step: float) ->
             if n_taken == n or (is_over and n_taken > 1):  # one alone has no rate
                 break
         report = batches.report
-    of_rank = [first - began, ready - first, waited, time.process_time() - cpu, max(0, _most_nbytes() - memory)]
+    of_rank = [first - began, ready - first, waited, time.process_time() - cpu]
     with group.call():
-        rows = group.gather_ints([int(1e6 * value) for value in of_rank]) / 1e6
-    first, seconds, waited, cpu, _ = rows.mean(0).tolist()
+        means = group.gather_ints([int(1e6 * value) for value in of_rank]).mean(0) / 1e6
+    first, seconds, waited, cpu = means.tolist()
     return {
         "n_batches": n_taken,
         "first_batch": first,
@@ -78,15 +76,8 @@ def _measure(opened: Stream, group: Group, began: float, n: int, step: float) ->
         "cpu_per_batch": cpu / n_taken,
         "chunks_decoded": report.chunks_decoded,
         "decodes_per_chunk": opened.plan.cost[0],
-        "memory_nbytes": int(rows[:, 4].max()),
         "n_ranks": group.size,
-        "n_cores": len(os.sched_getaffinity(0)),
     }
-
-
-def _most_nbytes() -> int:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _lines(plan: StreamPlan, f: Figures) -> list[str]:
@@ -98,19 +89,15 @@ def _lines(plan: StreamPlan, f: Figures) -> list[str]:
         f"with a step of {1e3 * f['step']:g} ms the program waited {f['stalled']:.0%} of the time",
         f"{f['chunks_decoded']:,} chunks decoded; in an epoch each {f['decodes_per_chunk']:.2f} times",
         f"CPU of each of {f['n_ranks']:.0f} ranks: {1e3 * f['cpu_per_batch']:.1f} ms a batch",
-        f"memory: up to {format_nbytes(int(f['memory_nbytes']))} more on a rank",
     ]
 
 
 def _advice(plan: StreamPlan, f: Figures) -> Iterator[str]:
     """What to change, with the reason and the number."""
-    n_ranks, step = int(f["n_ranks"]), f["step"]
-    work = f["cpu_per_batch"] * n_ranks / min(f["n_cores"], n_ranks)  # of a batch, if all ranks are on this node
-    cost = f"a batch takes {1e3 * work:.1f} ms on {f['n_cores']:.0f} cores"
     if f["stalled"] <= _STALLED:
-        yield f"nothing to change: {cost}, and the step hides it"
+        yield "nothing to change: the step hides what a batch takes"
         return
-    array = max(plan.arrays, key=lambda array_plan: array_plan.step_nbytes)
+    n_ranks, array = int(f["n_ranks"]), max(plan.arrays, key=lambda array_plan: array_plan.step_nbytes)
     quarter, n_beside = array.n_steps * array.stored_step_nbytes // 4, array.schedule.rest.n_cells
     if f["decodes_per_chunk"] > _TOO_OFTEN and plan.pool_nbytes < quarter:
         larger = format_nbytes(quarter).replace(" ", "")
@@ -121,7 +108,4 @@ def _advice(plan: StreamPlan, f: Figures) -> Iterator[str]:
         yield f"chunks: {ahead}; cut the other axes into {n_ranks} parts or more (shardload copy --chunks)"
     if plan.batch_nbytes < n_ranks << 20:
         yield f"batch: {format_nbytes(plan.batch_nbytes)} is little for what each batch costs; try --batch {4 * plan.batch}"
-    if work < step:
-        yield f"prefetch: {cost}, less than the step, but not evenly; try --prefetch {2 * plan.prefetch + 2}"
-    else:
-        yield f"cores: {cost}, more than the step; more cores or faster decoding (shardload copy --compression lz4) help"
+    yield "decoding: more cores, --prefetch for uneven steps, or other compression (shardload copy --compression lz4) help"

@@ -18,10 +18,7 @@ from shardload.formats.concatenation import Concatenation
 from shardload.formats.lookup import split_path
 from shardload.jobs.copying.copy import CopyReport, copy
 from shardload.jobs.joining.join import concat, join
-from shardload.system.terminal import Column, fit_table, width_of, wrap
-from shardload.units import counted, format_nbytes
-
-_COLUMNS = [Column("array"), Column("shape"), Column("dtype"), Column("values")]
+from shardload.system.terminal import width_of, wrap
 
 
 def run_copy(
@@ -55,7 +52,10 @@ def run_copy(
         return
     for note in report.notes:
         say_note(note)
-    text = str(report) if report.written is None else f"{printable(target)}: {report}"
+    _say(out, str(report) if report.written is None else f"{printable(target)}: {report}")
+
+
+def _say(out: IO[str], text: str) -> None:
     lines = [part for line in text.splitlines() for part in wrap(printable(as_typed(line)), width_of(out), "", "    ")]
     print("\n".join(lines), file=out)
 
@@ -94,15 +94,5 @@ def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_j
         report = join(whole, parts, axis=axis, **options)
     if as_json:
         print(json.dumps({"ok": True, **asdict(report)}, indent=2), file=out)
-        return
-    for note in report.notes:
-        say_note(note)
-    width = width_of(out)
-    head = f"{report.path}: {counted(report.n_parts, 'file')} along axis {report.axis!r}, "
-    head += f"{counted(len(report.rows), 'array')}, {format_nbytes(report.nbytes)}"
-    rows = [[printable(row.name), str(row.shape), row.dtype, row.how] for row in report.rows]
-    lines = [*wrap(printable(head), width, "", "    "), *fit_table(_COLUMNS, rows, width)]
-    if report.needs_external:
-        text = "parts are outside the folder of the new file: loads need --allow-external, or allow_external=True"
-        lines += wrap(text, width, "", "    ")
-    print("\n".join(lines), file=out)
+    else:
+        _say(out, str(report))

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from shardload.cli.arguments import as_typed
-from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.errors import ShardloadError, printable
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Coordinate, some
 from shardload.formats.labelling import labelling, read_labels
@@ -24,7 +24,7 @@ from shardload.storage.remote import without_secrets
 from shardload.system.terminal import Column, fit_table, width_of, wrap
 from shardload.units import counted, format_nbytes
 from shardload.values.dates import as_dates
-from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
+from shardload.values.decoding import ATTRIBUTES
 
 _MOST_LABELLED = 256  # arrays whose axes' names are looked up, a millisecond each; of a file with more, no groups' attributes
 
@@ -125,7 +125,6 @@ def _rows_of_array(array: ArrayInfo) -> list[tuple[str, str]]:
         "format": array.format,
         **_facts(array),
         "coords": "; ".join(_coordinate_text(name, coordinate) for name, coordinate in array.coords.items()),
-        "packing": _packing_text(array),
         "coordinate": "" if array.is_dimension or not array.is_coordinate else "of other arrays (a dimension scale)",
         "dimension": "without a variable: it holds no values" if array.is_dimension else "",
         "refused": as_typed(array.refused or ""),
@@ -148,37 +147,17 @@ def _in_two_columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 def _coordinate_text(name: str, coordinate: Coordinate) -> str:
     """The first and last value of the coordinate of an axis, which say its direction; of others, such as the latitudes of a
-    curvilinear grid or of stations, the axes, and the least and greatest value. What is not small was not read.
+    curvilinear grid or of stations, the axes. What is not small was not read.
     """
-    is_of_axis = coordinate.dims in ((name,), (None,))
-    axes = "" if is_of_axis or not coordinate.dims else f"({', '.join(dim or '-' for dim in coordinate.dims)})"
+    if coordinate.dims not in ((name,), (None,), ()):
+        return f"{name}({', '.join(dim or '-' for dim in coordinate.dims)})"
     if coordinate.values is None:
-        return f"{name}{axes}"
+        return name
     values = coordinate.values.reshape(-1)
-    if not is_of_axis and values.dtype.kind != "c":  # complex numbers have no order
-        present = values[values == values]  # what is missing is NaN
-        if values.size and not present.size:
-            return f"{name}{axes} all missing"
-        values = present if present.size < 2 else present.take([present.argmin(), present.argmax()])
     ends = values[[0, -1]] if values.size > 1 else values
     dates = " to ".join(as_dates(ends, coordinate.attrs)) if ends.dtype.kind in "iuf" else ""
-    units = coordinate.attrs.get("units")
-    texts = [name + axes, " to ".join(map(str, ends)), _plain_text(units) if units else "", f"({dates})" if dates else ""]
-    return " ".join(filter(None, texts))
-
-
-def _packing_text(array: ArrayInfo) -> str:
-    """What a load with ``decode`` makes of the stored numbers; nothing if that is the stored numbers."""
-    if array.refused or not array.packing:
-        return ""
-    dtype = np.dtype(array.dtype)
-    try:
-        rule = decoding_of(dtype, array.packing, str(array))
-    except ConfigError as error:
-        return as_typed(str(error))
-    attributes = packed_by(dtype, array.packing)
-    is_packed = f"packed ({', '.join(attributes)}), " if attributes else ""
-    return "" if rule is None else f"{is_packed}{rule.dtype} with --decode"
+    units = _plain_text(coordinate.attrs.get("units", ""))
+    return " ".join(filter(None, [name, " to ".join(map(str, ends)), units, f"({dates})" if dates else ""]))
 
 
 def _notes(array: ArrayInfo) -> str:

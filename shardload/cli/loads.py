@@ -57,7 +57,7 @@ def _described(load_plan: Plan | TreePlan) -> dict[str, Any]:
     return {**document, "costs": {mode: asdict(cost) for mode, cost in load_plan.costs.items()}}
 
 
-def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_json: bool, **options: Any) -> None:
+def run_verify(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_json: bool, **options: Any) -> None:
     """Load, verify, and print on rank 0 what was checked.
 
     Collective: yes, all processes of the job.
@@ -70,8 +70,8 @@ def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_
         The file, with or without the name of the array.
     axes : mapping of str to int
         Mesh axes and their sizes. The mesh takes the first devices of the job; on CPU a process has as many as it needs.
-    parts : tuple
-        The parts of the PartitionSpec.
+    spec : tuple or dict
+        The parts of the PartitionSpec, or a spec by names of axes.
     as_json : bool
         Print one JSON document in place of text.
     **options
@@ -80,7 +80,7 @@ def run_verify(out: IO[str], file: str, axes: Mapping[str, int], parts: Any, as_
     n_devices = math.prod(axes.values())
     options["decode"] = bool(options["decode"])  # None would warn of packed numbers, which nobody gets here
     with mesh_of(axes) as mesh:
-        load_plan = plan(file, mesh, parts if isinstance(parts, dict) else PartitionSpec(*parts), **options)
+        load_plan = plan(file, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **options)
         load_plan.execute()
     if group_of().rank == 0:
         print(_as_json(load_plan, n_devices) if as_json else "\n".join(_lines(load_plan, n_devices, width_of(out))), file=out)

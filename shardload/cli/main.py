@@ -1,7 +1,7 @@
 """Which commands are there, and what do they take? info, plan, verify, bench-stream, copy, join, doctor.
 
-Each command imports what it needs when it runs, so that ``--help`` does not wait for JAX. A wrong option ends with exit code 2
-and says what to type. A `ShardloadError` ends with exit code 1 and its message alone, without a traceback.
+Each command imports what it needs when it runs, so that ``--help`` does not wait for JAX. An option that cannot be read ends
+with exit code 2 and says what to type. A `ShardloadError` ends with exit code 1 and its message alone, without a traceback.
 
 Output for people fits the terminal's width, or 80 columns where there is no terminal (a log, a pipe). Narrow output takes more
 lines; nothing is left out or cut. The line that begins with an array's name also has its shape and dtype where they fit, for
@@ -10,7 +10,6 @@ grep. ``COLUMNS=1000`` prints one line per array, and ``--json`` is for programs
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
@@ -22,17 +21,12 @@ from typer.core import TyperGroup
 from shardload.cli.arguments import KEEP, one_message, parse_mesh, parse_plain, parse_spec, says_what_is_wrong, takes
 from shardload.comm.mpi import launched, task
 from shardload.options import OPTIONS
-from shardload.system.terminal import say_error
 
 File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
-Axes = Annotated[
-    Any,
-    typer.Option(parser=parse_mesh, metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices."),
-]
-SpecText = Annotated[
-    str,
-    typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two. By names: lat=a,lon=b."),
-]
+_MESH = "Mesh axes in order: a=4,b=2 is 8 devices."
+Axes = Annotated[Any, typer.Option(parser=parse_mesh, metavar="NAME=SIZE,...", help=_MESH)]
+_SPEC = "Mesh axis of each array axis; - for none, a+b for two. By names: lat=a,lon=b."
+Spec = Annotated[Any, typer.Option(parser=parse_spec, metavar="NAME,...", help=_SPEC)]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of text, also of what went wrong.")]
 _MODE = ("w-", "w-: the new file must not exist; w: it is replaced, when all is written.")
 _ALL_ARRAYS = (None, 'Names of arrays; "group/*" for all below (default: all of the file).')
@@ -117,18 +111,10 @@ def _every_command(
 
 def main() -> None:
     """Entry point of the ``shardload`` command and of ``python -m shardload``."""
-    try:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # errors come where it is printed
-        typer.main.get_command(
-            app
-        )()  # not `app()`, which sets an exception hook of its own: `initialize` has one that ends the job
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        say_error(f"standard output cannot be written ({error}): what was to be printed is lost")
-        sys.stdout = None  # what is in its buffer would be another error
-        sys.exit(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # errors come where it is printed
+    command = typer.main.get_command(app)
+    command()  # not `app()`, which sets an exception hook of its own: `initialize` has one that ends the job
 
 
 @app.command()
@@ -170,7 +156,7 @@ def info(
     *("dataset", "select", "dtype", "decode", "pad", "readers", "staging", "allow_external", "allow_filters", "untrusted"),
     *("storage", "processes", "ranks_per_node"),
 )
-def plan(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **options: Any) -> None:
+def plan(file: File, mesh: Axes, spec: Spec, as_json: AsJson = False, **options: Any) -> None:
     """Show what a load would do and cost, without loading anything.
 
     Needs neither MPI nor devices: you can plan for a mesh of any size on a
@@ -195,13 +181,12 @@ def plan(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **opti
 
       shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4
     """
-    parts = parse_spec(spec, mesh)
     if _is_a_later_task():
         return
     with one_message(as_json) as out:
         from shardload.cli.loads import run_plan
 
-        run_plan(out, file, mesh, parts, as_json, **_with_names(options))
+        run_plan(out, file, mesh, spec, as_json, **_with_names(options))
 
 
 @app.command()
@@ -210,7 +195,7 @@ def plan(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **opti
     *("untrusted", "storage", "verify", "progress"),
     verify=(OPTIONS["how"].default, OPTIONS["verify"].help, "--how"),
 )
-def verify(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **options: Any) -> None:
+def verify(file: File, mesh: Axes, spec: Spec, as_json: AsJson = False, **options: Any) -> None:
     """Load a file, compare every element with the file, and print what was checked. Exit code 1 if anything differs.
 
     The mesh takes the devices of all processes. On CPU each process simulates
@@ -224,11 +209,10 @@ def verify(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **op
 
       shardload verify run.h5 --dataset "*" --mesh n=4 --spec n --pad 0
     """
-    parts = parse_spec(spec, mesh)
     with one_message(as_json) as out:
         from shardload.cli.loads import run_verify
 
-        run_verify(out, file, mesh, parts, as_json, **_with_names(options))
+        run_verify(out, file, mesh, spec, as_json, **_with_names(options))
 
 
 @app.command("bench-stream")
@@ -241,7 +225,7 @@ def verify(file: File, mesh: Axes, spec: SpecText, as_json: AsJson = False, **op
 def bench_stream(
     file: File,
     mesh: Axes,
-    spec: Annotated[str, typer.Option(metavar="NAME,...", help="Of a batch: samples, window if there is one, the other axes.")],
+    spec: Spec,
     steps: Annotated[int, typer.Option(min=2, metavar="N", help="Batches to take; after a minute no more.")] = 20,
     step_ms: Annotated[
         float, typer.Option(min=0, max=60_000, metavar="MS", help="How long your program computes with a batch.")
@@ -252,17 +236,17 @@ def bench_stream(
     r"""Measure how fast batches of a file come, for at most a minute, and say what would be faster: chunks, pool, batch.
 
     Takes what shardload.stream takes; a pattern, "era5_*.nc", of files that
-    follow each other. For example:
+    follow each other. The spec is that of a batch: samples, the window if there
+    is one, the other axes. For example:
 
       mpiexec -n 4 shardload bench-stream era5.zarr:/t2m --mesh data=2,lat=2 \
         --spec data,-,-,lat --along time --batch 8 --window -1,0 --shuffle 1 \
         --step-ms 50
     """
-    parts = parse_spec(spec, mesh)
     with one_message(as_json) as out:
         from shardload.cli.bench_stream import run
 
-        run(out, file, mesh, parts, steps, step_ms / 1e3, as_json, **_with_names(options))
+        run(out, file, mesh, spec, steps, step_ms / 1e3, as_json, **_with_names(options))
 
 
 @app.command()
@@ -322,7 +306,7 @@ def copy(
     with one_message(as_json) as out:
         from shardload.cli.copies import run_copy
 
-        options |= {"dataset": tuple(options["dataset"] or ()), "unlimited": options["unlimited"] or (), "resume": resume}
+        options |= {"dataset": tuple(options["dataset"] or ()), "resume": resume}
         run_copy(out, source, target, along=along, only_plan=dry_run, as_json=as_json, **options)
 
 
@@ -384,7 +368,7 @@ def doctor(
 
       mpiexec -n 4 python -m shardload doctor --json
     """
-    from shardload.cli.doctor.run import run
+    from shardload.cli.doctor import run
 
     raise typer.Exit(run(timeout, as_json))
 

@@ -85,13 +85,13 @@ def test_a_file_in_a_store(file: str) -> None:
 
 
 WRONG: list[tuple[list[str], int, str]] = [
-    (["--window", "one"], 2, "window is 'one'; expected steps from the anchor"),
+    (["--window", "one"], 1, "window is 'one'; expected steps from the anchor"),
     (["--steps", "1"], 2, "'--steps'"),
     (["--batch", "0"], 1, "batch is 0"),
     (["--batch", "64"], 1, "which make no batch of 64"),
     (["--along", "day"], 1, "day"),
     (["--pool", "some"], 1, "pool"),
-    (["--spec", "-,x"], 2, "names 'x', but --mesh has the axes lat"),
+    (["--spec", "-,x"], 1, "names mesh axis 'x', but the mesh has 'lat' of size 1"),
 ]
 
 

@@ -190,7 +190,8 @@ def test_masks_and_true_shapes_of_decoded_arrays(comm: Any, shared_tmp_path: Pat
     plan = shardload.plan(
         path, mesh_of(), spec, dataset=names, decode=True, dtype="float32", select=select, pad={"s": np.nan, "w": 11}
     )
-    x, masks = plan.execute(), shardload.mask(plan)
+    x = plan.execute()
+    masks = shardload.mask(x, plan)
     back = shardload.unpad(x, plan, numpy=True)
     for key, pad in (("s", np.nan), ("w", 11)):
         expected = by_xarray(*made[names[key]]).astype("float32")[select]

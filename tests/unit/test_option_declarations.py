@@ -15,7 +15,6 @@ import pytest
 import typer
 
 import shardload
-from shardload import api
 from shardload.cli import arguments
 from shardload.cli.arguments import as_typed
 from shardload.cli.main import app
@@ -55,15 +54,6 @@ def test_a_copy_takes_what_its_signature_says() -> None:
     """Wrong if an option that is mistyped were an error of a class that the caller does not know."""
     with pytest.raises(TypeError, match=r"copy\(\) got an unexpected keyword argument 'overwrite'"):
         shardload.copy("a.h5", "b.h5", overwrite=True)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(("call", "known"), [("load", api._LoadOptions), ("scatter", api._ScatterOptions)])
-def test_type_checkers_know_the_options_that_are_declared(call: str, known: Any) -> None:
-    """Wrong if an editor did not offer an option, or had another type for it. (What calls return: tests/typed_calls.py.)"""
-    mine = {name: type_ for name, type_ in inspect.get_annotations(getattr(api, call)).items() if name in declared(call)}
-    for own in ("dataset", "root"):  # which decide what is returned, or are in that call alone
-        mine.pop(own, None)
-    assert {name: type_.__forward_arg__ for name, type_ in known.__annotations__.items()} == mine
 
 
 def parameters_of(docstring: str) -> dict[str, str]:
@@ -111,17 +101,12 @@ def test_flags_have_the_help_and_default_that_are_declared(command: str) -> None
     """Wrong if a flag were missing, had another default, or said something else than the docs."""
     params = {p.opts[0]: p for p in COMMANDS[command].params if p.opts[0].startswith("--")}
     names = FLAGS[command].split()
-    assert set(params) - {"--mesh", "--spec", "--json", "--help"} == {OPTIONS[name].flag for name in names}
+    assert set(params) - {"--mesh", "--spec", "--json", "--help"} == {arguments._FLAGS[name] for name in names}
     for name in names:
-        option, param = OPTIONS[name], params[OPTIONS[name].flag]
+        option, param = OPTIONS[name], params[arguments._FLAGS[name]]
         assert param.help == option.help
         default = OPTIONS["how"].default if name == "verify" else option.default
         assert param.default == ("" if name == "allow_filters" else default), name
-
-
-def test_every_flag_is_one_of_a_command() -> None:
-    known = {name for text in FLAGS.values() for name in text.split()}
-    assert known == {name for name, option in OPTIONS.items() if option.flag}
 
 
 def test_every_parser_of_a_flag_has_a_name() -> None:
@@ -155,6 +140,6 @@ def test_ranks_compare_what_is_declared_to_be_the_same() -> None:
     assert set(told) == {name for name, option in OPTIONS.items() if option.is_kept} - {"progress"}
 
 
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag and option.is_kept])
-def test_messages_name_the_flag(name: str) -> None:
-    assert OPTIONS[name].flag in as_typed(f"Pass {name}='x'")
+def test_messages_name_the_flag() -> None:
+    for name, flag in arguments._FLAGS.items():
+        assert as_typed(f"Pass {name}='x'") == f"Pass {flag} x"

@@ -31,8 +31,6 @@ from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
 from tests.unit.files import raising, write_hdf5
 
-MESH = {"a": 4, "b": 2}
-
 
 def run(*args: str, columns: int = 80) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, list(args), env={"COLUMNS": str(columns)})
@@ -84,7 +82,7 @@ def file(tmp_path: Path) -> str:
 
 def test_what_can_be_read() -> None:
     assert list(parse_mesh("b=2, a=16").items()) == [("b", 2), ("a", 16)], "in their order"
-    assert parse_spec(" b + a , - ", MESH) == (("b", "a"), None) and parse_spec("-,b,a", MESH) == (None, "b", "a")
+    assert parse_spec(" b + a , - ") == (("b", "a"), None) and parse_spec("-,b,a") == (None, "b", "a")
     assert parse_select("[5:, :-3]") == (slice(5, None), slice(None, -3))
     assert parse_select("-1,...") == (-1, ...) and parse_select("::2") == (slice(None, None, 2),)
     assert (parse_plain("0"), type(parse_plain("0")), parse_plain("-9.99e8")) == (0, int, -9.99e8)
@@ -96,10 +94,9 @@ WRONG: list[tuple[Callable[[str], Any], tuple[str, ...], str]] = [
     (parse_mesh, ("a=4,a=2",), "'a' twice"),
     # JAX failed with a C++ cast that did not fit, or took all memory.
     (parse_mesh, ("a=99999999999", "a=4096,b=8192"), r"is a mesh of [\d,]+ devices; expected at most 16,777,216"),
-    (lambda text: parse_spec(text, MESH), ("c", "a,,b", "", "a+"), "--spec -,a,b"),
-    (lambda text: parse_spec(text, MESH), ("a,a",), "'a' twice"),
     (parse_select, ("", "x", "0,,1", "1:2:3:4", "1.5", "a:b", "t=1,3", "=1", "t=x", "t=1..x"), '"time=-1,lat=10:50", or by'),
-    (lambda text: parse_spec(text, MESH), ("lat=a,b", "=a", "lat=a,lat=b"), "--spec lat=a,lon=b"),
+    (parse_spec, ("a,,b", "", "a+"), "--spec -,a,b"),
+    (parse_spec, ("lat=a,b", "=a", "lat=a,lat=b"), "--spec lat=a,lon=b"),
     (parse_select, ("time=0,lat=3:5,time=-1",), "'time' twice"),
     (parse_select, ("time=2001..2002",), "years or numbers. Type 2001-01..2002-12, or 2001.0..2002.0"),  # were days, silently
 ]
@@ -226,29 +223,26 @@ def test_a_dimension_without_a_variable_is_no_array_of_zeros(tmp_path: Path) -> 
     assert "it holds no values" in run("info", f"{tmp_path / 'f.nc'}:/x")[1]
 
 
-def test_info_says_the_range_of_a_coordinate_that_is_no_axis(tmp_path: Path) -> None:
-    """Wrong if corners of a curvilinear grid were said to be its ends, or if a large one were read."""
+def test_info_says_the_ends_of_the_coordinates_of_axes(tmp_path: Path) -> None:
+    """Wrong if corners of a curvilinear grid were said to be its ends, or if a scalar one were not shown."""
     netcdf, path = pytest.importorskip("netCDF4"), tmp_path / "ocean.nc"
-    lat = np.ma.masked_less(np.array([[-999, 41.5, 43], [40, 61.5, 45], [44, 42, -999]], dtype="f4"), -90)
     with netcdf.Dataset(path, "w") as file:
         for name, n in (("time", 3), ("y", 3), ("x", 3), ("large", 20_000)):
             file.createDimension(name, n)
         for name, dims, values in (
             ("time", ("time",), [9, 1, 5]),
-            ("lat", ("y", "x"), lat),
-            ("mean", ("time",), [2, np.nan, -3]),
-            ("gone", ("y", "x"), np.ma.masked_all((3, 3), "f4")),
+            ("lat", ("y", "x"), np.zeros((3, 3))),
+            ("mean", ("time",), [2, 1, -3]),
+            ("height", (), 2.0),
             ("far", ("large",), np.zeros(20_000)),
         ):
             made = file.createVariable(name, "f4", dims, fill_value=-999.0)
             made[:] = values
-            made.units = {"lat": "degrees", "time": "hours since 2000-02-28"}.get(name, "")
-        file.createVariable("t", "f4", ("time", "y", "x")).coordinates = "lat mean gone far"
-    with netcdf.Dataset(path) as file:
-        least, greatest = float(file["lat"][...].min()), float(file["lat"][...].max())
+            made.units = {"height": "m", "time": "hours since 2000-02-28"}.get(name, "")
+        file.createVariable("t", "f4", ("time", "y", "x")).coordinates = "lat mean height far"
     out = ok("info", f"{path}:/t", columns=200)
     told = next(line for line in out.splitlines() if line.startswith("coords "))
-    expected = [f"lat(y, x) {least} to {greatest} degrees", "mean(time) -3.0 to 2.0", "gone(y, x) all missing", "far(large)"]
+    expected = ["lat(y, x)", "mean(time)", "height 2.0 m", "far(large)"]
     dates = "hours since 2000-02-28 (2000-02-28T09:00:00 to 2000-02-28T05:00:00)"
     assert sorted(told.removeprefix("coords").strip().split("; ")) == sorted([*expected, f"time 9.0 to 5.0 {dates}"])
 
@@ -382,10 +376,12 @@ def test_examples_can_be_pasted(command: str) -> None:
     ("typed", "code", "text"),
     [
         ("--mesh a4 --spec a", 2, "Type --mesh a=4,b=2"),
-        ("--mesh a=4 --spec z", 2, "--mesh has the axes a."),
+        ("--mesh a=4 --spec z", 1, "P('z') names mesh axis 'z', but the mesh has 'a' of size 4"),
+        ("--mesh a=4 --spec a,a", 1, "P('a', 'a') names mesh axis 'a' twice"),
+        ("--mesh a=4 --spec a=a,a=-", 2, "each once: --spec lat=a,lon=b"),
         ("--mesh a=4 --spec a --select x", 2, "--select"),
-        ("--mesh a=4 --spec a --readers 0", 2, "readers is 0"),
-        ("--mesh a=4 --spec a --readers all", 2, "readers is 'all'"),
+        ("--mesh a=4 --spec a --readers 0", 1, "readers is 0"),
+        ("--mesh a=4 --spec a --readers all", 1, "readers is 'all'"),
         ("--mesh a=4 --spec a --staging much", 1, "staging is 'much'"),
         ("--mesh a=4 --spec a --staging 1", 1, "--staging 1MiB or more"),
         ("--mesh a=8 --spec a", 1, "Pass --pad 0 (or another fill value)"),
@@ -431,47 +427,22 @@ def test_a_plan_for_65536_devices(file: str) -> None:
     assert json.loads(done.stdout)["n_ranks"] == 65536
 
 
-FULL = [
-    ["--help"],
-    [],
-    ["--show-completion", "bash"],
-    ["--version"],
-    ["info", "FILE", "--json"],
-    ["info", "FILE:/no-such", "--json"],
-    ["plan", "FILE:/big", "--mesh", "a=2", "--spec", "a"],
-    ["copy", "FILE:/x", "OUT.h5", "--dry-run"],
-    ["verify", "FILE:/x", "--mesh", "a=1", "--spec", "a"],
-    ["doctor"],
-]
+PRINTED = [["--help"], ["--version"], ["info", "FILE", "--json"], ["plan", "FILE:/big", "--mesh", "a=2", "--spec", "a"]]
 
 
-@pytest.mark.parametrize(
-    ("reader", "asked"),
-    quick_ones(
-        [*(("a full disk", asked) for asked in FULL), *(("nobody", asked) for asked in FULL[::3])],
-        *(("a full disk", asked) for asked in (FULL[0], FULL[4], FULL[5], FULL[8])),
-        ("nobody", FULL[3]),
-    ),
-    ids=lambda given: given if isinstance(given, str) else " ".join(given[:2]),
-)
-def test_output_that_cannot_be_written(file: str, tmp_path: Path, asked: list[str], reader: str) -> None:
-    """One line says so on a full disk; nothing where the reader has enough (``| head``). A traceback says neither."""
-    command = [word.replace("FILE", file).replace("OUT", str(tmp_path / "out")) for word in asked]
-    own = {"error: '"} if "/no-such" in " ".join(asked) else set()
+@pytest.mark.parametrize("asked", quick_ones(PRINTED, PRINTED[2]), ids=lambda asked: asked[0])
+def test_output_that_nobody_reads(file: str, asked: list[str]) -> None:
+    """Wrong if it ended in a traceback where the reader has enough (``| head``)."""
     # Or typer looks for a shell among the ten nearest ancestors of the process, and says that there is none.
     env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    if reader == "nobody":
-        reading, writing = os.pipe()
-        os.close(reading)
-    else:
-        writing = os.open("/dev/full", os.O_WRONLY)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = ["-m", "shardload", *(word.replace("FILE", file) for word in asked)]
     try:
-        done = run_copy(["-m", "shardload", *command], env=env, stdout=writing, stderr=subprocess.PIPE, check=False)
+        done = run_copy(command, env=env, stdout=writing, stderr=subprocess.PIPE, check=False)
     finally:
         os.close(writing)
-    assert done.returncode == 1, done
-    said = {line[:8] for line in done.stderr.splitlines() if "standard output" not in line}
-    assert said == own and done.stderr.count("standard output cannot be written (") == (reader != "nobody"), done.stderr
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 # Commands one after the other, in one process that starts as in a shell.
@@ -593,9 +564,7 @@ def test_a_message_names_what_can_be_typed() -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "wrong", [("verif",), ("verify", "x.h5", "--oops"), ("verify", "x.h5", "--mesh", "a=2", "--spec", "b")]
-)
+@pytest.mark.parametrize("wrong", [("verif",), ("verify", "x.h5", "--oops"), ("verify", "x.h5", "--mesh", "a", "--spec", "a")])
 @pytest.mark.parametrize(
     ("of_task", "n_slept", "is_said"),
     [

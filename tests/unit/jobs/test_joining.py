@@ -659,8 +659,8 @@ def test_the_command(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     whole = str(tmp_path / "whole.h5")
     code, printed, said = run("join", *snapshot, whole, "--axis", "0", "--dataset", "dm/*")
     assert code == 0, said
-    assert f"{whole}: 3 files along axis 0, 2 arrays" in unwrapped(printed) and "(16, 3)" in printed
-    assert "'NumPart_ThisFile'" in unwrapped(said)
+    assert f"joined 3 files along axis 0: '{whole}'" in unwrapped(printed) and "(16, 3)" in printed
+    assert "'NumPart_ThisFile'" in unwrapped(printed) and not said
     assert max(map(len, printed.splitlines())) <= 80 or len(str(tmp_path)) > 40
     assert "in 3 parts" in unwrapped(run("info", whole)[1])
     code, _, said = run("join", *snapshot, whole)
