@@ -619,9 +619,9 @@ def save(
         The same, by the plan with which the array was loaded from which this one was computed. For an object of xarray, axes
         are matched by their names, and coordinates that `to_xarray` left out are taken from the plan.
     like : str, optional, or dict by name
-        An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
-        are taken, where they are not passed; and the variables that attributes name, such as bounds. Coordinates and these have
-        at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others.
+        An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes and attributes are taken,
+        where they are not passed. Its coordinates, and what its attributes name, are not saved unless they are passed, too: a
+        `LeftOutWarning` names them.
     verify : {"checksum", "file", "full", "index"}
         ``"checksum"``: replicas are compared before; parts are checksummed on their way; then another rank, on another node
         where there is one, reads every chunk back and compares its stored bytes, and decodes one chunk of each rank with the
