@@ -594,7 +594,7 @@ def save(
         The name of an array that is passed by itself.
     mode : {"w-", "w"}
         ``"w-"``: the name must not exist. ``"w"``: what has the name is replaced, at once, when all is written.
-    format : {"hdf5", "netcdf4", "zarr", "zarr2"}, optional
+    format : {"hdf5", "netcdf4", "zarr"}, optional
         By default the suffix tells: ``.h5``, ``.hdf5``, ``.he5``, ``.hdf``, ``.nc``, ``.nc4``, ``.zarr``.
     chunks : tuple of int, "auto" or None, or dict of them by name
         Elements of a chunk along each axis. ``"auto"``: in HDF5 without compression one piece; otherwise chunks of up to 4 MiB

@@ -493,7 +493,7 @@ _DECLARED = (
     ),
     Option(
         "format", None, "Format of the new file; None: its suffix tells.", _SAVES, is_kept=False,
-        choices=("hdf5", "netcdf4", "zarr", "zarr2"),
+        choices=("hdf5", "netcdf4", "zarr"),
     ),
     Option(
         "chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES,

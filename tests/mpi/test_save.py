@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "HDF5 planes": ("h5", {"chunks": (1, 10**6, 10**6)}),
     "netCDF4": ("nc", {"compression": "zstd", "chunks": (5, 7, 3)}),
     "Zarr": ("zarr", {}),
-    "Zarr 2": ("zarr2", {"chunks": (7, 3, 11), "compression": "blosc"}),
+    "Zarr blosc": ("zarr", {"chunks": (7, 3, 11), "compression": "blosc"}),
     "Zarr shards": ("zarr", {"chunks": (2, 3, 5), "shards": (6, 9, 10), "compression": "gzip"}),
 }
 
@@ -97,7 +97,7 @@ def test_replicas_that_device_put_made(comm: Any, shared_tmp_path: Path) -> None
 def file_at(folder: Path, kind: str, name: str = "out") -> tuple[Path, dict[str, Any]]:
     """The path of a file of this kind, and the keywords."""
     suffix, how = KINDS[kind]
-    return folder / f"{name}.{suffix.rstrip('2')}", how | ({"format": "zarr2"} if suffix == "zarr2" else {})
+    return folder / f"{name}.{suffix}", how
 
 
 def read(path: Path, name: str) -> Array:
@@ -372,7 +372,6 @@ KINDS_OF_XARRAY = {
     "h5": ("x.h5", "h5netcdf"),
     "nc": ("x.nc", "netcdf4"),
     "zarr": ("x.zarr", "zarr"),
-    "zarr2": ("y.zarr", "zarr"),
 }
 
 
@@ -399,7 +398,6 @@ def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) ->
     import xarray
 
     name, engine = KINDS_OF_XARRAY[kind]
-    how: dict[str, Any] = {"format": "zarr2"} if kind == "zarr2" else {}
     shape = cube()
     values = ramp(shape, "int16")
     values[0, 0, 0] = -9
@@ -422,10 +420,10 @@ def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) ->
     level, likes = np.arange(shape[0], dtype="int16"), {"t": like, "z": like.removesuffix("t") + "z"}
     plain = put(values.astype("float32"), mesh_of(), P("a", "b"))
     whole = np.ma.masked_array(np.arange(3.0), False)  # as netCDF4-python gives it
-    shardload.save(shared_tmp_path / f"packed-{name}", {"t": packed, "z": level}, like=likes, **how)
-    shardload.save(shared_tmp_path / f"decoded-{name}", {"t": decoded, "z": level}, like=likes, **how)
+    shardload.save(shared_tmp_path / f"packed-{name}", {"t": packed, "z": level}, like=likes)
+    shardload.save(shared_tmp_path / f"decoded-{name}", {"t": decoded, "z": level}, like=likes)
     for k, fill in enumerate((-9, -9.0, np.float32(-9), np.nan, None)):
-        shardload.save(shared_tmp_path / f"{k}-{name}", {"t": plain, "w": whole}, attrs={"t": {"_FillValue": fill}}, **how)
+        shardload.save(shared_tmp_path / f"{k}-{name}", {"t": plain, "w": whole}, attrs={"t": {"_FillValue": fill}})
 
     def look() -> None:
         with xarray.open_dataset(shared_tmp_path / "in.nc", engine="netcdf4") as found:
@@ -592,7 +590,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, {"a": x}, {"chunks": {"a": (2, 2, 2), "/a": None}}, "chunks names 'a' twice"),
         *(
             (path, tree, {"format": kind}, "is an array, or is in one, and an array holds no other. Rename one of them")
-            for kind in ("hdf5", "netcdf4", "zarr", "zarr2")
+            for kind in ("hdf5", "netcdf4", "zarr")
             for tree in ({"a": x, "a/b/c": x}, {"a/b/c": x, "a": x})
         ),
         (path, {3.5: x}, {}, "a key is 3.5"),
@@ -602,6 +600,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, np.array(["a"]), {}, "holds"),
         (path, x, {"mode": "a"}, "mode is 'a'"),
         (path, x, {"format": "npy"}, "format is 'npy'"),
+        (path, x, {"format": "zarr2"}, "For Zarr format 2: zarr-python, or xarray's to_zarr(path, zarr_format=2)"),
         (path, x, {"dataset": ""}, "dataset is ''"),
         (path, x, {"chunks": (3, 3)}, "chunks of '/data' are (3, 3)"),
         (path, x, {"chunks": "big"}, "'/data': chunks is 'big'"),
@@ -622,7 +621,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
                 {"dims": dims, "format": kind},
                 f"axis 't' has {told}. Axes of one name have one length: pass other dims=",
             )
-            for kind in ("netcdf4", "zarr", "zarr2")
+            for kind in ("netcdf4", "zarr")
             for tree, dims, told in (
                 ({"a": np.zeros((2, 3))}, {"a": ("t", "t")}, "3 elements in '/a', but 2 in '/a'"),
                 ({"g/a": np.zeros(3), "g/t": np.zeros(2)}, {"g/a": "t", "g/t": "t"}, "2 elements in '/g/t', but 3 in '/g/a'"),
