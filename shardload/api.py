@@ -142,9 +142,9 @@ def load(
         Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error. So
         is a value that this dtype cannot hold, and an integer that it would round: identifiers may not become others.
         With `decode`, decoded values are cast.
-    decode : bool, "valid" or None
+    decode : bool or None
         True turns stored numbers into values by their attributes, as xarray does: ``_Unsigned``, fill values (NaN),
-        ``scale_factor``, ``add_offset``. ``"valid"`` also makes values outside of ``valid_range`` NaN. Times stay numbers.
+        ``scale_factor``, ``add_offset``. Times stay numbers.
         False loads the stored numbers. None, too, and a `PackedWarning` on rank 0 says if those are packed.
     pad : number, optional
         Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the

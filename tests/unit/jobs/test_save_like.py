@@ -70,7 +70,7 @@ def test_text_that_netcdf_has_as_an_array_of_one(tmp_path: Path, name: str) -> N
 
 
 def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
-    """Wrong if unsigned values were compared with -6: decode="valid" would find none that is valid."""
+    """Wrong if unsigned values kept a valid range up to -6: no reader would find one that is valid."""
     path = f"{tmp_path}/in.h5"
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(4, dtype="i1")
