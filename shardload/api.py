@@ -101,9 +101,9 @@ def load(
         Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error. So
         is a value that this dtype cannot hold, and an integer that it would round: identifiers may not become others.
         With `decode`, decoded values are cast.
-    decode : bool, "valid" or None
+    decode : bool or None
         True turns stored numbers into values by their attributes, as xarray does: ``_Unsigned``, fill values (NaN),
-        ``scale_factor``, ``add_offset``. ``"valid"`` also makes values outside of ``valid_range`` NaN. Times stay numbers.
+        ``scale_factor``, ``add_offset``. Times stay numbers.
         False loads the stored numbers. None, too, and a `PackedWarning` on rank 0 says if those are packed.
     pad : number, optional
         Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the
@@ -538,7 +538,7 @@ def save(
         The name of an array that is passed by itself.
     mode : {"w-", "w"}
         ``"w-"``: the name must not exist. ``"w"``: what has the name is replaced, at once, when all is written.
-    format : {"hdf5", "netcdf4", "zarr", "zarr2"}, optional
+    format : {"hdf5", "netcdf4", "zarr"}, optional
         By default the suffix tells: ``.h5``, ``.hdf5``, ``.he5``, ``.hdf``, ``.nc``, ``.nc4``, ``.zarr``.
     chunks : tuple of int, "auto" or None, or dict of them by name
         Elements of a chunk along each axis. ``"auto"``: in HDF5 without compression one piece; otherwise chunks of up to 4 MiB
@@ -563,9 +563,9 @@ def save(
         The same, by the plan with which the array was loaded from which this one was computed. For an object of xarray, axes
         are matched by their names, and coordinates that `to_xarray` left out are taken from the plan.
     like : str, optional, or dict by name
-        An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
-        are taken, where they are not passed; and the variables that attributes name, such as bounds. Coordinates and these have
-        at most 64 KiB, along axes of the same length; a `LeftOutWarning` names others.
+        An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes and attributes are taken,
+        where they are not passed. Its coordinates, and what its attributes name, are not saved unless they are passed, too: a
+        `LeftOutWarning` names them.
     verify : {"checksum", "file", "full", "index"}
         ``"checksum"``: replicas are compared before; parts are checksummed on their way; then another rank, on another node
         where there is one, reads every chunk back and compares its stored bytes, and decodes one chunk of each rank with the

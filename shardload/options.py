@@ -34,9 +34,9 @@ AUTO = "auto"
 READERS = (AUTO, "root", "parallel", "direct")
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each level includes those before it
 EDGES = ("wrap", "edge")
-DECODE = (None, True, False, "valid")
 _OF_DECODE = (
-    "True applies scale_factor, add_offset and fill values, 'valid' the valid range too; None warns if numbers are packed"
+    "True applies scale_factor, add_offset and fill values, and None warns if numbers are packed. A valid range is applied by "
+    "jax.numpy.where(x < low, jax.numpy.nan, x)"
 )
 TIMEOUT = 900.0  # longer than a busy file system pauses (about a minute), much shorter than a night of a stalled job
 STAGING_NBYTES = 256 << 20  # what staging="auto" is if the file's chunks need no more
@@ -415,7 +415,7 @@ _DECLARED = (
     Option("dtype", None, "Cast to this type: float32", _PLANNED, _dtype, str, is_per_array=True),
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values.", _READ,
-        partial(_choice, "decode", DECODE, meaning=_OF_DECODE), str, is_per_array=True,
+        partial(_choice, "decode", (None, True, False), meaning=_OF_DECODE), str, is_per_array=True,
         other_defaults={"load_dataset": True},
     ),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _PLANNED, is_per_array=True),
@@ -480,7 +480,7 @@ _DECLARED = (
     ),
     Option(
         "format", None, "Format of the new file; None: its suffix tells.", _SAVES, is_kept=False,
-        choices=("hdf5", "netcdf4", "zarr", "zarr2"),
+        choices=("hdf5", "netcdf4", "zarr"),
     ),
     Option(
         "chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES,
@@ -713,8 +713,8 @@ class Options(CallOptions):
         As the caller passed it; its meaning depends on the array's shape.
     dtype : dtype or None
         The dtype to cast to; None keeps the file's.
-    decode : bool, "valid" or None
-        True if stored numbers are decoded by their attributes, ``"valid"`` also by the valid range; None: not, with a warning.
+    decode : bool or None
+        True if stored numbers are decoded by their attributes; None: not, with a warning.
     pad : object
         Fill value for axes that do not divide evenly; None refuses them.
     halo : int or tuple
@@ -727,7 +727,7 @@ class Options(CallOptions):
     select: Any
     dtype: np.dtype[Any] | None
     pad: Any
-    decode: bool | str | None = DEFAULTS.decode
+    decode: bool | None = DEFAULTS.decode
     halo: int | tuple[int, ...] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
 

@@ -258,7 +258,7 @@ def bench_stream(
     shards=(KEEP, "Zarr: files of so many elements, a multiple of the chunks."),
     compression=(KEEP, "zstd, gzip:6+shuffle, 'blosc(lz4)'."),
     unlimited=(None, "Axes that can grow (append), by name or number: time (default: as in IN)."),
-    format=(None, "hdf5, netcdf4, zarr or zarr2 (default: by the suffix of OUT)."),
+    format=(None, "hdf5, netcdf4 or zarr (default: by the suffix of OUT)."),
     mode=_MODE,
     staging=("auto", "Memory of each process: 1GiB; auto: 512MiB, or what the chunks need."),
     verify=("checksum", "Of what was written: checksum (stored bytes), full (values too) or index (nothing)."),

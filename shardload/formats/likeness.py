@@ -99,7 +99,7 @@ def spec_like(
             fill = cast_value(fill, dtype)  # without one: all chunks are written, so that it only pads
         layout |= _layout_like(info, properties, axes, kind, overrides)
     growing_axes = {n for n, k in enumerate(axes) if k in properties.unlimited} | set(overrides.unlimited)
-    can_grow = not kind.startswith("zarr") and (properties.texts is not None or layout["chunks"] or overrides.unlimited)
+    can_grow = kind != "zarr" and (properties.texts is not None or layout["chunks"] or overrides.unlimited)
     if kind == "hdf5":  # the only one that says of axes more than names
         layout["scales"] = tuple(properties.scales[k] for k in axes) if properties.scales else ()
         layout["axis_labels"] = tuple(properties.axis_labels[k] for k in axes) if properties.axis_labels else ()
@@ -159,10 +159,10 @@ def _texts_like(
     index: Any = (*selection.region.slices(), ...)
     values = np.asarray(texts)[index].reshape(selection.shape)
     n_axes, is_char = values.ndim, values.dtype == np.dtype("S1")
-    if kind.startswith("zarr") and is_char and info.format == "netCDF4" and values.ndim and values.shape[-1]:
+    if kind == "zarr" and is_char and info.format == "netCDF4" and values.ndim and values.shape[-1]:
         # netCDF has text as characters along an axis of their own, which readers join.
         values, n_axes = np.ascontiguousarray(values).view(f"S{values.shape[-1]}")[..., 0], n_axes - 1
-    if kind.startswith("zarr") or (kind == "netcdf4" and not is_char):  # text of any length, which both have
+    if kind == "zarr" or (kind == "netcdf4" and not is_char):  # text of any length, which both have
         try:
             decoded = [text.decode(encoding) if isinstance(text, bytes) else str(text) for text in values.reshape(-1).tolist()]
         except (UnicodeDecodeError, LookupError) as error:
@@ -205,7 +205,7 @@ def attrs_for(
     Examples
     --------
     >>> f4 = np.dtype("f4")
-    >>> attrs_for("zarr2", "x", {"_FillValue": np.float32(-9), "units": np.bytes_("K")}, f4)
+    >>> attrs_for("netcdf4", "x", {"_FillValue": np.float32(-9), "units": "K"}, f4)
     ({'units': 'K'}, np.float32(-9.0), [])
     >>> attrs_for("zarr", "x", {"_FillValue": np.float32(-9)}, f4, 0.0)
     ({'_FillValue': 'AAAAAAAAIsA='}, 0.0, [])
@@ -218,13 +218,13 @@ def attrs_for(
             notes.append(f"attribute '_FillValue' of {name} ({attrs['_FillValue']}, which no {dtype.name} is)")
             attrs = {key: value for key, value in attrs.items() if key != "_FillValue"}
     for key, value in attrs.items():
-        if isinstance(value, np.ndarray) and value.shape == (1,) and kind.startswith("zarr"):  # netCDF stores a number so
+        if isinstance(value, np.ndarray) and value.shape == (1,) and kind == "zarr":  # netCDF stores a number so
             value = value[0]
         try:
-            converted[key] = as_json(value) if kind.startswith("zarr") else _typed(key, value, is_netcdf=kind == "netcdf4")
+            converted[key] = as_json(value) if kind == "zarr" else _typed(key, value, is_netcdf=kind == "netcdf4")
         except (TypeError, ValueError) as error:
             notes.append(f"attribute {key!r} of {name} ({error})")
-    if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
+    if dtype is not None and kind == "netcdf4":  # its fill value marks missing data
         fill = marker
     return converted, fill, notes
 
@@ -255,7 +255,7 @@ def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any])
     if marker is None and kind != "hdf5":
         raise ConfigError(f"the fill value of {name!r} is {value!r}; expected one value of type {dtype}")
     marker = value if marker is None else marker
-    if kind in ("netcdf4", "zarr2"):
+    if kind == "netcdf4":
         return other_attrs, marker
     return other_attrs | {"_FillValue": _as_xarray(marker) if kind == "zarr" else marker}, None
 

@@ -11,7 +11,7 @@ from shardload.formats.netcdf import unreadable_name
 from shardload.formats.sink import ArraySpec, Sink, groups_above
 from shardload.storage.remote import StorageOptions, is_remote, without_secrets
 
-FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
+FORMATS = ("hdf5", "netcdf4", "zarr")
 _SUFFIXES = {
     ".h5": "hdf5",
     ".hdf5": "hdf5",
@@ -27,12 +27,13 @@ SUFFIXES = tuple(_SUFFIXES)
 def format_for(path: str, name: str | None = None) -> str:
     """One of `FORMATS`. ConfigError if neither `name` nor the suffix is one.
 
-    >>> format_for("out.nc"), format_for("out.zarr/"), format_for("out", "zarr2")
-    ('netcdf4', 'zarr', 'zarr2')
+    >>> format_for("out.nc"), format_for("out.zarr/"), format_for("out", "hdf5")
+    ('netcdf4', 'zarr', 'hdf5')
     """
     if name is not None:
         if name not in FORMATS:
-            raise ConfigError(f"format is {name!r}; expected one of {', '.join(map(repr, FORMATS))}")
+            fix = ". For Zarr format 2: zarr-python, or xarray's to_zarr(path, zarr_format=2)" if name == "zarr2" else ""
+            raise ConfigError(f"format is {name!r}; expected one of {', '.join(map(repr, FORMATS))}{fix}")
         return name
     suffix = os.path.splitext(os.fspath(path).rstrip("/"))[1].lower()
     if suffix not in _SUFFIXES:
@@ -89,13 +90,13 @@ def make_sink(
         If the format cannot hold what is asked for.
     """
     kind, path = format_for(path, format), os.fspath(path)
-    if "://" in path and not (kind.startswith("zarr") and is_remote(path)):
+    if "://" in path and not (kind == "zarr" and is_remote(path)):
         place = "a URL of S3, Google or Azure, to which Zarr is saved alone: name it .zarr" if is_remote(path) else "a URL"
         raise ConfigError(f"'{without_secrets(path)}' is {place}. Or save to a file in a folder, and upload it")
     full_specs: dict[str, ArraySpec] = {}
     for name, spec in specs.items():
         full_name = "/" + name.strip("/")
-        is_root = full_name == "/" and len(specs) == 1 and kind.startswith("zarr")
+        is_root = full_name == "/" and len(specs) == 1 and kind == "zarr"
         if not is_root and any(map(_is_no_name, full_name.split("/")[1:])):
             raise ConfigError(f"an array is called {name!r}; expected a name such as 'rho' or 'group/rho'")
         if full_name in full_specs:
@@ -112,11 +113,10 @@ def make_sink(
         if reason is not None:
             raise ConfigError(f"a group is called {name!r}, {reason}. Leave its attributes out, or choose another name")
     # Imported here, because a load needs neither the libraries nor their compressors.
-    if kind.startswith("zarr"):
+    if kind == "zarr":
         from shardload.formats.zarr.sink import ZarrSink
 
-        version = 2 if kind == "zarr2" else 3
-        return ZarrSink(path, full_specs, mode=mode, version=version, group_attrs=group_attrs, about=about, storage=storage)
+        return ZarrSink(path, full_specs, mode=mode, group_attrs=group_attrs, about=about, storage=storage)
     from shardload.formats.hdf5.sink import Hdf5Sink
 
     is_netcdf = kind == "netcdf4"
@@ -143,7 +143,7 @@ def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[st
         if parts[0] in axes:
             return "as is an axis, for which netCDF has a dimension of that name"
         return next((f"a name {why}, which netCDF programs do not read" for why in map(unreadable_name, parts) if why), None)
-    if kind.startswith("zarr"):
+    if kind == "zarr":
         from shardload.formats.zarr.sink import refused_name
 
         return refused_name(group)

@@ -11,8 +11,8 @@ Many files store a temperature as a 16-bit integer, with the factor and the offs
 3. `Decoding.into` decodes a block of stored numbers. Each element is decoded by itself, so blocks may be cut anywhere.
 
 The rules and their order are those of ``xarray.open_dataset(mask_and_scale=True, decode_times=False)``, so that results are the
-same bit by bit (docs/values.md has the table, and the few cases in which xarray fails). xarray does not look at the valid
-range. ``decode="valid"`` does.
+same bit by bit (docs/values.md has the table, and the few cases in which xarray fails). Neither looks at the valid range,
+which is read because copies and joins must not change what it means.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import numpy as np
 
 from shardload.errors import ConfigError
 
-VALID = "valid"  # decode="valid": values outside of the valid range are masked, too
 TEXTS = ("_Unsigned", "dtype")
 _FILLS = ("missing_value", "_FillValue")
 VALID_RANGE = ("valid_range", "valid_min", "valid_max")
@@ -85,10 +84,6 @@ class Decoding:
         Numbers that mean "no value": they become NaN.
     scale, offset : number or None
         What is multiplied, and then added.
-    low, high : number or None
-        The valid range; None if it has no such end, or is not asked for.
-    is_valid_decoded : bool
-        True if the valid range is that of the values, False if it is that of the stored numbers.
     """
 
     dtype: np.dtype[Any]
@@ -97,9 +92,6 @@ class Decoding:
     fills: tuple[Any, ...] = ()
     scale: Any = None
     offset: Any = None
-    low: Any = None
-    high: Any = None
-    is_valid_decoded: bool = False
 
     def into(self, stored: Array, out: Array) -> None:
         """Decode stored numbers into `out`, which has their shape and `dtype`. It takes one more array of booleans."""
@@ -121,35 +113,21 @@ class Decoding:
             stored = stored.view(self.stored_as)
         with np.errstate(all="ignore"):  # NaN and infinity are values, and go through as xarray lets them
             np.copyto(out, stored, casting="unsafe")
-            is_absent = self._is_fill(stored, out)
+            # xarray compares converted numbers, not stored ones: of 64-bit integers, neighbours of a fill are masked, too.
+            is_absent: Array | None = None
+            for fill in self.fills:
+                is_fill = np.asarray(out == fill)
+                is_absent = is_fill if is_absent is None else is_absent | is_fill
             # Not fused, and in this order: each step rounds, as it does in xarray.
             if self.scale is not None:
                 np.multiply(out, self.scale, out=out)
             if self.offset is not None:
                 np.add(out, self.offset, out=out)
-            if self.is_valid_decoded:
-                is_absent = _or(is_absent, self._is_invalid(out))
         if is_absent is not None:
             np.copyto(out, complex(math.nan, math.nan) if self.work.kind == "c" else math.nan, where=is_absent)
 
-    def _is_fill(self, stored: Array, converted: Array) -> Array | None:
-        """Where there is no value, as far as this is known before scaling; None: nowhere."""
-        # xarray compares converted numbers, not stored ones: of 64-bit integers, neighbours of the fill value are masked, too.
-        mask: Array | None = None
-        for fill in self.fills:
-            mask = _or(mask, converted == fill)
-        return mask if self.is_valid_decoded else _or(mask, self._is_invalid(stored))
 
-    def _is_invalid(self, values: Array) -> Array | None:
-        mask: Array | None = None if self.low is None else np.asarray(values < self.low)
-        return mask if self.high is None else _or(mask, values > self.high)
-
-
-def _or(mask: Array | None, other: Array | None) -> Array | None:
-    return other if mask is None else mask if other is None else np.asarray(mask | other)
-
-
-def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: bool = False) -> Decoding | None:
+def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str) -> Decoding | None:
     """The rule by which an array's stored numbers become values; None if they are the values.
 
     Parameters
@@ -160,8 +138,6 @@ def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: b
         The attributes, each with its type.
     name : str
         The array, for messages.
-    with_valid : bool
-        Whether values outside of the valid range become NaN.
 
     Raises
     ------
@@ -180,8 +156,7 @@ def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: b
     scale, offset = rules.number("scale_factor"), rules.number("add_offset")
     is_scaled = scale is not None or offset is not None
     stored_as, fills, has_fill = rules.type_and_fills()
-    low, high, is_valid_decoded = rules.valid_range(is_scaled) if with_valid else (None, None, False)
-    is_masked = bool(fills) or low is not None or high is not None
+    is_masked = bool(fills)
     if is_scaled:
         # A fill value of NaN alone leaves floating point numbers as they are.
         work = _scaled_dtype(stored_as, scale, offset) if is_masked or not has_fill else stored_as
@@ -192,7 +167,7 @@ def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: b
     if not is_scaled and not is_masked and work == dtype and not (is_bool and dtype.kind != "b"):
         return None
     out = np.dtype(bool) if is_bool else work
-    return Decoding(out, stored_as, work, tuple(fills), scale, offset, low, high, is_valid_decoded)
+    return Decoding(out, stored_as, work, tuple(fills), scale, offset)
 
 
 def packed_by(dtype: np.dtype[Any], packing: Packing) -> list[str]:
@@ -269,26 +244,6 @@ class _Rules:
         """The true type of the stored numbers: ``_Unsigned`` may give integers a sign, or take it away."""
         kind = {("i", "true"): "u", ("u", "false"): "i"}.get((self._dtype.kind, self.text("_Unsigned") or ""))
         return self._dtype if kind is None else np.dtype(f"{kind}{self._dtype.itemsize}")
-
-    def valid_range(self, is_scaled: bool) -> tuple[Any, Any, bool]:
-        """The least and the largest valid number, and whether they are those of the values, not of the stored numbers.
-
-        By the NetCDF Users Guide: a range of a floating point type, of integers that are scaled, is that of the values.
-        """
-        pair = self.numbers("valid_range")
-        if pair and len(pair) != 2:
-            raise self._refused(f"its attribute valid_range is {np.asarray(pair).tolist()}, expected two")
-        low, high = (self._as_stored(end) for end in pair or (self.number("valid_min"), self.number("valid_max")))
-        kinds = {np.asarray(end).dtype.kind for end in (low, high) if end is not None}
-        return low, high, is_scaled and self._dtype.kind in "iu" and "f" in kinds
-
-    def _as_stored(self, end: Any) -> Any:
-        """An end of the valid range as a stored number: where ``_Unsigned`` counts, -6 of 16 bits is 65530."""
-        stored_as = self._stored_as()
-        if end is None or stored_as == self._dtype or np.asarray(end).dtype.kind not in "iu":
-            return end
-        limits = np.iinfo(self._dtype)
-        return np.asarray(end).astype(self._dtype).view(stored_as)[()] if limits.min <= end <= limits.max else end
 
     def check(self, work: np.dtype[Any], is_masked: bool) -> None:
         """Raise ConfigError if the values would not be numbers, or lose their imaginary part."""

@@ -23,7 +23,7 @@ import shardload
 from shardload import ConfigError, PeerError, SourceError
 from tests.mpi.support import check, grid_shape, on_root, ramp, same_error
 
-LENGTHS = (("c", 2001, 7), ("a", 2002, 4), ("b", 2003, 9))  # in the order of time
+LENGTHS = (("y8", 2001, 7), ("y9", 2002, 4), ("y10", 2003, 9))  # in the order of the numbers, which is that of time
 N, LAT, LON = 20, 6, 8
 DATA = ramp((N, LAT, LON))
 N_CHUNKS = {"t2m": N * 2 * 2, "flux": 20}
@@ -70,9 +70,9 @@ def years(pattern: str) -> shardload.Concatenation:
 
 
 def test_all_ranks_have_the_same(comm: Any, pattern: str, years: shardload.Concatenation) -> None:
-    assert [os.path.basename(part) for part in years.parts] == ["c.nc", "a.nc", "b.nc"], "not in the order of time"
+    assert [os.path.basename(part) for part in years.parts] == ["y8.nc", "y9.nc", "y10.nc"], "not in the order of the numbers"
     assert comm.allgather((years, years.image)) == [(years, years.image)] * comm.size
-    listed = shardload.concat([pattern.replace("*", name) for name in "cab"], "time")
+    listed = shardload.concat([pattern.replace("*", name) for name, *_ in LENGTHS], "time")
     assert listed == years and listed.fingerprint == years.fingerprint
 
 
@@ -143,7 +143,7 @@ def test_stream_and_resume(comm: Any, years: shardload.Concatenation, prefetch: 
     fewer = shardload.stream(shardload.concat(years.parts[:2], "time"), mesh, spec, **how)
     with iter(fewer) as it:
         same_error(
-            comm, lambda: it.set_state(state), ConfigError, "files is ['2 files, c.nc to a.nc", "was ['3 files, c.nc to b"
+            comm, lambda: it.set_state(state), ConfigError, "files is ['2 files, y8.nc to y9.nc", "was ['3 files, y8.nc to y10"
         )
     one = shardload.stream(years.parts[0], mesh, spec, **how)
     with iter(one) as it:
@@ -153,7 +153,7 @@ def test_stream_and_resume(comm: Any, years: shardload.Concatenation, prefetch: 
 def test_what_is_wrong_is_the_same_error_on_all_ranks(comm: Any, pattern: str, shared_tmp_path: Path) -> None:
     none = str(shared_tmp_path / "era5_*.nc")
     same_error(comm, lambda: shardload.concat(none, "time"), ConfigError, f"no file matches {none!r}")
-    gone = [pattern.replace("*", name) for name in "cx"]
+    gone = [pattern.replace("*", name) for name in ("y8", "x")]
     same_error(comm, lambda: shardload.concat(gone, "time"), SourceError, "x.nc")
     same_error(comm, lambda: shardload.concat(pattern, "tiem"), ConfigError, "along is 'tiem'", "'time'")
     same_error(comm, lambda: shardload.concat(pattern, 1.5), ConfigError, "along is 1.5")  # type: ignore[arg-type]
@@ -165,11 +165,11 @@ def test_a_file_that_changes(comm: Any, shared_tmp_path: Path) -> None:
     """Between what was found and a load, and between a plan and its execution."""
     mesh, years = mesh_of(), shardload.concat(on_root(comm, lambda: write(shared_tmp_path)), "time")
     plan = shardload.plan(years, mesh, P(None, "b"), dataset="flux")
-    on_root(comm, lambda: os.utime(shared_tmp_path / "a.nc", (1, 1)))
-    same_error(comm, plan.execute, SourceError, "a.nc' has changed since it was looked at")
+    on_root(comm, lambda: os.utime(shared_tmp_path / "y9.nc", (1, 1)))
+    same_error(comm, plan.execute, SourceError, "y9.nc' has changed since it was looked at")
     for name in ("flux", "lat"):  # the second one lies in the concatenation itself
         load = lambda name=name: shardload.load(years, mesh, P(), dataset=name)  # noqa: E731
-        error = same_error(comm, load, SourceError, "a.nc' has changed since shardload.concat looked at it. Call concat again")
+        error = same_error(comm, load, SourceError, "y9.nc' has changed since shardload.concat looked at it. Call concat again")
         assert "network" not in str(error)  # wrong if files were taken for a URL, because of concat://
-    on_root(comm, lambda: os.remove(shared_tmp_path / "b.nc"))
+    on_root(comm, lambda: os.remove(shared_tmp_path / "y10.nc"))
     same_error(comm, lambda: shardload.load(years, mesh, P(), dataset="flux"), SourceError, "nc' has changed")

@@ -78,7 +78,6 @@ TARGETS: dict[str, dict[str, Any]] = {
     "out.nc": {"chunks": (5, 7, 3), "compression": {"name": "gzip", "shuffle": True}},
     "out.zarr": {"chunks": (5, 7, 3), "compression": "zstd"},
     "sharded.zarr": {"chunks": (3, 4, 6), "shards": (6, 8, 18), "compression": "gzip"},
-    "two.zarr": {"chunks": (13, 1, 6), "compression": "blosc", "format": "zarr2"},
 }
 
 
@@ -191,14 +190,14 @@ def open_climate(path: Path, **how: Any) -> xarray.Dataset:
     return xarray.open_dataset(path, engine="h5netcdf" if path.suffix == ".h5" else "netcdf4", **how)
 
 
-@pytest.mark.parametrize("target", ["out.nc", "two.zarr", "out.zarr"])
+@pytest.mark.parametrize("target", ["out.nc", "out.zarr"])
 @pytest.mark.parametrize("source", ["in.nc", "two-in.zarr", "in.zarr"])
 @pytest.mark.usefixtures("small")
 def test_xarray_reads_the_same(comm: Any, shared_tmp_path: Path, source: str, target: str) -> None:
     """Wrong if dims, coordinates or missing data were others: xarray says that, decoded and as stored."""
     before, after = shared_tmp_path / source, shared_tmp_path / target
     on_root(comm, lambda: climate(before))
-    copy(comm, before, after, staging=100_000, format="zarr2" if target == "two.zarr" else None)
+    copy(comm, before, after, staging=100_000)
     if comm.rank == 0:
         with open_climate(before) as first, open_climate(after) as second:
             xarray.testing.assert_identical(first.load(), second.load())
@@ -389,7 +388,7 @@ def test_blosc_that_says_no_compressor(comm: Any, shared_tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin1"])
-@pytest.mark.parametrize("name", ["out.zarr", "two.zarr", "out.nc", "out.h5"])
+@pytest.mark.parametrize("name", ["out.zarr", "out.nc", "out.h5"])
 def test_characters_of_netcdf(comm: Any, shared_tmp_path: Path, name: str, encoding: str) -> None:
     """Wrong if text kept the attribute that says how bytes are text (xarray does not open that), if its bytes were taken for
     UTF-8, or if the axis of the characters lost its name: in HDF5 the coordinate is a scale of two axes.
@@ -408,7 +407,7 @@ def test_characters_of_netcdf(comm: Any, shared_tmp_path: Path, name: str, encod
             station.setncattr("_Encoding", encoding)
 
     on_root(comm, make)
-    notes = copy(comm, before, after, format="zarr2" if name == "two.zarr" else None).notes
+    notes = copy(comm, before, after).notes
     if comm.rank == 0:
         assert not [note for note in notes if "what axes" in note]
         if name == "out.h5":
@@ -535,14 +534,14 @@ def test_groups_that_the_new_file_cannot_have(comm: Any, shared_tmp_path: Path) 
             h5py.Group(h5py.h5g.create(up.id, b"..")).attrs["t"] = 3
 
     on_root(comm, make)
-    for name, kind in (("out.zarr", None), ("two.zarr", "zarr2"), ("out.nc", None), ("out.h5", None)):
-        notes = "\n".join(copy(comm, before, inside / name, format=kind).notes)
+    for name in ("out.zarr", "out.nc", "out.h5"):
+        notes = "\n".join(copy(comm, before, inside / name).notes)
         assert "the attributes of group '/..', which is no name" in notes and "'/../..'" in notes
         assert ("group ' blank'" in notes or "group '/ blank'" in notes) == (name == "out.nc") == ("group '/lon'" in notes)
         assert "Header" not in notes
     comm.barrier()
     if comm.rank == 0:
-        assert sorted(os.listdir(inside)) == ["in.h5", "out.h5", "out.nc", "out.zarr", "two.zarr"]
+        assert sorted(os.listdir(inside)) == ["in.h5", "out.h5", "out.nc", "out.zarr"]
         assert os.listdir(inside.parent) == ["b"] and "a" in os.listdir(shared_tmp_path)
         assert not {"zarr.json", ".zgroup", ".zattrs"} & set(os.listdir(shared_tmp_path))
         with netCDF4.Dataset(inside / "out.nc") as found:
@@ -607,7 +606,6 @@ class Stopped(KeyboardInterrupt):
 
 RESUMED: dict[str, dict[str, Any]] = {
     "out.zarr": {"chunks": (5, 7, 6), "compression": "zstd"},
-    "old.zarr": {"chunks": (5, 7, 6), "compression": "gzip", "format": "zarr2"},
     "plain.zarr": {"chunks": (5, 7, 6), "compression": None, "dtype": "float64"},
 }
 

@@ -161,15 +161,13 @@ def parameters_of(name: str, options: Mapping[str, Any], itemsize: int) -> Param
     return Parameters(level, int(options.get("typesize") or itemsize), str(inner), number)
 
 
-def options_of(codec: Codec, parameters: Parameters, version: int) -> dict[str, Any]:
-    """The options in the metadata for the parameters of a codec."""
+def options_of(codec: Codec, parameters: Parameters) -> dict[str, Any]:
+    """The options in the metadata of a new array, for the parameters of a codec."""
     if codec.zarr == "blosc":
-        shuffle: Any = parameters.shuffle if version == 2 else BLOSC_SHUFFLES[parameters.shuffle]
+        shuffle = BLOSC_SHUFFLES[parameters.shuffle]
         options = {"cname": parameters.inner, "clevel": parameters.level, "shuffle": shuffle, "blocksize": 0}
-        return options if version == 2 else {**options, "typesize": parameters.itemsize}
-    if codec.zarr == "lz4":
-        return {"acceleration": 1}
-    return {"level": parameters.level} | ({"checksum": False} if codec.zarr == "zstd" and version == 3 else {})
+        return {**options, "typesize": parameters.itemsize}
+    return {"level": parameters.level} | ({"checksum": False} if codec.zarr == "zstd" else {})
 
 
 def refuse_codecs(names: Iterable[str], access: Access) -> str | None:

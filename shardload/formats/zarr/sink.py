@@ -24,7 +24,6 @@ from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.codecs.algorithms import encode_crc32c
 from shardload.formats.codecs.table import ZARR_CODECS, has_own_shuffle
-from shardload.formats.contract.array import dtype_text, is_added
 from shardload.formats.likeness import as_json
 from shardload.formats.sink import (
     ArraySpec,
@@ -53,8 +52,7 @@ _MISSING = np.uint64(2**64 - 1)
 
 _MOST_NAME_NBYTES = 255  # of a file or folder
 _TAKEN = {*METADATA, FOLDER_MARK}
-# The compressors of new arrays, by the version of the format.
-_NAMES = {version: [name for name, codec in ZARR_CODECS.items() if codec.compresses(version)] for version in (2, 3)}
+_NAMES = [name for name, codec in ZARR_CODECS.items() if codec.compresses_in_zarr]  # the compressors of new arrays
 
 
 class ZarrEncoder(Encoder):
@@ -92,8 +90,6 @@ class ZarrSink(Sink):
         Its arrays, by their full names. The only array may be called ``"/"``: the store is then that array.
     mode : str
         See `Sink`.
-    version : int
-        Of the format: 3 or 2.
     group_attrs : mapping
         Attributes of the root (``"/"``) and of groups, by their full names.
     about : mapping of str to str, optional
@@ -104,6 +100,8 @@ class ZarrSink(Sink):
 
     Attributes
     ----------
+    version : int
+        Of the format: 3, or of an old store that grows 2.
     folder : WritableFolder
         That of the rank that creates it.
     taken_up : set of str
@@ -111,6 +109,7 @@ class ZarrSink(Sink):
     """
 
     taken_up: Set[str] = frozenset()
+    version = 3
 
     def __init__(
         self,
@@ -118,12 +117,11 @@ class ZarrSink(Sink):
         specs: Mapping[str, ArraySpec],
         *,
         mode: str = "w-",
-        version: int = 3,
         group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
         about: Mapping[str, str] | None = None,
         storage: StorageOptions | None = None,
     ) -> None:
-        self.path, self.mode, self.version, self._storage = path, mode, version, storage or StorageOptions()
+        self.path, self.mode, self._storage = path, mode, storage or StorageOptions()
         groups = {"/": {}, **(group_attrs or {})}
         self.group_attrs = {name.strip("/"): plain_attrs(name, group) for name, group in groups.items()}
         self.arrays: dict[str, ZarrEncoder] = {}
@@ -138,7 +136,7 @@ class ZarrSink(Sink):
                         f"'{name}' has {checked.shape} elements and no chunks: one rank would have to hold it. Pass chunks="
                     )
                 checked = replace(checked, chunks=checked.shape)  # one chunk
-            self.arrays[name] = ZarrEncoder(path, name, checked, document_of(name, checked, version))
+            self.arrays[name] = ZarrEncoder(path, name, checked, document_of(name, checked))
         sharded = [name for name, array in self.arrays.items() if array.is_placed_by_root]
         # (Several ranks write a shard, so that its file is whole at the end only.)
         self._about = None if sharded else about
@@ -271,9 +269,9 @@ class ZarrSink(Sink):
         for name, array in self.arrays.items():
             documents |= files_of(name.strip("/"), array.document)
         for name, spec in self._texts.items():
-            for file, content in _written(spec, self.version).items():
+            for file, content in _written(spec).items():
                 key = os.path.join(name.strip("/"), file)
-                if file.startswith((".z", "zarr.json")):
+                if file == "zarr.json":
                     documents[key] = json.loads(content)
                 else:
                     yield key, content
@@ -281,17 +279,11 @@ class ZarrSink(Sink):
             kind = {"node_type": "group"} if self.version == 3 else {}
             document = {"zarr_format": self.version, **kind, "attributes": self.group_attrs.get(folder, {})}
             documents |= files_of(folder, document)
-        if groups:  # all in one, as zarr-python's `consolidate_metadata` has it
+        if groups and self.version == 3:  # all in one, as zarr-python's `consolidate_metadata` has it
             last = next(reversed(documents))
             root = documents.pop(last)
-            if self.version == 3:
-                below = {os.path.dirname(key): document for key, document in sorted(documents.items())}
-                root |= {"consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}}
-            else:
-                # In order: zarr-python loses all but the last of siblings that do not follow each other.
-                every = dict(sorted({**documents, last: root}.items()))
-                documents[".zmetadata"] = {"zarr_consolidated_format": 1, "metadata": every}
-            documents[last] = root
+            below = {os.path.dirname(key): document for key, document in sorted(documents.items())}
+            documents[last] = root | {"consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}}
         yield from documents.items()
 
 
@@ -303,20 +295,18 @@ def _as_bytes(content: Any) -> bytes:
     return "".join(steps_of(json.JSONEncoder(indent=2, allow_nan=False).iterencode(content))).encode()
 
 
-def _written(spec: ArraySpec, version: int) -> dict[str, bytes]:
+def _written(spec: ArraySpec) -> dict[str, bytes]:
     """The files of an array of text, as zarr-python writes it."""
     import zarr  # here, because a save of numbers does not need it
 
-    attrs = plain_attrs("", spec.attrs) | ({"_ARRAY_DIMENSIONS": list(spec.dims or ())} if version == 2 else {})
     files: dict[str, Any] = {}
     array = zarr.create_array(
         zarr.storage.MemoryStore(files),
         shape=spec.shape,
         dtype="str",
         chunks=tuple(max(1, n) for n in spec.shape),
-        attributes=attrs,
-        dimension_names=list(spec.dims or ()) if version == 3 else None,
-        zarr_format=3 if version == 3 else 2,
+        attributes=plain_attrs("", spec.attrs),
+        dimension_names=list(spec.dims or ()),
     )
     array[...] = np.asarray(spec.texts)
     return {key: content.to_bytes() for key, content in files.items()}
@@ -369,13 +359,9 @@ class _Shards(PlacedChunks):
 # --- what the metadata say: the same as zarr-python's would
 
 
-def document_of(name: str, spec: ArraySpec, version: int) -> Json:
-    """The metadata of an array with a checked spec. ConfigError if this version of the format cannot say it."""
+def document_of(name: str, spec: ArraySpec) -> Json:
+    """The metadata of an array with a checked spec. ConfigError if the format cannot say it."""
     chunks = spec.chunks or tuple(max(1, n) for n in spec.shape)
-    return (_document_2 if version == 2 else _document_3)(name, spec, chunks)
-
-
-def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
     codecs: list[Json] = [{"name": "bytes"}]
     if spec.dtype.itemsize > 1:
         is_little = spec.dtype.newbyteorder("<") == spec.dtype
@@ -386,7 +372,7 @@ def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
                 f"compression of '{name}' is {spec.compression.name!r} after a shuffle, which Zarr format 3 does not have. "
                 "Pass compression='blosc', which shuffles, or 'gzip' alone"
             )
-        options = _compressor(name, spec.compression, spec.dtype.itemsize, 3)
+        options = _compressor(name, spec.compression, spec.dtype.itemsize)
         codecs.append({"name": spec.compression.name, "configuration": options})
     if spec.checksum:
         codecs.append({"name": "crc32c"})
@@ -407,47 +393,15 @@ def _document_3(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
     }
 
 
-def _document_2(name: str, spec: ArraySpec, chunks: tuple[int, ...]) -> Json:
-    if spec.shards is not None:
-        raise ConfigError(
-            f"'{name}' has shards, which Zarr format 2 does not have. Leave shards= out, or save as Zarr format 3"
-        )
-    if spec.checksum:
-        raise ConfigError(
-            f"'{name}' has checksums, which Zarr format 2 does not have. Pass compression='zstd', which has none, or save "
-            "as Zarr format 3"
-        )
-    if is_added(spec.dtype) and not spec.dtype.isnative:
-        raise ConfigError(f"'{name}' is to be big-endian {spec.dtype.name}, which Zarr 2 cannot say")
-    compression, itemsize = spec.compression, spec.dtype.itemsize
-    has_shuffle = compression is not None and compression.shuffle and not has_own_shuffle(compression.name) and itemsize > 1
-    compressor: Json | None = None
-    if compression is not None and compression.name != "none":
-        compressor = {"id": compression.name, **_compressor(name, compression, itemsize, 2)}
-    return {
-        "zarr_format": 2,
-        "shape": list(spec.shape),
-        "chunks": list(chunks),
-        "dtype": dtype_text(spec.dtype),
-        "fill_value": None if spec.fill_value is None else _fill(spec.fill_value),
-        "order": "C",
-        "filters": [{"id": "shuffle", "elementsize": itemsize}] if has_shuffle else None,
-        "dimension_separator": ".",
-        "compressor": compressor,
-        "attributes": plain_attrs(name, spec.attrs) | {"_ARRAY_DIMENSIONS": list(spec.dims or ())},
-    }
-
-
-def _compressor(name: str, compression: Compression, itemsize: int, version: int) -> Json:
+def _compressor(name: str, compression: Compression, itemsize: int) -> Json:
     """The options of a compressor in the metadata."""
-    names = _NAMES[version]
-    codec = ZARR_CODECS[compression.name] if compression.name in names else None
+    codec = ZARR_CODECS[compression.name] if compression.name in _NAMES else None
     if codec is None or (compression.level is not None and not codec.levels):
         is_lz4 = compression.name == "lz4"
         fix = "compression='blosc(lz4)', which has it inside" if is_lz4 else "compression='zstd', or another of these"
-        level = f" with level {compression.level}" if compression.name in names else ""
-        raise ConfigError(f"compression of '{name}' is {compression.name!r}{level}; Zarr has {', '.join(names)}. Pass {fix}")
-    return options_of(codec, codec.parameters(name, compression, itemsize, "Zarr"), version)
+        level = f" with level {compression.level}" if compression.name in _NAMES else ""
+        raise ConfigError(f"compression of '{name}' is {compression.name!r}{level}; Zarr has {', '.join(_NAMES)}. Pass {fix}")
+    return options_of(codec, codec.parameters(name, compression, itemsize, "Zarr"))
 
 
 def _fill(value: Any) -> Any:

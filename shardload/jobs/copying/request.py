@@ -256,14 +256,14 @@ def _plan_arrays(
             notes.append(f"{info} was left out: it holds {error}")
             continue
         notes += spec_notes + axis_notes
-        if not kind.startswith("zarr") and not spec.unlimited and set(properties.unlimited) & set(selections[name].kept):
+        if kind != "zarr" and not spec.unlimited and set(properties.unlimited) & set(selections[name].kept):
             notes.append(f"{info} can grow no longer: it has no chunks in the new file")
-        target = "/data" if name == "/" and not kind.startswith("zarr") else name
+        target = "/data" if name == "/" and kind != "zarr" else name
         sources.append(SourceArray(info, selections[name], target, spec, state))
     if all(array.is_text for array in sources):
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_layout(request, [array for array in sources if array.info.dataset in main and not array.is_text])
-    if kind.startswith("zarr"):  # as of a netCDF file of a run that died: a copy has the rows that are there
+    if kind == "zarr":  # as of a netCDF file of a run that died: a copy has the rows that are there
         unopened = unopened_by_xarray({array.name: array.spec for array in sources})
         notes += [f"{problem}: xarray opens no group with both" for problem, _ in unopened]
     axes = {dim for array in sources for dim in array.spec.dims or ()}

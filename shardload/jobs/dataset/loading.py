@@ -76,7 +76,7 @@ def load_dataset(
         numbers and are no coordinates, nor the bounds of one.
     select : dict, optional
         As in `load`, by names of axes; each variable takes what it has of them.
-    decode : bool, "valid" or None
+    decode : bool or None
         As in `load`.
     **options
         All other options of `load`, but `halo`, `edge` and `like`. With `pad`, NaN is what xarray leaves out of means. A grid

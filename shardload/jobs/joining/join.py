@@ -62,7 +62,7 @@ def join(
         noted by their absolute paths, and loads need ``allow_external=True``.
     parts : sequence of str or path-like, or str
         HDF5 and netCDF4 files, in their order along the axis. Or a pattern, ``"era5_*.nc"``: its files are put into the order
-        of the coordinate of the axis; without one, into that of the numbers in their names.
+        of the numbers in their names.
     axis : str or int, optional
         The axis by name; by number, from 0, if axes have no names. By default the axis that can grow (netCDF's unlimited
         dimension), or the first one if axes have no names.
@@ -166,8 +166,7 @@ def concat(
     ----------
     parts : str, path-like or sequence of them
         HDF5 and netCDF4 files, or their URLs (or ``(store, key)`` of obstore), in their order along the axis. Or a pattern of
-        files, ``"era5_*.nc"`` (``**``: folders, too): they are put into the order of the coordinate of the axis; without one,
-        into that of the numbers in their names.
+        files, ``"era5_*.nc"`` (``**``: folders, too): they are put into the order of the numbers in their names.
     along : str or int, optional
         The axis along which they follow each other, as `axis` of `join`.
     stack, dataset, allow_external, progress

@@ -131,8 +131,7 @@ class JoinedParts:
     Attributes
     ----------
     paths : tuple of str
-        The parts as the caller named them, in their order; before `check`, those of a pattern in the order of the numbers in
-        their names.
+        The parts as the caller named them, in their order; those of a pattern in the order of the numbers in their names.
     versions : dict of str to tuple of int
         Size and time of each part, before it was opened for the first time.
     axis : str or int
@@ -151,8 +150,7 @@ class JoinedParts:
 
     def __init__(self, request: PartsRequest) -> None:
         self._request = request
-        self._paths = request.find()  # by the number of the part
-        self._order = list(range(len(self._paths)))
+        self.paths = request.find()  # by the number of the part
         self._access = request.options.access
         self._kind = "hdf5"
         self._members: dict[str, _Member] = {}
@@ -183,8 +181,8 @@ class JoinedParts:
         if k and k % _MOST_KEPT != 1:
             return
         # The first one is opened before, alone: it does not take minutes to hear that a server does not answer.
-        urls = [path for path in self._paths[k : k + _MOST_KEPT] if is_remote(path)] if k else []
-        kept = [*filter(is_remote, self._paths[:1]), *urls]
+        urls = [path for path in self.paths[k : k + _MOST_KEPT] if is_remote(path)] if k else []
+        kept = [*filter(is_remote, self.paths[:1]), *urls]
         for path in self._kept.keys() - kept if k else ():
             self._kept.pop(path).close()
         self._kept |= {path: Finder(self._access, tells=True) for path in kept if path not in self._kept}
@@ -194,11 +192,6 @@ class JoinedParts:
         """What opens a part."""
         kept = self._kept.get(path)
         return Finder(self._access, tells=True) if kept is None else nullcontext(kept)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """See above."""
-        return tuple(self._paths[k] for k in self._order)
 
     def warn(self, name: str) -> None:
         """Warn the caller of what was left out that is not usual."""
@@ -218,10 +211,10 @@ class JoinedParts:
         self, aspect: str, member: _Member, k: int, values: tuple[Any, Any], first_k: int | None = None, fix: str = ""
     ) -> ConfigError:
         """The error about an array that is not the same in two parts."""
-        first = self._paths[next(iter(member.shapes)) if first_k is None else first_k]
+        first = self.paths[next(iter(member.shapes)) if first_k is None else first_k]
         fix = fix or "Join those that are alike, or name the arrays to join with dataset="
         return ConfigError(
-            f"the {aspect} of '{printable(member.name)}' differs: {values[0]} in '{first}', {values[1]} in '{self._paths[k]}'. "
+            f"the {aspect} of '{printable(member.name)}' differs: {values[0]} in '{first}', {values[1]} in '{self.paths[k]}'. "
             f"{fix}"
         )
 
@@ -232,8 +225,8 @@ class JoinedParts:
         self._check_apart()
         empty_groups: dict[str, list[ConfigError]] = {}  # with the errors of the parts that have no arrays in them
         progress = self._request.options.progress
-        with progress_of(progress, f"parts of {title}", len(self._paths), is_bytes=False) as advance:
-            for k, path in enumerate(self._paths):
+        with progress_of(progress, f"parts of {title}", len(self.paths), is_bytes=False) as advance:
+            for k, path in enumerate(self.paths):
                 self._open_next(k)
                 self.versions[path] = state_of(path)
                 with self._finder(path) as finder:
@@ -247,12 +240,12 @@ class JoinedParts:
                         self._note_places(path, finder, [infos.get(name) or finder.find(path, name).info for name in names])
                 advance(1)
         for errors in empty_groups.values():
-            if len(errors) == len(self._paths):
+            if len(errors) == len(self.paths):
                 raise errors[0]
 
     def _check_apart(self) -> None:
         seen: dict[str, str] = {}
-        for path in self._paths:
+        for path in self.paths:
             if "://" in path:
                 self._check_url(path)
             if inside := split_path(path)[1]:
@@ -344,15 +337,13 @@ class JoinedParts:
     def check(self) -> None:
         """Find the axis, and make sure that the parts belong together."""
         self.axis = self._find_axis()
-        if isinstance(self._request.parts, str):  # a pattern
-            self._sort()
         numbers = {name: member for name, member in self._members.items() if not member.texts}
         self._joined = {name: k for name, member in numbers.items() if (k := member.axis_of(self.axis)) is not None}
         if not self._joined:
             shapes = some([f"'{printable(name)}' {member.info.shape}" for name, member in numbers.items()])
-            raise ConfigError(f"no array of '{self._paths[0]}' has {self._axis_text}: {shapes}")
-        if len(self._paths) > 1 and not self._request.dataset and all(len(numbers[name].shapes) == 1 for name in self._joined):
-            places = [f"'{printable(name)}' in '{self._paths[next(iter(numbers[name].shapes))]}'" for name in self._joined]
+            raise ConfigError(f"no array of '{self.paths[0]}' has {self._axis_text}: {shapes}")
+        if len(self.paths) > 1 and not self._request.dataset and all(len(numbers[name].shapes) == 1 for name in self._joined):
+            places = [f"'{printable(name)}' in '{self.paths[next(iter(numbers[name].shapes))]}'" for name in self._joined]
             raise ConfigError(
                 f"no array is in two of the parts, so that nothing goes on from one to the next: {some(places)}. Pass the "
                 "parts of one file; arrays of several files are loaded in one call: docs/many-arrays.md"
@@ -397,24 +388,6 @@ class JoinedParts:
             )
         return axis
 
-    def _sort(self) -> None:
-        """Put the parts that a pattern found into the order of the coordinate of the axis, if they have one."""
-        for member in self._members.values():
-            if not member.is_coordinate_of(self.axis) or len(member.shapes) < len(self._paths):
-                continue
-            blocks = dict(zip(member.shapes, self._counted(member, member), strict=True))
-            if any(block.dtype.kind not in "iuf" for block in blocks.values()):
-                return
-            falls = any(len(block) > 1 and block[1] < block[0] for block in blocks.values())
-            self._order.sort(key=lambda k: tuple(blocks[k][:1].tolist()), reverse=falls)
-            for other in self._members.values():
-                dicts: list[dict[int, Any]] = [other.shapes, other.attrs, other.texts]  # by part
-                for by_part in dicts:
-                    for k in self._order:
-                        if k in by_part:
-                            by_part[k] = by_part.pop(k)
-            return
-
     def _check_presence(self) -> None:
         """What belongs together is in the same parts. Without names of axes, an array belongs to those of its group."""
         expected: dict[str, tuple[str, set[int]]] = {}
@@ -428,16 +401,14 @@ class JoinedParts:
                 alone = [other for other in self._joined if list(self._members[other].shapes) == [lacking]]
                 renamed = f", and {some([repr(printable(other)) for other in alone])}, which no other part has" if alone else ""
                 raise ConfigError(
-                    f"'{printable(absent)}' is not in '{self._paths[lacking]}', which has '{printable(present)}'{renamed}: "
+                    f"'{printable(absent)}' is not in '{self.paths[lacking]}', which has '{printable(present)}'{renamed}: "
                     "joined, they would no longer belong together, row by row. Leave that part out, or name the arrays to join "
                     "with dataset="
                 )
         if isinstance(self.axis, str):
             ((first, first_parts),) = expected.values()
-            if missing := set(range(len(self._paths))) - first_parts:
-                raise ConfigError(
-                    f"'{self._paths[min(missing)]}' has no '{printable(first)}', and no array along {self.axis!r}"
-                )
+            if missing := set(range(len(self.paths))) - first_parts:
+                raise ConfigError(f"'{self.paths[min(missing)]}' has no '{printable(first)}', and no array along {self.axis!r}")
 
     def _check_shapes(self, member: _Member, axis: int, expected: Mapping[int, int]) -> None:
         """All parts have the same other axes. A joined axis with a name is in each part as long as `expected` says."""
@@ -451,7 +422,7 @@ class JoinedParts:
                 raise self._differs("shape", member, k, shapes, fix=f"{only}: name the arrays to join with dataset=")
             if isinstance(self.axis, str) and shape[axis] != expected[k]:
                 raise ConfigError(
-                    f"{self.axis!r} has {shape[axis]} elements in '{printable(member.name)}' of '{self._paths[k]}', and "
+                    f"{self.axis!r} has {shape[axis]} elements in '{printable(member.name)}' of '{self.paths[k]}', and "
                     f"{expected[k]} in another array there: is the file whole? If these are two axes of one name, name the "
                     "arrays to join with dataset="
                 )
@@ -483,8 +454,8 @@ class JoinedParts:
         else:
             fix += "It is named in dataset=, or belongs to what is: leave that out, or join the parts that have the same"
         for member in members:
-            if missing := set(range(len(self._paths))) - set(member.shapes):
-                path = self._paths[min(missing)]
+            if missing := set(range(len(self.paths))) - set(member.shapes):
+                path = self.paths[min(missing)]
                 self._note(f"'{printable(member.name)}' is not in every part, such as '{path}'; it is that of the others")
             shape = next(iter(member.shapes.values()))
             for k, other_shape in member.shapes.items():
@@ -492,7 +463,7 @@ class JoinedParts:
                     raise self._differs("shape", member, k, (shape, other_shape), fix=fix)
         members = [member for member in members if len(member.shapes) > 1]
         first_digests: dict[str, bytes] = {}
-        for k, path in enumerate(self._paths if members else ()):
+        for k, path in enumerate(self.paths if members else ()):
             self._open_next(k)
             with self._finder(path) as finder:  # once for all arrays
                 file = finder.file(path)
@@ -554,8 +525,8 @@ class JoinedParts:
     def _read(self, k: int, member: _Member) -> Array:
         """The values of an array in a part that the new file stores itself; with the new axis, if it gets one."""
         if k not in member.values:
-            with self._finder(self._paths[k]) as finder:
-                member.values[k] = read_values(finder.file(self._paths[k]), member.name)
+            with self._finder(self.paths[k]) as finder:
+                member.values[k] = read_values(finder.file(self.paths[k]), member.name)
         return member.values[k].reshape(member.shapes[k])
 
     def _check_direction(self, member: _Member, blocks: Sequence[Array]) -> None:
@@ -566,20 +537,20 @@ class JoinedParts:
             directions = {direction_of([block]): k for k, block in not_empty if len(block) > 1}
             if True in directions and False in directions:
                 raise ConfigError(
-                    f"'{printable(member.name)}' rises in '{self._paths[directions[True]]}' and falls in "
-                    f"'{self._paths[directions[False]]}': such parts do not go on from one to the next. Write one of them in "
+                    f"'{printable(member.name)}' rises in '{self.paths[directions[True]]}' and falls in "
+                    f"'{self.paths[directions[False]]}': such parts do not go on from one to the next. Write one of them in "
                     "the other direction, or load each for itself"
                 )
             return
         for (k, block), (k_next, after) in itertools.pairwise(not_empty):
             border = np.concatenate([block[-1:], after[:1]])
             if first_break(border, rises) is not None:
-                fix = "Pass the parts in their order, each once"
+                fix = "Pass a list of the parts in their order, each once"
                 if np.isnan(border).any():
                     fix = "Where it is NaN nobody can say whether the order is right: write its values into the files"
                 raise ConfigError(
-                    f"'{printable(member.name)}' does not go on from part to part: '{self._paths[k]}' ends with {block[-1]}, "
-                    f"and '{self._paths[k_next]}', the next one, begins with {after[0]}. {fix}"
+                    f"'{printable(member.name)}' does not go on from part to part: '{self.paths[k]}' ends with {block[-1]}, "
+                    f"and '{self.paths[k_next]}', the next one, begins with {after[0]}. {fix}"
                 )
 
     # --- 5: what they are together
@@ -596,7 +567,7 @@ class JoinedParts:
             *_, last = regions.values()
             shape = last.stop
             n, whole = len(member.shapes), Region.whole(shape)
-            where = "all parts" if n == len(self._paths) else f"{n} of {len(self._paths)} parts"
+            where = "all parts" if n == len(self.paths) else f"{n} of {len(self.paths)} parts"
             if member.texts:
                 is_same = all(np.array_equal(text, member.texts[k]) for text in member.texts.values())
                 if not is_same or member.axis_of(self.axis) is not None:
@@ -618,10 +589,10 @@ class JoinedParts:
                 last_name = member.properties.stored_name
                 stored_name = name if last_name is None else f"{name.rpartition('/')[0]}/{last_name}"
                 self.places[full] = [
-                    PlacedPart(self._paths[k], stored_name, region, member.shape_in_part(region.shape))
+                    PlacedPart(self.paths[k], stored_name, region, member.shape_in_part(region.shape))
                     for k, region in regions.items()
                 ]
-                for path in map(self._paths.__getitem__, regions):
+                for path in map(self.paths.__getitem__, regions):
                     if is_remote(path):
                         self.in_store[path, stored_name] = self._arrays_in_store[path, name]
                 how = f"{'' if axis is not None else 'the same '}in {where}"
@@ -629,7 +600,7 @@ class JoinedParts:
             self.nbytes += 0 if member.texts else nbytes_of(member.info, shape)
             self.rows.append(Row(name, shape, member.info.dtype, how))
         for group, attrs in self._groups.items():
-            everywhere = {k: attrs.get(k, {}) for k in range(len(self._paths))}
+            everywhere = {k: attrs.get(k, {}) for k in range(len(self.paths))}
             common = self._common("the file" if group == "/" else f"group '{group}'", everywhere)
             self._group_attrs[group], _, notes = attrs_for(self._kind, f"group '{group}'", common)
             self._note(*(f"{name} was left out" for name in notes))

@@ -37,7 +37,7 @@ from shardload.storage.remote import MOST_AHEAD_NBYTES
 from shardload.transfer.cast import is_wide
 from shardload.units import format_nbytes
 from shardload.values.dates import has_dates, in_numbers
-from shardload.values.decoding import VALID, decoding_of
+from shardload.values.decoding import decoding_of
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
 # threads that decode.
@@ -242,7 +242,7 @@ def source_layout_of(options: Options, info: ArrayInfo, selection: Selection) ->
     """
     stored_dtype, decoding = np.dtype(info.dtype), None
     if options.decode:
-        decoding = decoding_of(stored_dtype, info.packing, str(info), with_valid=options.decode == VALID)
+        decoding = decoding_of(stored_dtype, info.packing, str(info))
     dtype = _target_dtype(options.dtype, info, stored_dtype if decoding is None else decoding.dtype)
     object_shape = info.shards if info.is_in_store else None
     return SourceLayout.cut(selection, info.chunks, stored_dtype, dtype, info.codec, decoding, object_shape)

@@ -167,7 +167,7 @@ def plan_file(request: SaveRequest, likes: Mapping[str, Model], group: Group) ->
     for array, shards in zip(request.arrays, shards_of_arrays, strict=True):
         unlimited, cap = _unlimited(array, dims), request.options.staging_nbytes
         specs[array.name] = _spec(array, shards, request.format, cap, unlimited)
-    if request.format.startswith("zarr"):  # netCDF's sink says so itself; in plain HDF5 two axes of one name are two
+    if request.format == "zarr":  # netCDF's sink says so itself; in plain HDF5 two axes of one name are two
         for problem, fix in unopened_by_xarray(specs):
             raise ConfigError(f"{problem}. {fix}")
     sink = make_sink(
@@ -257,12 +257,12 @@ def _spec(array: SavedArray, shards: Shards, kind: str, cap_nbytes: int, unlimit
     chunks = array.chunks
     if chunks == AUTO:
         chunks = None
-        needs_chunks = array.compression is not None or kind.startswith("zarr") or unlimited
+        needs_chunks = array.compression is not None or kind == "zarr" or unlimited
         if array.shape and 0 not in array.shape and needs_chunks and array.shards is None:  # (with shards: the sink says so)
             chunks = plan_chunks(array.shape, array.dtype.itemsize, shards, cap_nbytes)
             if unlimited and len(array.shape) == 1:  # a time axis: not a chunk for each element that comes
                 chunks = (max(chunks[0], _CHUNK_OF_COORDINATE),)
-    if kind.startswith("zarr") and chunks is None:  # every axis can grow there, and one chunk is the whole array
+    if kind == "zarr" and chunks is None:  # every axis can grow there, and one chunk is the whole array
         unlimited = ()
     attrs, fill = marked(kind, array.name, array.attrs, array.dtype)
     return ArraySpec(

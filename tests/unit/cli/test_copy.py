@@ -267,13 +267,13 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr", "zarr2"])
+@pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr"])
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_that_is_not_taken_over_says_what_to_type(tmp_path: Path, name: str, target: str) -> None:
     """Wrong if what is proposed failed, or a copy was of other values: a lossy filter changed them once more, without a word
     where the first chunk stayed what it was.
     """
-    path, out = tmp_path / "in.h5", tmp_path / target.replace("zarr2", "out.zarr")
+    path, out = tmp_path / "in.h5", tmp_path / target
     with h5py.File(path, "w") as file:
         values = (np.linspace(0, 1e6, 64) + np.random.default_rng(0).normal(0, 1e3, (64, 64))).T.astype("f4")
         values[:32, :32] = 0
@@ -281,7 +281,6 @@ def test_a_filter_that_is_not_taken_over_says_what_to_type(tmp_path: Path, name:
     with h5py.File(path) as file:
         values = file["x"][...]
     command = ["copy", str(path), str(out), "--allow-filters", "zfp,sz,sperr,szip,scaleoffset"]
-    command += ["--format", "zarr2"] if target == "zarr2" else []
     code, _, said = run(*command, columns=200)
     if code:
         assert code == 1 and "'/x'" in said
@@ -324,7 +323,7 @@ def test_coordinates_take_the_compression_that_is_typed(tmp_path: Path, target: 
 
 
 @pytest.mark.parametrize("marker", [np.nan, -9.0])
-@pytest.mark.parametrize("target", ["out.nc", "out.zarr", "zarr2"])
+@pytest.mark.parametrize("target", ["out.nc", "out.zarr"])
 @pytest.mark.filterwarnings("ignore:.*dropping '_FillValue'")
 def test_a_fill_value_of_integers_that_is_a_floating_point_number(tmp_path: Path, target: str, marker: float) -> None:
     """NCO leaves NaN where it packs. Wrong if the array were lost, or if xarray did not open the store."""
@@ -332,10 +331,10 @@ def test_a_fill_value_of_integers_that_is_a_floating_point_number(tmp_path: Path
         file["v"] = np.array([3, -9, 4], "i2")
         file["v"].attrs.update({"scale_factor": 0.5, "add_offset": 1.0, "_FillValue": marker})
         file["v"].make_scale("v")
-    out = tmp_path / ("out.zarr" if target == "zarr2" else target)
+    out = tmp_path / target
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", shardload.LeftOutWarning)
-        shardload.copy(tmp_path / "in.h5", out, format="zarr2" if target == "zarr2" else None)
+        shardload.copy(tmp_path / "in.h5", out)
     assert [str(warning.message).count("'_FillValue'") for warning in told] == [1] * bool(np.isnan(marker))
     with xr.open_dataset(tmp_path / "in.h5", engine="h5netcdf") as before, xr.open_dataset(out) as after:
         xr.testing.assert_equal(before.load(), after.load())

@@ -34,7 +34,7 @@ from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
-KINDS = ["x.h5", "x.nc", "x.zarr", "v2.zarr", "one.zarr"]
+KINDS = ["x.h5", "x.nc", "x.zarr", "one.zarr"]
 VALUES = ramp((6, 4), "f4")
 
 
@@ -42,8 +42,7 @@ def catalog_of(folder: Path, kind: str, mode: str = "w") -> tuple[Any, Any]:
     """A sink and its catalog, which nobody ends: as after a kill."""
     spec = ArraySpec(VALUES.shape, VALUES.dtype, (2, 4), compression=Compression.of("gzip"))
     name = "/" if kind == "one.zarr" else "rho"
-    form = "zarr2" if kind == "v2.zarr" else None
-    sink = make_sink(str(folder / kind), {name: spec}, mode=mode, format=form)
+    sink = make_sink(str(folder / kind), {name: spec}, mode=mode)
     return sink, sink.create()
 
 
@@ -184,7 +183,7 @@ def test_a_store_that_was_being_replaced(
             find_array(str(old))
 
 
-@pytest.mark.parametrize("kind", ["x.zarr", "v2.zarr", "one.zarr"])
+@pytest.mark.parametrize("kind", ["x.zarr", "one.zarr"])
 def test_a_store_that_was_being_abandoned_is_not_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All was written, but the comparison failed, and the process was killed as it removed the store."""
     sink, catalog = catalog_of(tmp_path, kind)

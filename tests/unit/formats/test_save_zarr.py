@@ -44,33 +44,27 @@ COMMON: dict[str, Any] = {
     "blosc": "blosc",
     "bits": BLOSC_ZSTD,
 }
-ONLY_2 = {"lz4": "lz4", "gzip+shuffle": {"name": "gzip", "shuffle": True}}  # TensorStore has neither
-LAYOUTS = [("zarr", name, sharded) for name in COMMON for sharded in (False, True)]
-LAYOUTS += [("zarr2", name, False) for name in COMMON | ONLY_2]
-QUICK = [one for k, one in enumerate(LAYOUTS) if one[2] or k % 3 == 0 or one[1] in ONLY_2]
+LAYOUTS = [(name, sharded) for name in COMMON for sharded in (False, True)]
+QUICK = [one for k, one in enumerate(LAYOUTS) if one[1] or k % 3 == 0]
 
 
 def spec(dtype: Any, compression: Any = None, chunks: Any = CHUNKS, shape: Any = SHAPE, **more: Any) -> ArraySpec:
     return ArraySpec(shape, np.dtype(dtype), chunks, compression=Compression.of(compression), **more)
 
 
-def by_tensorstore(path: Path, version: str) -> Any:
-    driver = "zarr" if version == "zarr2" else "zarr3"
-    return tensorstore.open({"driver": driver, "kvstore": f"file://{path}"}).result().read().result()
+def by_tensorstore(path: Path) -> Any:
+    return tensorstore.open({"driver": "zarr3", "kvstore": f"file://{path}"}).result().read().result()
 
 
-@pytest.mark.parametrize(("version", "name", "sharded"), quick_ones(LAYOUTS, *QUICK))
-def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharded: bool) -> None:
+@pytest.mark.parametrize(("name", "sharded"), quick_ones(LAYOUTS, *QUICK))
+def test_every_type_is_read_back(tmp_path: Path, name: str, sharded: bool) -> None:
     """Wrong if an index had other offsets, an edge chunk were cut, or metadata did not say what was done to the bytes."""
     more: dict[str, Any] = {"dims": ("z", None, "x"), "attrs": {"units": "K"}}
     if sharded:
         more["shards"] = SHARDS
     values = {f"g/x{k}": ramp(SHAPE, kind) for k, kind in some_of(enumerate(DTYPES), 1 if name == "none" else 3)}
-    specs = {
-        key: spec(one.dtype, (COMMON | ONLY_2)[name], checksum=version == "zarr" and k % 2 == 1, **more)
-        for k, (key, one) in enumerate(values.items())
-    }
-    sink = save(tmp_path / "x.zarr", values, specs, format=version, group_attrs={"/": {"title": "a test"}})
+    specs = {key: spec(one.dtype, COMMON[name], checksum=k % 2 == 1, **more) for k, (key, one) in enumerate(values.items())}
+    sink = save(tmp_path / "x.zarr", values, specs, group_attrs={"/": {"title": "a test"}})
     group = zarr.open_group(tmp_path / "x.zarr", mode="r")
     assert dict(group.attrs) == {"title": "a test"}
     for key, expected in values.items():
@@ -78,8 +72,7 @@ def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharde
         assert found.dtype.newbyteorder("=") == expected.dtype.newbyteorder("=") and found.chunks == CHUNKS
         assert found.attrs["units"] == "K" and found.shards == (SHARDS if sharded else None)
         np.testing.assert_array_equal(found[...], expected)
-        if name not in ONLY_2:
-            np.testing.assert_array_equal(by_tensorstore(tmp_path / "x.zarr" / key, version), expected)
+        np.testing.assert_array_equal(by_tensorstore(tmp_path / "x.zarr" / key), expected)
     source = open_source(str(tmp_path / "x.zarr"), "/g/x6")
     out = np.empty(SHAPE, source.dtype)
     source.read_into(Region.whole(SHAPE), out)
@@ -96,11 +89,10 @@ def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharde
     source.close()
 
 
-@pytest.mark.parametrize("version", ["zarr", "zarr2"])
-def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path, version: str) -> None:
+def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path) -> None:
     """Wrong if names were left out, or if axes of different lengths had one name: xarray refuses both."""
     arrays = {"x": ramp((5, 4), "<f4"), "y": ramp((4, 4, 3), "<f4"), "z": ramp((3,), "<i4"), "alone": ramp((), "<f8")}
-    save(tmp_path / "x.zarr", arrays, {name: ArraySpec(one.shape, one.dtype) for name, one in arrays.items()}, format=version)
+    save(tmp_path / "x.zarr", arrays, {name: ArraySpec(one.shape, one.dtype) for name, one in arrays.items()})
     with xr.open_zarr(tmp_path / "x.zarr") as found:
         for name, values in arrays.items():
             np.testing.assert_array_equal(found[name].values, values)
@@ -109,11 +101,10 @@ def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path, version: str) 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 7)], ids=str)
-@pytest.mark.parametrize("version", ["zarr", "zarr2"])
-def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, version: str, shape: tuple[int, ...]) -> None:
+def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, shape: tuple[int, ...]) -> None:
     values = ramp(shape, "f4")
-    save(tmp_path / "x.zarr", {"a": values, "b/c": values}, format=version)
-    save(tmp_path / "y.zarr", {"/": values}, format=version)
+    save(tmp_path / "x.zarr", {"a": values, "b/c": values})
+    save(tmp_path / "y.zarr", {"/": values})
     for found in (zarr.open_group(tmp_path / "x.zarr", mode="r")["b/c"], zarr.open_array(tmp_path / "y.zarr", mode="r")):
         assert found.shape == shape
         np.testing.assert_array_equal(found[...], values)
@@ -153,13 +144,12 @@ def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
     assert ours.keys() <= theirs.keys() and {key: theirs[key] for key in ours} == ours
 
 
-@pytest.mark.parametrize("version", ["zarr", "zarr2"])
-def test_fill_values_that_json_does_not_have(tmp_path: Path, version: str) -> None:
+def test_fill_values_that_json_does_not_have(tmp_path: Path) -> None:
     """Wrong if one became another: it is the value of chunks that nobody has written."""
     for fill in map(np.float32, ("nan", "inf", "-inf")):
         for value in (fill, np.complex64(complex(1, fill))):
             values = np.full(SHAPE, 3, value.dtype)
-            save(tmp_path / "x.zarr", {"x": values}, {"x": spec(value.dtype, fill_value=value)}, format=version, mode="w")
+            save(tmp_path / "x.zarr", {"x": values}, {"x": spec(value.dtype, fill_value=value)}, mode="w")
             found = zarr.open_array(tmp_path / "x.zarr" / "x", mode="r").fill_value
             np.testing.assert_array_equal(found, value)
             np.testing.assert_array_equal(np.imag(found), np.imag(value))
@@ -219,16 +209,10 @@ def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: P
     [
         (spec("f4", {"name": "gzip", "shuffle": True}), "zarr", "which Zarr format 3 does not have. Pass compression='blosc'"),
         (spec("f4", "lz4"), "zarr", r"is 'lz4'; Zarr has gzip, zstd, blosc. Pass compression='blosc\(lz4\)'"),
-        (spec("f4", "szip"), "zarr2", "is 'szip'; Zarr has gzip, zstd, blosc, lz4. Pass compression='zstd'"),
+        (spec("f4", "szip"), "zarr", "is 'szip'; Zarr has gzip, zstd, blosc. Pass compression='zstd'"),
         (spec("f4", {"name": "gzip", "options": {"a": 1}}), "zarr", "gzip has no option 'a' in Zarr"),
-        (spec("f4", shards=SHARDS), "zarr2", "'/x' has shards, which Zarr format 2 does not have"),
-        (spec("f4", checksum=True), "zarr2", "'/x' has checksums, which Zarr format 2 does not have"),
+        (spec("f4"), "zarr2", r"format is 'zarr2'; .*xarray's to_zarr\(path, zarr_format=2\)"),
         (spec("f4", shards=(3, 3, 4)), "zarr", r"shards of '/x' are \(3, 3, 4\); expected a multiple of the chunks"),
-        (
-            spec(np.dtype(ml_dtypes.bfloat16).newbyteorder(">")),
-            "zarr2",
-            "'/x' is to be big-endian bfloat16, which Zarr 2 cannot say",
-        ),
         (spec("f4", attrs={"a": np.nan}), "zarr", "the attribute 'a' of '/x' is nan, which Zarr's JSON cannot hold"),
         (spec("f4", attrs={"a": np.datetime64("NaT", "s")}), "zarr", "'a' of '/x' is .*NaT.*, which Zarr's JSON cannot hold"),
     ],
@@ -239,12 +223,12 @@ def test_what_zarr_cannot_hold(tmp_path: Path, asked: ArraySpec, version: str, w
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["x.h5", "x.nc", "x.zarr", "x.zarr2"])
+@pytest.mark.parametrize("name", ["x.h5", "x.nc", "x.zarr"])
 def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
     """Wrong if a group that has attributes only, as headers of simulations are, were lost."""
-    path, version = tmp_path / name.replace("zarr2", "zarr"), "zarr2" if name.endswith("2") else None
+    path = tmp_path / name
     groups = {"/": {"t": 0}, "/g": {"t": 1}, "/Header": {"t": 2}, "/a/b/c": {"t": 3}}
-    save(path, {"g/x": np.arange(3, dtype="i4")}, format=version, group_attrs=groups)
+    save(path, {"g/x": np.arange(3, dtype="i4")}, group_attrs=groups)
     opened = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path)
     assert {
         group: int(opened[group.strip("/") or "/"].attrs["t"] if group != "/" else opened.attrs["t"]) for group in groups
@@ -257,15 +241,15 @@ def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
     ("kind", "name", "says"),
     [
         ("zarr", "/..", "is no name"),
-        ("zarr2", "/g/../../out", "is no name"),
+        ("zarr", "/g/../../out", "is no name"),
         ("hdf5", "/./g", "is no name"),
         ("zarr", "/zarr.json", "has files of such names"),
-        ("zarr2", "/a/.zgroup", "has files of such names"),
+        ("zarr", "/a/.zgroup", "has files of such names"),
         ("zarr", "/" + "q" * 256, "too long for a folder"),
         ("netcdf4", "/ g", "begins with a space"),
         ("netcdf4", "/" + "q" * 256, "of 256 bytes"),
-        *((kind, "/g/x", "is an array, or below one") for kind in ("hdf5", "netcdf4", "zarr", "zarr2")),
-        *((kind, "/g/x/y", "is an array, or below one") for kind in ("hdf5", "netcdf4", "zarr", "zarr2")),
+        *((kind, "/g/x", "is an array, or below one") for kind in ("hdf5", "netcdf4", "zarr")),
+        *((kind, "/g/x/y", "is an array, or below one") for kind in ("hdf5", "netcdf4", "zarr")),
         ("netcdf4", "/lon", "is a group, and the name of an axis"),
     ],
 )
@@ -409,15 +393,14 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
 
 
-@pytest.mark.parametrize("version", ["zarr", "zarr2"])
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"])
-def test_types_of_jax_are_those_of_tensorstore(tmp_path: Path, name: str, version: str) -> None:
+def test_types_of_jax_are_those_of_tensorstore(tmp_path: Path, name: str) -> None:
     """Wrong if TensorStore, which wrote such stores first, found other bits in these."""
     values = ramp(SHAPE, "float32").astype(getattr(ml_dtypes, name))
     if name == "bfloat16":
         values.reshape(-1)[:2].view("u2")[:] = (0xFF81, 0x8000)
-    save(tmp_path / "x.zarr", {"x": values}, {"x": spec(values.dtype, "zstd", fill_value=values.dtype.type(1))}, format=version)
-    found = by_tensorstore(tmp_path / "x.zarr" / "x", version)
+    save(tmp_path / "x.zarr", {"x": values}, {"x": spec(values.dtype, "zstd", fill_value=values.dtype.type(1))})
+    found = by_tensorstore(tmp_path / "x.zarr" / "x")
     assert found.dtype == values.dtype and found.tobytes() == values.tobytes()
     source = open_source(str(tmp_path / "x.zarr"), "/x")
     assert source.dtype == values.dtype and source.plain(Region.whole(SHAPE)).tobytes() == values.tobytes()
