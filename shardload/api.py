@@ -44,7 +44,7 @@ _APPEND = defaults_of("append")
 Single = str | os.PathLike[str]
 
 
-class _ScatterOptions(TypedDict, total=False):
+class _LoadOptions(TypedDict, total=False):
     dtype: Any
     pad: Any
     staging: str | int
@@ -52,9 +52,6 @@ class _ScatterOptions(TypedDict, total=False):
     comm: Any
     progress: Progress
     timeout: float | None
-
-
-class _LoadOptions(_ScatterOptions, total=False):
     select: Any
     decode: bool | str | None
     halo: Any
@@ -415,17 +412,6 @@ def stream(
     return open_stream(path, mesh, spec, keywords_of("stream", locals()))
 
 
-@overload
-def scatter(
-    array: np.ndarray[Any, Any] | jax.Array | None,
-    mesh: Any,
-    spec: Any = None,
-    *,
-    root: int = 0,
-    **options: Unpack[_ScatterOptions],
-) -> jax.Array: ...
-@overload
-def scatter(array: Any, mesh: Any, spec: Any = None, *, root: int = 0, **options: Unpack[_ScatterOptions]) -> Any: ...
 def scatter(
     array: Any,
     mesh: Any,
@@ -439,7 +425,7 @@ def scatter(
     comm: Any = DEFAULTS.comm,
     progress: Progress = DEFAULTS.progress,
     timeout: float | None = DEFAULTS.timeout,
-) -> Any:
+) -> jax.Array:
     """Give every process its shards of an array that one rank has or makes.
 
     The root sends parts of its array from views: no pickle, and no second copy of the array. What the other ranks pass as
@@ -449,10 +435,9 @@ def scatter(
 
     Parameters
     ----------
-    array : array_like, tree or callable
+    array : array_like or callable
         On `root`: the array, or a function without arguments that returns it (called on `root` alone). Elsewhere: anything,
-        usually None. A dict (of dicts, lists and tuples) of arrays is a tree; a list by itself is one array, unless `spec` is
-        a tree.
+        usually None.
     mesh, spec, dtype, pad, staging, verify, comm, progress, timeout
         As in `load`.
     root : int
@@ -460,7 +445,7 @@ def scatter(
 
     Returns
     -------
-    jax.Array or tree of jax.Array
+    jax.Array
         The array, with its (padded) shape, its dtype and the given sharding.
 
     Raises
@@ -470,7 +455,8 @@ def scatter(
         root the original error is its cause.
     """
     with ScatterCall(array, mesh, spec, keywords_of("scatter", locals())).begin() as call:
-        return call.scatter()
+        x: jax.Array = call.scatter()
+    return x
 
 
 def verify(

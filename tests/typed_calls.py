@@ -23,7 +23,6 @@ def calls(
     assert_type(plan.execute(), jax.Array)
     assert_type(shardload.plan("data.h5", mesh, spec, dataset=["rho", "vel"]), Any)
     assert_type(shardload.scatter(field, mesh, spec, root=1, dtype="float32"), jax.Array)
-    assert_type(shardload.scatter({"rho": field}, mesh, spec), Any)
     assert_type(shardload.mask(x), jax.Array)
     assert_type(shardload.mask(plan), jax.Array)
     assert_type(shardload.unpad(x, plan), jax.Array)

@@ -115,14 +115,10 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, 
                 read = _read_pattern if place.is_pattern else _read
                 requests_by_key[key] = read(shared | values_of_place)
         except ConfigError as error:
-            raise in_array(tree.where[k] if has_trees(arguments) else "", error) from None
+            has_trees = not all(is_single(arguments[name]) for name, is_single in _IS_ONE.items() if name in arguments)
+            raise in_array(tree.where[k] if has_trees else "", error) from None
         requests.append(requests_by_key[key])
     return requests
-
-
-def has_trees(arguments: Mapping[str, Any]) -> bool:
-    """True if any argument is a tree of values, and not one value for all arrays."""
-    return any(not is_single(arguments[name]) for name, is_single in _IS_ONE.items() if name in arguments)
 
 
 def _read(keywords: dict[str, Any]) -> Request:
