@@ -26,7 +26,7 @@ from shardload.formats.contract.array import ArrayInfo, OnDemand, settle_bools
 from shardload.formats.contract.format import Source
 from shardload.jobs.consistency import SINCE_LABELS, ArrayToRead, KeptSources, State, check_same_version, contents_of, is_open
 from shardload.jobs.loading.plan import LoadLayout, Plan
-from shardload.jobs.trees import in_array, naming_errors
+from shardload.jobs.trees import naming_errors
 from shardload.options import Options, fill_value
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
@@ -91,12 +91,8 @@ class ArrayLoad:
         """True if the caller has the array open or in memory on every rank."""
         return is_open(self.handle)
 
-    def named(self, error: BaseException) -> BaseException:
-        """An error of this array, which names it if there are others."""
-        return in_array(self.where, error, f"'{printable(self.info.dataset)}'")
-
     def naming_errors(self) -> AbstractContextManager[None]:
-        """Let errors that are raised inside name this array."""
+        """Let errors that are raised inside name this array, if there are others."""
         return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
 
     @property
@@ -128,7 +124,7 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
     moves = []
     for k, load in enumerate(loads):
         layout, name = load.layout, load.name if len(loads) > 1 else ""
-        moves.append(FileMove(k, layout.schedule, load.info, layout.source, name, load.named))
+        moves.append(FileMove(k, layout.schedule, load.info, layout.source, name, load.naming_errors))
     return moves
 
 
