@@ -25,7 +25,6 @@ from shardload.jobs.trees import (
     is_one_spec,
     is_tree_of_selections,
     is_tree_of_specs,
-    refuse_traced,
     text_of,
 )
 from shardload.options import OPTIONS, PER_LOADED_ARRAY, Options
@@ -132,8 +131,6 @@ def _read(keywords: dict[str, Any]) -> Request:
         read_sharding(mesh, (entry,))  # each alone: a mesh axis may cut an axis of one variable, and another one of another
     sharding = read_sharding(mesh, spec if by_name is None else ())
     text = describe_sharding(sharding) + ("" if by_name is None else f" by the names {by_name}")
-    for name in _DEFAULTS:
-        refuse_traced(name, options.get(name))
     checked = Options.check(**options)
     return Request(sharding, checked, {"sharding": text, **checked.describe()}, by_name)
 
