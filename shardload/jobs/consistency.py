@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.arrays.compare import sample_regions
+from shardload.arrays.verification import sample_regions
 from shardload.comm.group import Group
 from shardload.errors import ShardloadError, SourceError, StallError
 from shardload.formats.access import Access
