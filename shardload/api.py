@@ -383,7 +383,7 @@ def scatter(
     comm: Any = DEFAULTS.comm,
     progress: Progress = DEFAULTS.progress,
     timeout: float | None = DEFAULTS.timeout,
-) -> Any:
+) -> jax.Array:
     """Give every process its shards of an array that one rank has or makes.
 
     The root sends parts of its array from views: no pickle, and no second copy of the array. What the other ranks pass as
@@ -393,10 +393,9 @@ def scatter(
 
     Parameters
     ----------
-    array : array_like, tree or callable
+    array : array_like or callable
         On `root`: the array, or a function without arguments that returns it (called on `root` alone). Elsewhere: anything,
-        usually None. A dict (of dicts, lists and tuples) of arrays is a tree; a list by itself is one array, unless `spec` is
-        a tree.
+        usually None.
     mesh, spec, dtype, pad, staging, verify, comm, progress, timeout
         As in `load`.
     root : int
@@ -404,7 +403,7 @@ def scatter(
 
     Returns
     -------
-    jax.Array or tree of jax.Array
+    jax.Array
         The array, with its (padded) shape, its dtype and the given sharding.
 
     Raises
@@ -414,7 +413,8 @@ def scatter(
         root the original error is its cause.
     """
     with ScatterCall(array, mesh, spec, keywords_of("scatter", locals())).begin() as call:
-        return call.scatter()
+        x: jax.Array = call.scatter()
+    return x
 
 
 def verify(

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,10 +48,10 @@ class FileMove(ArrayMove):
         info: ArrayInfo,
         layout: SourceLayout,
         name: str | None = None,
-        with_name: Callable[[BaseException], BaseException] | None = None,
+        naming_errors: Callable[[], AbstractContextManager[None]] = nullcontext,
         is_cut: Sequence[bool] = (),
     ) -> None:
-        super().__init__(array, flow, layout.dtype, str(info) if name is None else name, with_name)
+        super().__init__(array, flow, layout.dtype, str(info) if name is None else name, naming_errors)
         self.info, self.layout, self.is_cut = info, layout, is_cut
 
 
@@ -87,10 +87,8 @@ class FileSource(ABC):
     def stage(self, moves: Sequence[Any], resources: Resources, opened: ExitStack) -> None:
         """See `SourceEndpoint`."""
         for move, source in zip(moves, self.open(moves, opened), strict=True):
-            try:
+            with move.naming_errors():
                 move.producer = self._reader(move, source, resources, opened)
-            except Exception as error:
-                move.fail(error)
 
     def _reader(self, move: FileMove, source: Source | None, resources: Resources, opened: ExitStack) -> SourceReader:
         info, layout, flow, tuning = move.info, move.layout, move.flow, self._tuning

@@ -215,7 +215,9 @@ class Session:
                 self.agree()  # a rank that cannot read or receive says so before anything is sent
             # A thread of the target may have failed since: the others expect what this rank sends all the same.
             if channels is not None:
-                failed = self._exchange(begun, channels, partial(self._begin_next, round_, source, target, coming))
+                begin_next = partial(self._begin_next, round_, source, target, coming)
+                failed, counters = exchange(self.group, channels, self._resources(round_), begun.outgoing, begin_next)
+                self.counters.add(counters)
                 del channels  # an error that is kept keeps the variables of its calls: see `system.garbage.let_go`
                 if failed is not None:
                     self.errors.keep(failed)
@@ -266,11 +268,6 @@ class Session:
         )
         begun.opened.callback(channels.close)
         return channels
-
-    def _exchange(self, begun: _BegunRound, channels: Channels, begin_next: Callable[[], bool]) -> BaseException | None:
-        failed, counters = exchange(self.group, channels, self._resources(begun.round), begun.outgoing, begin_next)
-        self.counters.add(counters)
-        return failed
 
     def _resources(self, round_: Round) -> Resources:
         """Buffers and threads of a round: those of the round before, if it had the same staging."""

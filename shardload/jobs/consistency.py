@@ -20,21 +20,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from shardload.arrays.compare import sample_regions
+from shardload.arrays.verification import sample_regions
 from shardload.comm.group import Group
 from shardload.errors import ShardloadError, SourceError, StallError
+from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.format import Source
+from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.diagnosis import as_source_error
-from shardload.formats.lookup import answers_slowly
+from shardload.formats.lookup import answers_slowly, file_of, open_file, open_source
 from shardload.planning.region import Grid, Region
 from shardload.planning.selection import Selection
 from shardload.system.thread_pool import call_together
@@ -234,46 +237,92 @@ def check_unchanged(name: str, before: State, after: State, path: str, dataset: 
         raise SourceError(text, path=path, dataset=dataset)
 
 
-class KeptSources:
-    """The arrays that one rank reads, maybe in several rounds: each is opened when it is first read, and stays open.
-
-    Parameters
-    ----------
-    open_array : callable
-        Opens the array of a number.
-    states : sequence of State
-        Of each array, that of its file when it was found: it is an error if another one is opened.
-    what_changed : str
-        That error, see `check_same_version`.
-    naming : callable, optional
-        Gives what lets errors name the array of a number.
+@dataclass(frozen=True)
+class ArrayToRead:
+    """An array that `KeptSources` opens.
 
     Attributes
     ----------
+    handle : object
+        A path, or an open array.
+    info : ArrayInfo
+        What all ranks know of it.
+    access : Access
+        What the caller allows.
+    state : State
+        That of its file when it was found: it is an error if another one is opened.
+    values : Source or None
+        The array, if its values are in memory already.
+    naming : callable
+        Gives what lets errors name it.
+    """
+
+    handle: Any
+    info: ArrayInfo
+    access: Access
+    state: State = None
+    values: Source | None = None
+    naming: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def file(self) -> str | None:
+        """Equal for arrays of one file; None if the array is not in a file that is opened here."""
+        return file_of(os.fspath(self.handle)) if isinstance(self.handle, (str, os.PathLike)) else None
+
+
+class KeptSources:
+    """The arrays that one rank reads, maybe in several rounds: each is opened when it is first read, and stays open.
+
+    A file with several of them is opened once.
+
+    Parameters
+    ----------
+    arrays : sequence of ArrayToRead
+        The arrays. An array is named by its number here.
+    what_changed : str
+        What is said of a file that is not the one in which an array was found: see `check_same_version`.
+    planned : str
+        See `as_planned`.
+
+    Attributes
+    ----------
+    file_states : dict
+        The state of each file with several arrays that is open here, by the path in `ArrayInfo`.
     versions_read : dict
         See `Source.versions_read`: of all arrays, at the last `check_unchanged`.
     """
 
-    def __init__(
-        self,
-        open_array: Callable[[int], Source],
-        states: Sequence[State],
-        what_changed: str,
-        naming: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
-        self._open_array, self._states, self._what_changed, self._naming = open_array, states, what_changed, naming
+    def __init__(self, arrays: Sequence[ArrayToRead], what_changed: str = "", planned: str = "the plan was made for") -> None:
+        self._arrays, self._what_changed, self._planned = arrays, what_changed, planned
+        self._n_arrays = Counter(array.file for array in arrays if array.file is not None)
+        self._files: dict[str, OpenFile] = {}
+        self.file_states: dict[str, State] = {}
         self.versions_read: dict[str, Sequence[Any]] = {}
         self._opened: dict[int, tuple[Source, State]] = {}
 
     def open(self, number: int) -> Source:
-        """The source of an array."""
+        """The source of an array. SourceError if it is not as it was planned, or in another version of the file."""
         if number not in self._opened:
-            source = self._open_array(number)
+            array = self._arrays[number]
+            source = self.open_again(number) if array.values is None else array.values
             state, info = source.opened_in(), source.info
             with Undo(source.close):
-                check_same_version(str(info), self._states[number], state, info, self._what_changed)
+                check_same_version(str(info), array.state, state, info, self._what_changed)
             self._opened[number] = source, state
         return self._opened[number][0]
+
+    def open_again(self, number: int) -> Source:
+        """Another source of an array, which the caller closes. SourceError if it is not as it was planned."""
+        array = self._arrays[number]
+        file, info = array.file, array.info
+        if file is None or self._n_arrays[file] == 1:
+            source = open_source(array.handle, info.dataset, array.access, info)
+        else:
+            if file not in self._files:
+                opened = self._files[file] = open_file(array.handle, array.access, info)
+                self.file_states[info.path] = opened.state()
+            source = self._files[file].open(info.dataset, info)
+        return as_planned(source, info, self._planned)
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file of an open array has changed since it was opened. Where that takes a request for each
@@ -291,7 +340,7 @@ class KeptSources:
     def _check(self, number: int) -> None:
         source, before = self._opened[number]
         info = source.info
-        with self._naming(number), as_source_error(info.path, info.dataset):
+        with self._arrays[number].naming(), as_source_error(info.path, info.dataset):
             check_unchanged(str(info), before, source.state(), info.path, info.dataset)
 
     def versions_not_in(self, known: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
@@ -305,9 +354,12 @@ class KeptSources:
         for number in list(self._opened)[: max(0, len(self._opened) - most)]:
             self._opened.pop(number)[0].close()
 
-    def close(self, kind: type[BaseException] | None = None) -> None:
+    def close(self, kind: type[BaseException] | None = None, *_error: object) -> None:
         """Close all, but not after a stall (the error `kind`): a thread may hang in a read, and the library would wait."""
         if kind is None or not issubclass(kind, StallError):
             for source, _ in self._opened.values():
                 source.close()
+            for file in self._files.values():
+                file.close()
         self._opened.clear()
+        self._files.clear()

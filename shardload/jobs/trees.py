@@ -431,24 +431,6 @@ def is_tree_of_selections(value: Mapping[Any, Any], keys: Sequence[Any]) -> bool
     return _has_keys(value, keys) or any(isinstance(part, (Mapping, list, tuple)) for part in value.values())
 
 
-def refuse_traced(name: str, value: Any) -> None:
-    """ConfigError if a number in an option is traced by `jax.jit`, `jax.vmap` or `jax.grad`: it has no value yet."""
-    if isinstance(value, jax.core.Tracer):
-        raise ConfigError(
-            f"{name} has a traced number, which has no value yet, and files are read while the function is traced. Call this "
-            "outside of jax.jit, or pass a Python number; or load all of the array, and index it"
-        )
-    parts: Iterable[Any] = ()
-    if isinstance(value, slice):
-        parts = (value.start, value.stop)
-    elif isinstance(value, Near | Between | Mapping):
-        parts = (value if isinstance(value, Mapping) else vars(value)).values()
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    for part in parts:
-        refuse_traced(name, part)
-
-
 def _matching(
     name: str,
     values: list[tuple[Any, Any]],

@@ -194,10 +194,8 @@ class _Exchange:
 
     def _deliver(self, array: int, staged: StagedBlock) -> None:
         """Count the parts of a block that stay, and send the others. An error of staging it names the array."""
-        try:
+        with self.moves[array].naming_errors():
             staged.result()
-        except Exception as error:
-            self.moves[array].fail(error)
         for part in staged.block.parts:
             if part.rank == self.rank:
                 self.arrivals.count(array, part)

@@ -14,8 +14,9 @@ the first one is kept until the ranks agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -173,8 +174,8 @@ class ArrayMove:
         Type of the values as they are sent.
     name : str
         Name of the array in error messages.
-    with_name : callable, optional
-        Makes an error of this array one that names it.
+    naming_errors : callable
+        Gives what lets errors name this array.
     producer : Producer
         Stages what this rank sends. The source of a session sets it.
     targets : mapping of int to Piece
@@ -190,22 +191,11 @@ class ArrayMove:
     flow: Flow
     dtype: np.dtype[Any]
     name: str = ""
-    with_name: Callable[[BaseException], BaseException] | None = None
+    naming_errors: Callable[[], AbstractContextManager[None]] = nullcontext
     producer: Producer = field(default=None)  # type: ignore[assignment]
     targets: Mapping[int, Piece] = field(default_factory=dict)
     on_complete: Callable[[Piece], None] | None = None
     seed: int = 0
-
-    def explain(self, error: BaseException) -> BaseException:
-        """An error of this array as one that names it."""
-        return error if self.with_name is None else self.with_name(error)
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """Raise an error of this array as one that names it."""
-        named_error = self.explain(error)
-        if named_error is error:
-            raise error
-        raise named_error from error
 
 
 class Arrivals:
@@ -243,10 +233,8 @@ class Arrivals:
             with self.errors:
                 self._on_progress(size * move.dtype.itemsize)
         if n_left[target] == 0 and move.on_complete is not None and not self.errors:
-            try:
+            with self.errors, move.naming_errors():
                 move.on_complete(move.targets[target])
-            except Exception as error:
-                self.errors.keep(move.explain(error))
 
     def receive(self, array: int, part: Part, is_summed: bool) -> None:
         """Count a part that came from another rank. `is_summed`: whether its checksum was computed."""

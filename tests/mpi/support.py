@@ -232,13 +232,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], where: Any, n
 
 def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, let a load fail that opens an array to read its values."""
-    from shardload.jobs.loading import endpoints  # programs that import this module decide themselves
+    from shardload.jobs import consistency  # programs that import this module decide themselves
 
     def read(*_: Any) -> None:
         raise AssertionError("values were read")
 
-    monkeypatch.setattr(endpoints, "open_source", read)
-    monkeypatch.setattr(endpoints, "open_file", read)
+    monkeypatch.setattr(consistency, "open_source", read)
+    monkeypatch.setattr(consistency, "open_file", read)
 
 
 def on_disk(comm: Any, folder: Path) -> list[str]:

@@ -28,6 +28,7 @@ import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.formats.codecs import algorithms
+from shardload.jobs import consistency
 from shardload.jobs.loading import endpoints
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.schedule import Schedule
@@ -81,7 +82,7 @@ def test_small_array_comes_with_its_metadata(
     """Wrong if every rank opened a file of a few bytes, or if its values came in the file's own byte order."""
     values, mesh = ramp(cube()), mesh_of()
 
-    monkeypatch.setattr(endpoints, "open_source", raising(PermissionError("nobody but rank 0 opens it")))
+    monkeypatch.setattr(consistency, "open_source", raising(PermissionError("nobody but rank 0 opens it")))
     tune(small_nbytes=1 << 20)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))
@@ -199,7 +200,7 @@ def test_ranks_that_differ_when_each_reads_by_itself(files: dict[str, str], comm
 @pytest.mark.parametrize(
     ("where", "name", "error", "readers", "kind"),
     [
-        pytest.param(endpoints, "open_source", OSError("no such disk"), "direct", PeerError, id="read its own part"),
+        pytest.param(consistency, "open_source", OSError("no such disk"), "direct", PeerError, id="read its own part"),
         pytest.param(LoadCall, "_describe", MemoryError("no room"), "auto", ConfigError, id="say what it was asked for"),
         pytest.param(Schedule, "incoming", MemoryError("no room"), "parallel", PeerError, id="list the parts that come"),
         pytest.param(Schedule, "outgoing", MemoryError("no room"), "parallel", PeerError, id="list the parts that go"),
@@ -446,7 +447,7 @@ def test_a_file_that_changes_when_it_has_been_opened(
     if is_small:  # between the look at its state and the reading of its values
         module, name = importlib.import_module("shardload.formats.lookup"), "iter"
     else:
-        module, name = importlib.import_module("shardload.jobs.loading.endpoints"), "open_source"
+        module, name = importlib.import_module("shardload.jobs.consistency"), "open_source"
     right = getattr(module, name, iter)
 
     def then_changed(*arguments: Any, **options: Any) -> Any:

@@ -235,45 +235,23 @@ def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
     same_error(comm, call({**x, "id": "no array"}), ConfigError, "x['id'] is a str; expected a jax.Array")
 
 
-def test_scatter_a_tree(comm: Any) -> None:
-    """Wrong if the ranks without arrays did not get the root's tree, or its arrays in another order."""
-    mesh, of, n = mesh_of(), values(), unit()
-    mine = {"z": of["/gas/mask"], "a": [of["/gas/rho"], (of["/stars/pos"][:n], np.float32(2))], 3: of["/stars/vel"][:n]}
-    mine = {"z": mine["z"], "a": {"b": mine["a"], "c": mine[3]}}
-    root = comm.size - 1
-    x = shardload.scatter((lambda: mine) if comm.rank == root else None, mesh, {"z": P("a"), "a": P()}, root=root, pad=0)
-    check(x["z"], mine["z"], mesh, P("a"))
-    assert type(x["a"]["b"]) is list and type(x["a"]["b"][1]) is tuple
-    check(x["a"]["b"][0], of["/gas/rho"], mesh, P())
-    check(x["a"]["b"][1][0], of["/stars/pos"][:n], mesh, P())
-    check(x["a"]["b"][1][1], np.asarray(np.float32(2)), mesh, P())
-    check(x["a"]["c"], of["/stars/vel"][:n], mesh, P())
-    two = [of["/gas/mask"], of["/gas/rho"]]
-    first, second = shardload.scatter(two, mesh, [P("a"), P("b")], dtype=[None, "int32"])
-    check(first, two[0], mesh, P("a"))
-    check(second, two[1].astype("int32"), mesh, P("b"))
-    stacked = shardload.scatter([two[0], two[0]], mesh, P(None, "a"))
-    check(stacked, np.stack([two[0], two[0]]), mesh, P(None, "a"))
-    bad = {"x": np.zeros(2, "f4"), "y": np.zeros(2, "S3")}
-    same_error(comm, lambda: shardload.scatter(bad, mesh, P()), SourceError, "array ['y']", "strings")
+def test_scatter_takes_one_array(comm: Any) -> None:
+    """Wrong if the arrays of a tree came as one array that nobody asked for, or an option that is a tree counted in part."""
+    mesh, x = mesh_of(), values()["/gas/mask"]
+    check(shardload.scatter([x, x], mesh, P(None, "a")), np.stack([x, x]), mesh, P(None, "a"))
+    for tree in ({"x": x}, {}, {2.5: x}):
+        says = ("array is a dict on rank 0, a tree", "call it for each")
+        same_error(comm, lambda tree=tree: shardload.scatter(tree, mesh, P()), ConfigError, *says)
     ragged = [np.zeros(2, "f4"), np.zeros(3, "f4")]
-    same_error(
-        comm, lambda: shardload.scatter(ragged, mesh, P()), ConfigError, "array is a list on rank 0", "pass a dict of arrays"
-    )
-    same_error(
-        comm, lambda: shardload.scatter({"x": None}, mesh, P()), ConfigError, "array ['x']: array is None on rank 0, the root"
-    )
-    for make in (lambda x: x, lambda x: {"x": x}, lambda x: [x, x]):
+    same_error(comm, lambda: shardload.scatter(ragged, mesh, P()), ConfigError, "array is a list on rank 0", "call it for each")
+    same_error(comm, lambda: shardload.scatter([{"x": x}], mesh, P()), SourceError, "objects")
+    for make in (lambda x: x, lambda x: [x, x]):
         call = jax.jit(lambda x, make=make: shardload.scatter(make(x), mesh, P()))
-        same_error(
-            comm, lambda call=call: call(two[0]), ConfigError, "traced on rank 0: it has no values yet. Call scatter outside"
-        )
-    good = {"x": two[0], "y": two[1]}
-    same_error(comm, lambda: shardload.scatter(good, mesh, {"x": P()}), ConfigError, "spec has no ['y']")
-    for dtype in ({"x": "int32"}, ["int32"]):  # and not that of the first array of a tree which is none
-        same_error(comm, lambda: shardload.scatter(two[1], mesh, P(), dtype=dtype), ConfigError, f"dtype is {dtype}; expected")  # noqa: B023
-    same_error(comm, lambda: shardload.scatter({2.5: two[0]}, mesh, P()), ConfigError, "keys such as 2.5")
-    same_error(comm, lambda: shardload.scatter({"x": {}}, mesh, P()), ConfigError, "a tree without an array")
+        same_error(comm, lambda call=call: call(x), ConfigError, "traced on rank 0: it has no values yet. Call scatter outside")
+    same_error(comm, lambda: shardload.scatter(x, mesh, {"x": P()}), ConfigError, "a tree, but there is one array")
+    same_error(comm, lambda: shardload.scatter([x, x], mesh, [P(), P()]), ConfigError, "expected a PartitionSpec")
+    for dtype in ({"x": "int32"}, ["int32"]):
+        same_error(comm, lambda: shardload.scatter(x, mesh, P(), dtype=dtype), ConfigError, f"dtype is {dtype}; expected")  # noqa: B023
 
 
 # --- what is wrong with the call

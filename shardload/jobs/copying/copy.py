@@ -34,12 +34,11 @@ from shardload.engine.call import Call, begin_request, warn_all
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
 from shardload.engine.session import Round, Session, shared_nbytes
-from shardload.errors import ConfigError, LeftOutWarning, StallError, printable
-from shardload.formats.contract.format import OpenFile, Source
+from shardload.errors import ConfigError, LeftOutWarning, printable
+from shardload.formats.contract.format import Source
 from shardload.formats.likeness import KEEP
-from shardload.formats.lookup import open_file
 from shardload.formats.sink import Sink
-from shardload.jobs.consistency import SINCE_FOUND, KeptSources, as_planned, check_same_objects
+from shardload.jobs.consistency import SINCE_FOUND, ArrayToRead, KeptSources, check_same_objects
 from shardload.jobs.copying.request import CopyRequest, SourceArray, find, new_sink
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, DEFAULTS, TIMEOUT, Progress
@@ -434,8 +433,9 @@ class CopySource(FileSource):
         for array, slab_layout in zip(plan.sources, plan.arrays, strict=True):
             cell = tuple(max(1, n) for n in array.spec.chunks or slab_layout.array.unit)
             self._grids.append(Grid(array.spec.shape, cell, (0,) * len(cell)))
-        self._file: OpenFile | None = None
-        self.kept = KeptSources(self._open_array, [array.state for array in plan.sources], SINCE_FOUND)
+        path, access = request.source, request.options.access
+        arrays = [ArrayToRead(path, array.info, access, array.state) for array in plan.sources]
+        self.kept = KeptSources(arrays, SINCE_FOUND, "rank 0 found")
         self.n_decoded = 0
         self.n_missing = [0] * len(plan.sources)
 
@@ -444,8 +444,6 @@ class CopySource(FileSource):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.kept.close(kind)
-        if self._file is not None and (kind is None or not issubclass(kind, StallError)):
-            self._file.close()
 
     def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
@@ -457,12 +455,6 @@ class CopySource(FileSource):
         for move in moves if all(move.producer for move in moves) else ():
             self.n_decoded += move.producer.counters.chunks_decoded if move.layout.has_chunks else 0
             self.n_missing[move.array] += move.producer.counters.chunks_missing
-
-    def _open_array(self, array: int) -> Source:
-        info = self._plan.sources[array].info
-        if self._file is None:
-            self._file = open_file(self._request.source, self._request.options.access, info)
-        return as_planned(self._file.open(info.dataset, info), info, "rank 0 found")
 
     # --- rounds
 

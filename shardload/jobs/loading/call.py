@@ -47,7 +47,7 @@ from shardload.jobs.trees import ArrayTree, Place, is_one, is_tree_of_specs, key
 from shardload.options import AUTO, OPTIONS, CallOptions
 from shardload.planning.region import Region
 from shardload.planning.schedule import DIRECT, MODES
-from shardload.planning.selection import Selection, named_coordinates, needs_coordinates
+from shardload.planning.selection import named_coordinates, needs_coordinates
 from shardload.planning.staging import MOST_THREADS, least_together
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import with_store, without_secrets
@@ -337,13 +337,16 @@ class LoadCall:
         begin = None if array.region is None else array.region.start
         values = MemorySource(array.values, info, array.read_in, begin) if array.values is not None else None
         packing = json.dumps(dict(info.packing)) if options.decode else ""  # with the types
-        dims = () if request.by_name is None else info.dims
+        by_name = request.by_name
+        dims = () if by_name is None else info.dims
         kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format, info.is_in_store, packing, dims)
         key = (id(request), is_sent, selection, kind)
         if key not in self._planned:
-            request_for_axes = self._for_axes(request, info, selection)
+            if by_name is not None and not self.tree.is_single:  # of several arrays, some may lie along other axes
+                request = replace(request, by_name={name: cut for name, cut in by_name.items() if name in info.dims})
+            request = request.for_axes(info, [info.dims[axis] for axis in selection.kept])
             modes = (DIRECT,) if is_sent and self._ranks is not None else MODES  # else no rank needs to send any
-            self._planned[key] = plan_array(request_for_axes, self.ranks_for(request), info, selection, modes)
+            self._planned[key] = plan_array(request, self.ranks_for(request), info, selection, modes)
         return ArrayLoad(replace(self._planned[key], info=info), options, place.path, values, where)
 
     def _check_names(self, dims: Sequence[Sequence[str | None]]) -> None:
@@ -353,13 +356,6 @@ class LoadCall:
             for name in request.by_name or ():
                 if name not in axes:
                     raise ConfigError(f"the spec {dict(request.by_name or {})} names the axis {name!r}; the arrays have {axes}")
-
-    def _for_axes(self, request: Request, info: ArrayInfo, selection: Selection) -> Request:
-        """The request for this array: a spec by names of axes becomes one by position."""
-        by_name = request.by_name
-        if by_name is not None and not self.tree.is_single:  # of several arrays, some may lie along other axes
-            request = replace(request, by_name={name: cut for name, cut in by_name.items() if name in info.dims})
-        return request.for_axes(info, [info.dims[axis] for axis in selection.kept])
 
     def _grow(self, arrays_by_place: list[Any]) -> list[Any]:
         """Replace the patterns by their arrays. `arrays_by_place` has what `_find_all` returns for each place."""

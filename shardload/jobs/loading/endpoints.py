@@ -7,9 +7,7 @@ An `ArrayLoad` has the array's plan, its options, and what opens it. A `LoadSour
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
@@ -23,22 +21,12 @@ from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.padding import remember
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round, Session
-from shardload.errors import StallError, printable
-from shardload.formats.access import Access
+from shardload.errors import printable
 from shardload.formats.contract.array import ArrayInfo, OnDemand, settle_bools
-from shardload.formats.contract.format import OpenFile, Source
-from shardload.formats.lookup import file_of, open_file, open_source
-from shardload.jobs.consistency import (
-    SINCE_LABELS,
-    KeptSources,
-    State,
-    as_planned,
-    check_same_version,
-    contents_of,
-    is_open,
-)
+from shardload.formats.contract.format import Source
+from shardload.jobs.consistency import SINCE_LABELS, ArrayToRead, KeptSources, State, check_same_version, contents_of, is_open
 from shardload.jobs.loading.plan import LoadLayout, Plan
-from shardload.jobs.trees import in_array, naming_errors
+from shardload.jobs.trees import naming_errors
 from shardload.options import Options, fill_value
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
@@ -103,12 +91,8 @@ class ArrayLoad:
         """True if the caller has the array open or in memory on every rank."""
         return is_open(self.handle)
 
-    def named(self, error: BaseException) -> BaseException:
-        """An error of this array, which names it if there are others."""
-        return in_array(self.where, error, f"'{printable(self.info.dataset)}'")
-
     def naming_errors(self) -> AbstractContextManager[None]:
-        """Let errors that are raised inside name this array."""
+        """Let errors that are raised inside name this array, if there are others."""
         return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
 
     @property
@@ -121,16 +105,18 @@ class ArrayLoad:
         """The state of the file in which values that are in memory already were read; None if that is not known."""
         return None if self.values is None else self.values.read_in
 
-    def contents(self) -> State:
-        """A fingerprint of the open array, to compare with those of the other ranks."""
-        source_layout = self.layout.source
-        with closing(self.open_source()) as source:
-            chunks = source_layout.chunks if source_layout.has_chunks else None
-            return contents_of(source, self.handle, source_layout.selection, chunks)
+    def contents(self, source: Source) -> State:
+        """A fingerprint of the open array, to compare with those of the other ranks. Closes the source."""
+        layout = self.layout.source
+        with closing(source):
+            return contents_of(source, self.handle, layout.selection, layout.chunks if layout.has_chunks else None)
 
-    def open_source(self, access: Access | None = None) -> Source:
-        """Open the array by its handle. SourceError if it is not as it was planned."""
-        return as_planned(open_source(self.handle, self.info.dataset, access or self.options.access, self.info), self.info)
+    def to_read(self, n_files: int) -> ArrayToRead:
+        """The array for a rank that has `n_files` open at once."""
+        labels = self.info.labels.brief if isinstance(self.info.labels, OnDemand) else self.info.labels
+        state = None if labels is None else labels.read_in  # in which names of axes were looked up for a selection
+        access = self.options.access.shared_by(n_files)
+        return ArrayToRead(self.handle, self.info, access, state, self.values, self.naming_errors)
 
 
 def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
@@ -138,59 +124,11 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
     moves = []
     for k, load in enumerate(loads):
         layout, name = load.layout, load.name if len(loads) > 1 else ""
-        moves.append(FileMove(k, layout.schedule, load.info, layout.source, name, load.named))
+        moves.append(FileMove(k, layout.schedule, load.info, layout.source, name, load.naming_errors))
     return moves
 
 
 # --- where values come from
-
-
-class OpenSources:
-    """The sources that one rank reads in a job. A file with several of the arrays is opened once.
-
-    Parameters
-    ----------
-    loads : sequence of ArrayLoad
-        The arrays that this rank reads.
-    opened : ExitStack
-        Closes the files and sources that are opened here.
-
-    Attributes
-    ----------
-    states : dict
-        The state of each file with several arrays that is open here, by the path in `ArrayInfo`.
-    """
-
-    def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
-        self._opened = opened
-        self._n_arrays = Counter(key for key in map(self._file_of, loads) if key is not None)
-        self._files: dict[Any, OpenFile] = {}
-        self.states: dict[str, State] = {}
-
-    @staticmethod
-    def _file_of(load: ArrayLoad) -> Any:
-        """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
-        return file_of(os.fspath(load.handle)) if isinstance(load.handle, (str, os.PathLike)) else None
-
-    def open(self, load: ArrayLoad) -> Source:
-        """Open the source of an array by its handle. SourceError if it is not as it was planned."""
-        key, access = self._file_of(load), load.options.access.shared_by(len(self._n_arrays))
-        if key is None or self._n_arrays[key] == 1:
-            source = load.open_source(access)
-        else:
-            if key not in self._files:
-                file = self._files[key] = open_file(load.handle, access, load.info)
-                self._opened.push(partial(_close, file))
-                self.states[load.info.path] = file.state()
-            source = as_planned(self._files[key].open(load.info.dataset, load.info), load.info)
-        self._opened.push(partial(_close, source))
-        return source
-
-
-def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: object) -> None:
-    """Close `source`, but not after a stall: a thread may hang in a read of it, and the library would wait for that thread."""
-    if kind is None or not issubclass(kind, StallError):
-        source.close()
 
 
 class LoadSource(FileSource):
@@ -209,58 +147,42 @@ class LoadSource(FileSource):
     ----------
     contents : list of State
         The state of each array when it was opened, to compare with the other ranks; None of one that this rank does not read.
-    files : dict
-        The state of each file with several arrays that this rank has open, by path.
-    versions_read : dict
-        See `Source.versions_read`: of all arrays, when they have been read.
+    kept : KeptSources
+        The open arrays.
     """
 
     def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning) -> None:
         super().__init__(rank, loads[0].options.checksums, tuning)
         self._loads = loads
         self.contents: list[State] = [None] * len(loads)
-        self.files: dict[str, State] = {}
-        self.versions_read: dict[str, Sequence[Any]] = {}
+        self.kept = kept_sources(loads, rank)
 
     def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
-        rank, loads = self._rank, self._loads
-        paths = {load.info.path for load in loads if load.layout.schedule.is_owner(rank)}
-        sources = OpenSources([load for load in loads if load.info.path in paths], opened)
-        kept = KeptSources(
-            lambda k: sources.open(loads[k]) if loads[k].values is None else loads[k].values,
-            [_labels_read_in(load.info) for load in loads],
-            SINCE_LABELS,
-            lambda k: loads[k].naming_errors(),
-        )
-        opened_sources: list[Source | None] = []
-        for k, load in enumerate(loads):
+        kept = self.kept
+        opened.push(kept.close)
+        sources: list[Source | None] = []
+        for k, load in enumerate(self._loads):
             source = None
             with load.naming_errors():
-                if load.layout.schedule.is_owner(rank):
+                if load.layout.schedule.is_owner(self._rank):
                     source = kept.open(k)
                     self.contents[k] = source.opened_in()
                 if load.is_open:
-                    self.contents[k] = load.contents()
-            opened_sources.append(source)
-        self.files = sources.states
-        for load in loads:  # one rank may have read a small array in another file than the one that is open here
-            if load.values is not None and load.info.path in self.files:
+                    self.contents[k] = load.contents(kept.open_again(k))
+            sources.append(source)
+        for load in self._loads:  # one rank may have read a small array in another file than the one that is open here
+            if load.values is not None and load.info.path in kept.file_states:
                 with load.naming_errors():
-                    check_same_version(load.name, load.read_in, self.files[load.info.path], load.info)
-        opened.push(partial(self._check_unchanged, kept))
-        return opened_sources
-
-    def _check_unchanged(self, kept: KeptSources, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            kept.check_unchanged()
-            self.versions_read = kept.versions_read
+                    check_same_version(load.name, load.read_in, kept.file_states[load.info.path], load.info)
+        opened.push(lambda kind, *_: kept.check_unchanged() if kind is None else None)
+        return sources
 
 
-def _labels_read_in(info: ArrayInfo) -> State:
-    """The state of the file in which names of axes were looked up for a selection; None if none were."""
-    labels = info.labels.brief if isinstance(info.labels, OnDemand) else info.labels
-    return None if labels is None else labels.read_in
+def kept_sources(loads: Sequence[ArrayLoad], rank: int | None = None) -> KeptSources:
+    """The arrays of a load, to be opened on a rank that reads its part of them, or (None) any."""
+    paths = {load.info.path for load in loads if rank is None or load.layout.schedule.is_owner(rank)}
+    return KeptSources([load.to_read(len(paths)) for load in loads], SINCE_LABELS)
 
 
 # --- where they go

@@ -30,7 +30,7 @@ from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import State, check_same, check_same_objects, to_sums, version_in, version_of_state
-from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, OpenSources, moves_of
+from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, kept_sources, moves_of
 from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, join_proven, phases_of, staging_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
@@ -138,13 +138,13 @@ class Loader:
         """Compare arrays, in the order of the loads, with their files."""
         group, loads = self._group, self._loads
         states: list[State] = [None] * len(loads)
-        findings, errors = [ShardFindings() for _ in loads], FirstError()
+        findings, errors, kept = [ShardFindings() for _ in loads], FirstError(), kept_sources(loads)
         group.watch.begin(self._name, self._options.timeout)
         group.watch.enter("verify")
         with errors:
             for k, load in enumerate(loads):
                 with load.naming_errors():
-                    states[k] = load.contents() if load.is_open else None
+                    states[k] = load.contents(kept.open_again(k)) if load.is_open else None
         sums = _sums_over_ranks(group, errors, {"states": list(map(to_sums, states))})
         for load, state in zip(loads, sums["states"], strict=True):
             check_same(load.name, state, load.info.path, load.info.dataset, is_open=True)
@@ -178,9 +178,10 @@ class Loader:
             return [ShardFindings(Counter(n_shards=len(array.sharding.addressable_devices))) for array in arrays]
         checked = []
         with ExitStack() as opened:
-            sources = OpenSources(self._loads, opened)
-            for load, array, pieces_of_load in zip(self._loads, arrays, pieces, strict=True):
-                layout, open_again = load.layout, partial(sources.open, load)
+            kept = kept_sources(self._loads)
+            opened.push(kept.close)
+            for k, (load, array, pieces_of_load) in enumerate(zip(self._loads, arrays, pieces, strict=True)):
+                layout, open_again = load.layout, partial(kept.open_again, k)
                 verifier = Verifier(load.name, layout.schedule, layout.source, load.options, seed, open_again)
                 with load.naming_errors():
                     checked.append(verifier.check(array, self._group.rank, pieces_of_load))
@@ -191,11 +192,12 @@ class Loader:
     ) -> _Numbers:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
         stores, counters = counts().since(requests_before), [sharded.counters for sharded in target.arrays]
+        kept = source.kept
         return {
-            "job": [[session.counters.n_checksums, stores.requests, stores.nbytes, stores.retries, len(source.versions_read)]],
+            "job": [[session.counters.n_checksums, stores.requests, stores.nbytes, stores.retries, len(kept.versions_read)]],
             "costs": [[c.chunks_missing, c.chunks_decoded, c.nbytes_read, c.n_checksums] for c in counters],
             "states": [to_sums(state) for state in source.contents],
-            "files": [to_sums(source.files.get(path)) for path in self._paths_of_several],
+            "files": [to_sums(kept.file_states.get(path)) for path in self._paths_of_several],
             "proven": [findings.counts for findings in checked],
         }
 
@@ -223,7 +225,7 @@ class Loader:
         for path, state in zip(self._paths_of_several, sums["files"], strict=True):  # each array may have had one reader
             check_same(f"'{path}'", state, path, "")
         if n_objects:
-            check_same_objects(self._group, source.versions_read)
+            check_same_objects(self._group, source.kept.versions_read)
         proven, costs = self._agree(checked, sums["proven"]), sums["costs"]
         counters = Counters()
         for measured in (session.counters, *(sharded.counters for sharded in target.arrays)):

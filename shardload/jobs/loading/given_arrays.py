@@ -1,6 +1,6 @@
 """How do calls go whose arguments are arrays: `scatter`, `verify`, and `load(..., like=)`?
 
-Of a `scatter` only the rank that has the arrays knows their tree. A `verify` plans the load that would give its arrays. With
+Of a `scatter` only one rank knows the array. A `verify` plans the load that would give its arrays. With
 `like=`, arrays with a `NamedSharding` are loaded as others are; what each process has for itself (numbers, NumPy arrays, arrays
 on one device) is loaded whole by each process.
 """
@@ -23,22 +23,18 @@ from shardload.errors import ConfigError
 from shardload.formats.contract.array import native_dtype
 from shardload.formats.lookup import Finder, split_path
 from shardload.formats.memory import MemorySource
-from shardload.jobs.loading.call import LoadCall, share_staging
+from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader
 from shardload.jobs.loading.planner import plan_scatter
-from shardload.jobs.loading.request import has_trees, read_requests
 from shardload.jobs.trees import (
     ArrayTree,
     Place,
-    Where,
     in_array,
     is_pattern,
     named_leaves,
-    naming_errors,
     node_of,
     text_of,
-    where_text,
 )
 from shardload.options import FILE, FULL, OPTIONS
 from shardload.planning.region import Region
@@ -52,36 +48,32 @@ _OF_WHOLE = {name: OPTIONS[name].default for name in ("dtype", "halo", "edge")} 
 
 
 class ScatterCall(LoadCall):
-    """One call of `scatter` on this rank: every process gets its shards of arrays which one rank has.
-
-    That rank sends the outline of its tree with the metadata. Dicts, lists and tuples are nodes. A list or tuple outside of a
-    dict is one array, as NumPy makes it, unless `spec` is a tree.
+    """One call of `scatter` on this rank: every process gets its shards of an array which one rank has.
 
     Parameters
     ----------
-    array : array_like, tree or callable
-        On the root: the arrays, or a function that returns them.
+    array : array_like or callable
+        On the root: the array, or a function that returns it.
     mesh, spec, keywords
         As the caller passed them.
     """
 
     def __init__(self, array: Any, mesh: Any, spec: Any, keywords: dict[str, Any]) -> None:
         self._array, self._root = array, keywords["root"]
-        self._has_tree = has_trees({**keywords, "mesh": mesh, "spec": spec})
-        self._sources: list[MemorySource] | None = None
+        self._source: MemorySource | None = None
         super().__init__("scatter", "", mesh, spec, keywords | {"readers": ROOT})
 
     def _join(self) -> ArrayTree:
         verify = self._keywords["verify"]
         if verify in (FILE, FULL):
             raise ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
-        return ArrayTree(Place("", None, is_pattern=self._has_tree))
+        return ArrayTree(Place("", None))
 
     def _source_text(self, _: Place) -> dict[str, str]:
         return {"path": f"scatter from rank {self._root!r}"}
 
     def scatter(self) -> Any:
-        """Agree on the root, plan, and move: the arrays in the structure of the root's tree. Collective."""
+        """Agree on the root, plan, and move. Collective."""
         self.call.settle()  # before any message from the root: the ranks may not agree on who it is
         root, size = self._root, self.call.group.size
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < size:
@@ -89,25 +81,21 @@ class ScatterCall(LoadCall):
         return self.load(int(root))
 
     def find(self) -> Any:
-        """Make the arrays, and describe them for the other ranks. Runs on the root."""
-        array = self._array() if callable(self._array) else self._array
-        leaves, structure = _flatten(array, self._has_tree)
-        if not leaves:
-            raise ConfigError(f"array is {array!r}, a tree without an array: there is nothing to scatter")
-        self._sources, described = [], []
-        for where, value in leaves:
-            with naming_errors(where_text(where)):
-                source = MemorySource(self._as_array(value))
-            self._sources.append(source)
-            view = source.view(Region.whole(source.info.shape))
-            described.append([source.info, view is not None and sendable(view), str(source.dtype)])
-        return structure, described
+        """Make the array, and describe it for the other ranks. Runs on the root."""
+        self._source = MemorySource(self._as_array(self._array() if callable(self._array) else self._array))
+        view = self._source.view(Region.whole(self._source.info.shape))
+        return self._source.info, view is not None and sendable(view), str(self._source.dtype)
 
     def _as_array(self, value: Any) -> np.ndarray[Any, Any]:
         """What the root has, as an array of NumPy."""
         if value is None:
             raise ConfigError(
                 f"array is None on rank {self._root}, the root. Pass the array there, or root= the rank that has it"
+            )
+        # NumPy would make one array of a named tuple, of its parts, and an object of another node.
+        if type(value) not in (list, tuple) and not hasattr(value, "__array__") and node_of(value) is not None:
+            raise ConfigError(
+                f"array is a {type(value).__name__} on rank {self._root}, a tree, and scatter takes one array: call it for each"
             )
         try:
             return value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)  # `MemorySource` looks at the mask
@@ -122,64 +110,20 @@ class ScatterCall(LoadCall):
             ) from None
         except ValueError as error:
             raise ConfigError(
-                f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "
-                "array by itself; to scatter several, pass a dict of arrays, or a list of specs"
+                f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} To scatter "
+                "several arrays, call it for each"
             ) from None
 
-    def make(self, arrays: Any) -> list[ArrayLoad]:
-        """Plan the scatter of all arrays. Runs on every rank."""
-        structure, described = arrays
-        self.tree = ArrayTree(jax.tree_util.tree_unflatten(structure, [Place("", None) for _ in described]))
-        if self._has_tree or not self.tree.is_single:
-            self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
-        if any(request.by_name is not None for request in self.requests):
+    def make(self, array: Any) -> list[ArrayLoad]:
+        """Plan the scatter. Runs on every rank."""
+        (request,), (info, can_be_viewed, dtype) = self.requests, array
+        if request.by_name is not None:
             raise ConfigError(f"the spec is {self._spec!r}, by names of axes, and an array in memory has none: pass P(...)")
-        loads = []
-        for k, (request, (info, can_be_viewed, dtype)) in enumerate(zip(self.requests, described, strict=True)):
-            where = self.tree.where[k]
-            with naming_errors(where):
-                wanted_dtype = request.options.dtype
-                # Not `in (None, ...)`: NumPy takes None for float64 where it compares types.
-                from_views = can_be_viewed and (wanted_dtype is None or wanted_dtype == np.dtype(dtype))
-                source = None if self._sources is None else self._sources[k]
-                ranks = self.ranks_for(request)
-                plan = plan_scatter(request, ranks, info, int(self._root), from_views)
-                loads.append(ArrayLoad(plan, request.options, None, source, where))
-        request = self.requests[0]
-        return share_staging(request, self.ranks_for(request), loads) if len(loads) > 1 else loads
-
-
-def _flatten(value: Any, has_tree: bool) -> tuple[list[tuple[Where, Any]], Any]:
-    """The arrays of a tree, each with its place, and its structure. A list or tuple outside of a dict is one array, unless
-    `has_tree`.
-    """
-
-    def is_node(node: Any) -> bool:
-        if isinstance(node, np.ndarray) or hasattr(node, "__array__"):
-            return False
-        if isinstance(node, (list, tuple)) and (has_tree if node is value else any(map(_has_array, node))):
-            return True
-        # Another node of JAX's, also a named tuple: NumPy would make one array of it, of its parts or of the object.
-        is_other = type(node) not in (dict, list, tuple) and node_of(node) is not None and _has_array(node)
-        return isinstance(node, dict) or is_other
-
-    def has_known_keys(node: Any) -> bool:
-        return not isinstance(node, dict) or all(type(key) in (str, int) for key in node)
-
-    def is_leaf(node: Any) -> bool:
-        return not is_node(node) or type(node) not in (dict, list, tuple) or not has_known_keys(node)
-
-    leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
-    for where, node in leaves:
-        if not has_known_keys(node):
-            raise ConfigError(f"array{text_of(where)} has keys such as {next(iter(node))!r}; scatter takes text and integers")
-        if is_node(node):
-            raise ConfigError(f"array{text_of(where)} is a {type(node).__name__}; scatter takes trees of dict, list and tuple")
-    return leaves, structure
-
-
-def _has_array(value: Any) -> bool:
-    return any(hasattr(leaf, "__array__") for leaf in jax.tree_util.tree_leaves(value))
+        wanted_dtype = request.options.dtype
+        # Not `in (None, ...)`: NumPy takes None for float64 where it compares types.
+        from_views = can_be_viewed and (wanted_dtype is None or wanted_dtype == np.dtype(dtype))
+        plan = plan_scatter(request, self.ranks_for(request), info, int(self._root), from_views)
+        return [ArrayLoad(plan, request.options, None, self._source)]
 
 
 class VerifyCall(LoadCall):

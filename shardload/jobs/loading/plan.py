@@ -179,20 +179,12 @@ class LoadLayout:
     n_threads: int = 1
     ahead_nbytes: int = 0
 
-    def staging(self, cap_nbytes: int) -> Staging:
-        """How the memory under a cap is used if this array is loaded alone."""
-        return plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
-
     def cost(self, cap_nbytes: int, n_nodes: int = 1) -> Cost:
         """What a load costs; with a cap of 0 there are no staging buffers."""
-        staging_nbytes = min(self.staging(cap_nbytes).nbytes, cap_nbytes)
+        alone = plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
+        staging_nbytes = min(alone.nbytes, cap_nbytes)
         cost = plan_cost(self.schedule, self.source, staging_nbytes=staging_nbytes, is_one_node=n_nodes == 1)
         return replace(cost, peak_nbytes=cost.peak_nbytes + min(self.ahead_nbytes, cost.reader_nbytes))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values that are loaded, without padding, each counted once."""
-        return math.prod(self.schedule.blocks.shape) * self.source.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -25,7 +25,6 @@ from shardload.jobs.trees import (
     is_one_spec,
     is_tree_of_selections,
     is_tree_of_specs,
-    refuse_traced,
     text_of,
 )
 from shardload.options import OPTIONS, PER_LOADED_ARRAY, Options
@@ -115,14 +114,10 @@ def read_requests(tree: ArrayTree, mesh: Any, spec: Any, keywords: Mapping[str, 
                 read = _read_pattern if place.is_pattern else _read
                 requests_by_key[key] = read(shared | values_of_place)
         except ConfigError as error:
-            raise in_array(tree.where[k] if has_trees(arguments) else "", error) from None
+            has_trees = not all(is_single(arguments[name]) for name, is_single in _IS_ONE.items() if name in arguments)
+            raise in_array(tree.where[k] if has_trees else "", error) from None
         requests.append(requests_by_key[key])
     return requests
-
-
-def has_trees(arguments: Mapping[str, Any]) -> bool:
-    """True if any argument is a tree of values, and not one value for all arrays."""
-    return any(not is_single(arguments[name]) for name, is_single in _IS_ONE.items() if name in arguments)
 
 
 def _read(keywords: dict[str, Any]) -> Request:
@@ -136,8 +131,6 @@ def _read(keywords: dict[str, Any]) -> Request:
         read_sharding(mesh, (entry,))  # each alone: a mesh axis may cut an axis of one variable, and another one of another
     sharding = read_sharding(mesh, spec if by_name is None else ())
     text = describe_sharding(sharding) + ("" if by_name is None else f" by the names {by_name}")
-    for name in _DEFAULTS:
-        refuse_traced(name, options.get(name))
     checked = Options.check(**options)
     return Request(sharding, checked, {"sharding": text, **checked.describe()}, by_name)
 

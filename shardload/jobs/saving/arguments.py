@@ -27,7 +27,7 @@ from shardload.formats.saving import check_target, format_for
 from shardload.formats.sink import Compression
 from shardload.jobs.loading.plan import Plan, TreePlan
 from shardload.jobs.saving.labelled import Labels, is_labelled, of_xarray, refuse_halo
-from shardload.jobs.trees import ArrayTree, key_text, node_of, refuse_traced
+from shardload.jobs.trees import ArrayTree, key_text, node_of
 from shardload.options import OPTIONS, PER_SAVE, PER_SAVED_ARRAY, CallOptions, Option, Options, check_path
 from shardload.values.dates import is_dates
 
@@ -283,7 +283,6 @@ def _read_arrays(
 def _read_option(option: Option, name: str, value: Any) -> Any:
     """The checked value for an array or a group."""
     try:
-        refuse_traced(option.name, value)
         return option.check(value)
     except ConfigError as error:
         raise ConfigError(f"'{name}': {error}") from None

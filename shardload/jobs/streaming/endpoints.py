@@ -21,8 +21,7 @@ from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round
 from shardload.formats.contract.format import Source
-from shardload.formats.lookup import open_source
-from shardload.jobs.consistency import SINCE_STREAM, KeptSources, as_planned
+from shardload.jobs.consistency import SINCE_STREAM, ArrayToRead, KeptSources
 from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow, CutFlow
@@ -73,7 +72,8 @@ class StreamSource(FileSource):
             tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, _INLINE_NBYTES))
         super().__init__(rank, plan.arrays[0].options.checksums, tuning)
         self._plan = plan
-        self.kept = KeptSources(self._open_array, [array.state for array in plan.arrays], SINCE_STREAM)
+        arrays = [ArrayToRead(array.handle, array.info, array.options.access, array.state) for array in plan.arrays]
+        self.kept = KeptSources(arrays, SINCE_STREAM, "the stream was planned for")
         self.n_decoded = self.nbytes_read = 0
         self._incomplete: set[int] = set()  # arrays of which a warning has said that chunks are missing
 
@@ -96,11 +96,6 @@ class StreamSource(FileSource):
                 counters = move.producer.counters
                 self.n_decoded += counters.chunks_decoded
                 self.nbytes_read += counters.nbytes_read
-
-    def _open_array(self, number: int) -> Source:
-        array = self._plan.arrays[number]
-        opened = open_source(array.handle, array.info.dataset, array.options.access, array.info)
-        return as_planned(opened, array.info, "the stream was planned for")
 
     def check(self, moves: Sequence[Any]) -> None:
         """Raise SourceError if a file has changed since it was opened, or if chunks that a round has read are missing, and

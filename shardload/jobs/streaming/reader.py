@@ -169,7 +169,7 @@ class RoundReader:
             session = Session(group, self._digest, shared_nbytes=None, checksums=plan.arrays[0].options.checksums)
         self._session = self._opened.enter_context(session)
         self._source = StreamSource(plan, group.rank)
-        self._opened.push(lambda kind, *_: self._source.kept.close(kind))
+        self._opened.push(self._source.kept.close)
         _register_end()
 
     def first_batch_of_next_round(self) -> int | None:

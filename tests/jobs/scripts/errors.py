@@ -175,7 +175,7 @@ def full(*_: Any) -> None:
 
 @case("open fails on ranks 1 and 3 alone")
 def _() -> None:
-    patched("shardload.jobs.loading.endpoints", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
+    patched("shardload.jobs.consistency", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
 
 
 @case("no memory for the pieces on rank 1")
@@ -248,7 +248,7 @@ class Slow:
 @case("a slow reader meets the damaged chunk last")
 def _() -> None:
     call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="3KiB")  # noqa: E731
-    patched("shardload.jobs.loading.endpoints", "open_source", lambda *a: Slow(open_source(*a)), call, (1, 2))
+    patched("shardload.jobs.consistency", "open_source", lambda *a: Slow(open_source(*a)), call, (1, 2))
 
 
 # --- ranks that pass something else -----------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _() -> None:
 
 @case("a file cannot be closed on rank 1")
 def _() -> None:
-    patched("shardload.jobs.loading.endpoints", "_close", gone, lambda: load(readers="parallel"), (1,))
+    patched("shardload.jobs.consistency", "KeptSources.close", gone, lambda: load(readers="parallel"), (1,))
 
 
 case("one spec is wrong")(lambda: load(spec=mine(P("a", "b"), P("a", "q"), 1)))

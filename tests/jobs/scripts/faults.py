@@ -43,7 +43,7 @@ BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 DAMAGED = -1  # in place of a rank: nothing happens but that the file is what it is
 
 comm = MPI.COMM_WORLD
-execute = importlib.import_module("shardload.jobs.loading.endpoints")
+consistency = importlib.import_module("shardload.jobs.consistency")
 THIRD = os.environ.get("FAULTS_THIRD")  # of the ways of reading: for the first fault; for the next fault it is the next third
 as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
 
@@ -290,7 +290,7 @@ def survive_one(name: str, readers: Any, own: Any, in_tree: bool) -> None:
 PHASES: dict[str, tuple[Any, str]] = {
     "metadata": (importlib.import_module("shardload.jobs.loading.call"), "Finder"),
     "planning": (importlib.import_module("shardload.jobs.loading.call").LoadCall, "plan_file"),
-    "opening": (execute, "open_source"),
+    "opening": (consistency, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.channels").Channels, "check"),
     "assembly": (importlib.import_module("shardload.jobs.loading.endpoints"), "assemble"),

@@ -85,13 +85,13 @@ def too_much(path: str) -> None:
 
 def patched_load(path: str, seen: str, readers: str | int) -> None:
     """Load where one process sees no such file, which only it finds out."""
-    execute = importlib.import_module("shardload.jobs.loading.endpoints")
-    before = execute.open_source
-    execute.open_source = lambda _, *more: before(seen, *more)
+    consistency = importlib.import_module("shardload.jobs.consistency")
+    before = consistency.open_source
+    consistency.open_source = lambda _, *more: before(seen, *more)
     try:
         shardload.load(path, mesh_of(), P("a"), dataset="x", readers=readers)
     finally:
-        execute.open_source = before
+        consistency.open_source = before
 
 
 def main(path: str, what: str, *more: str) -> None:

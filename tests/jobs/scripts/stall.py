@@ -30,7 +30,7 @@ TIMEOUT = 4.0
 BEATS_A_CHUNK = 1
 
 comm = MPI.COMM_WORLD
-execute = importlib.import_module("shardload.jobs.loading.endpoints")
+consistency = importlib.import_module("shardload.jobs.consistency")
 tune(min_chunk_nbytes=1, worth_sharing_nbytes=0, batched_chunk_nbytes=0)  # chunks are small here, and read one by one
 if "inline" not in sys.argv[2]:
     tune(inline_nbytes=-1)
@@ -87,8 +87,8 @@ class Source:
 
 
 def slow_source(wait: Callable[..., None]) -> None:
-    opens = execute.open_source
-    execute.open_source = lambda *arguments: Source(opens(*arguments), wait)
+    opens = consistency.open_source
+    consistency.open_source = lambda *arguments: Source(opens(*arguments), wait)
 
 
 @case

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.arrays.compare import Truth, first_difference, sample_regions
+from shardload.arrays.verification import Truth, first_difference, sample_regions
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.memory import MemorySource
 from shardload.planning.region import Grid, Region

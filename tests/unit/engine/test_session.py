@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +48,14 @@ class InOrder:
         return [0]
 
 
+@contextmanager
+def naming(number: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"round {number}: {error}") from error
+
+
 @dataclass
 class Ends:
     """Both ends of the rounds: round k reads source k."""
@@ -57,7 +65,7 @@ class Ends:
 
     def round(self, number: int, **staging: int) -> Round:
         sizes = {"n_threads": 2, "n_slots": 2, "n_pack": 1, "slot_nbytes": TABLE.nbytes} | staging
-        move = ArrayMove(number, InOrder(), TABLE.dtype, with_name=lambda error: ValueError(f"round {number}: {error}"))
+        move = ArrayMove(number, InOrder(), TABLE.dtype, naming_errors=lambda: naming(number))
         return Round([move], Staging(**sizes), is_shared=False)
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:

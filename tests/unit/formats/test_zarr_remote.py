@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from shardload.formats.lookup import Finder, find_array, list_arrays, open_file,
 from shardload.formats.zarr.chunks import ShardFiles
 from shardload.formats.zarr.nodes import quiet
 from shardload.formats.zarr.store import WatchedStore
-from shardload.jobs.consistency import KeptSources
+from shardload.jobs.consistency import ArrayToRead, KeptSources
 from shardload.jobs.contents import open as open_contents
 from shardload.planning.region import Region
 from shardload.storage.remote import StorageOptions
@@ -303,7 +304,7 @@ def test_many_arrays_are_found_and_compared_together(tmp_path: Path, store: Stor
         finder.expect((store.url, f"x{k}") for k in range(4))
         assert sorted(came) == keys
         infos = [finder.find(store.url, f"x{k}").info for k in range(4)]
-    kept = KeptSources(lambda k: open_source(store.url, infos[k].dataset, store.access, infos[k]), [None] * 4, "")
+    kept = KeptSources([ArrayToRead(store.url, info, store.access) for info in infos])
     for k in range(4):
         kept.open(k)
     came = together(store.server, *keys)
@@ -367,7 +368,10 @@ def test_an_error_of_the_last_question_names_its_array(tmp_path: Path, store: St
         except SourceError as error:
             raise SourceError(f"array {k}: {error}") from error
 
-    kept = KeptSources(lambda k: store.open(f"x{k}"), [None] * 3, "", naming)
+    sources = [store.open(f"x{k}") for k in range(3)]
+    kept = KeptSources(
+        [ArrayToRead(None, s.info, store.access, values=s, naming=partial(naming, k)) for k, s in enumerate(sources)]
+    )
     for k in range(3):
         kept.open(k)
     store.server.faults.only, store.server.faults.status = lambda key: "x1" in key, 403
