@@ -1,22 +1,19 @@
 """How are values read from an untrusted file? By a helper process, which may crash or lie.
 
-1. A `Helper` is such a process. Its parent starts it for one file, with limits on memory and time, and ends it. It runs
-   `SCRIPT` (`untrusted_process`), which opens and decodes the file; the parent never does. If the helper dies or takes too
-   long, that is a `HelperError`. Requests are packets of JSON. The answer as JSON, and values behind it, come through memory
-   that both processes have mapped, and that the helper cannot make shorter. A packet says how many bytes the answer has.
-2. An `UntrustedFile` takes the place of a file of any format (`lookup`); the helper asks the formats which claims it.
-3. It starts one helper at the first question, and passes on all questions, one at a time.
-4. A value may be wrong, as in any untrusted file. Everything else that a helper says is checked as if it were an attack:
+1. An `UntrustedFile` takes the place of a file of any format (`lookup`). It starts a helper process at the first question,
+   with limits on memory and time, passes on all questions, one at a time, and ends it. The helper runs `SCRIPT`
+   (`untrusted_process`), which asks the formats who claims the file, opens and decodes it; the parent never does.
+2. They talk over a socket: a line of JSON names a method of the file or of an array in it, and back come JSON of limited
+   length, and values. If the helper dies or takes too long, that is a `HelperError`.
+3. A value may be wrong, as in any untrusted file. Everything else that a helper says is checked as if it were an attack:
    lengths, types, shapes. A process that decodes hostile bytes may have been taken over by them. An answer that could be true
-   of some file is accepted. An answer that cannot be true of any file is a `HelperError`.
+   of some file is accepted. An answer that cannot be true of any file is a `HelperError`, and the end of the helper.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import mmap
 import os
 import signal
 import socket
@@ -25,11 +22,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache, cached_property, partial
-from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -59,12 +55,10 @@ from shardload.values.decoding import ATTRIBUTES
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 SCRIPT = os.path.join(_FOLDER, "untrusted_process.py")
 
-# With one of these variables a helper would act as a rank of this job. MPI4PY_... below: a parallel HDF5 would start MPI.
-_LAUNCHERS = ("ALPS_", "FLUX_", "HYDI_", "HYDRA_", "I_MPI_", "MPI", "MV2_", "OMPI_", "OPAL_", "PALS_", "PMI", "PRTE", "SLURM")
-_OTHER_PREFIXES = ("JAX_", "XLA_", "PYTHON", "SHARDLOAD_")  # PYTHON...: the command line and `do_begin` configure Python
-_KEPT_VARIABLES = ("PYTHONHOME",)
+# A helper has no other variables: no keys, and none by which it would act as a rank of this job.
+_KEPT_VARIABLES = ("HDF5_", "HOME", "LANG", "LC_", "LD_", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
 _NEW_VARIABLES = {
-    "MPI4PY_RC_INITIALIZE": "0",
+    "MPI4PY_RC_INITIALIZE": "0",  # a parallel HDF5 would start MPI
     "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of address space, which the limit counts
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -78,7 +72,7 @@ _START_SECONDS = 300.0  # to import NumPy from a file system that a thousand ran
 _SLOWEST = 1 << 20  # bytes per second that even the slowest decoder gives
 _TICK_SECONDS = 0.5
 _END_SECONDS = 1.0  # do not wait longer for a process that is held in the kernel
-VALUES_AT = 32 << 20  # in the shared memory: no answer is longer. As Python objects it takes twenty times as much
+_MOST_NBYTES = 32 << 20  # of an answer. As Python objects it takes twenty times as much
 _MOST_TEXT = 4096
 
 _KINDS: dict[str, type[Exception]] = {
@@ -90,11 +84,7 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 Array = np.ndarray[Any, Any]
-
-
-def lie(answer: str) -> HelperError:
-    """The error about an impossible answer."""
-    return HelperError(f"the helper process that read it gave an answer that cannot be right: {answer}")
+Answer = TypeVar("Answer")
 
 
 @cache
@@ -104,216 +94,6 @@ def _starter(process: int) -> Pool:
     (The system ends a helper at its parent's death: it takes for that the end of the thread that started the helper.)
     """
     return Pool(1, "shardload-helpers")
-
-
-class Helper:
-    """One helper process, and the exchange of requests and answers with it.
-
-    Parameters
-    ----------
-    limits : Limits
-        Its limits on memory and time.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be started. It has not seen any file then.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._process: subprocess.Popen[bytes] | None = None
-        self._resources = ExitStack()
-        self._finalize = weakref.finalize(self, self._resources.close)
-        try:
-            self._log = self._open(os.memfd_create("shardload-helper-log"))
-            self._shared = self._open(os.memfd_create("shardload-helper-values", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            os.ftruncate(self._shared, VALUES_AT)
-            # Otherwise the helper could make it shorter, and this process would die of reading memory that no longer exists.
-            fcntl.fcntl(self._shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self._memory = mmap.mmap(self._shared, 0, prot=mmap.PROT_READ)
-            self._channel, helper_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            self._resources.callback(self._channel.close)
-            with helper_end:  # only the helper may keep this end open, or its death would not be noticed
-                self._start(helper_end)
-            self._channel.settimeout(_TICK_SECONDS)
-            begin = {"do": "begin", "places": _import_paths(), "memory_nbytes": limits.memory_nbytes}
-            self._exchange(begin, _START_SECONDS, _START_SECONDS)
-        except (AttributeError, OSError, ValueError, RuntimeError) as error:  # AttributeError: not Linux
-            self.end()
-            raise ConfigError(
-                f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
-                f"{type(error).__name__}: {error}. Fix that, or load without untrusted=True if you trust the file"
-            ) from error
-
-    def _open(self, descriptor: int) -> int:
-        """A descriptor that is closed at the end, with a number above those of the standard streams.
-
-        A process that has closed its own streams gives such numbers to whatever it opens; in the helper they are the streams.
-        """
-        low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-        os.close(low)
-        self._resources.callback(os.close, descriptor)
-        return descriptor
-
-    def _start(self, helper_end: socket.socket) -> None:
-        with ExitStack() as opened:
-            number = fcntl.fcntl(helper_end, fcntl.F_DUPFD_CLOEXEC, 3)
-            opened.callback(os.close, number)
-            # -S -P: no start-up files, and no imports from the script's folder. It gets this process's import paths.
-            arguments = [str(n) for n in (number, self._shared, os.getpid())]
-            command = [sys.executable, "-S", "-P", "-s", SCRIPT, *arguments]
-            dropped = (*_LAUNCHERS, *_OTHER_PREFIXES)
-            environ = {k: v for k, v in os.environ.items() if k in _KEPT_VARIABLES or not k.startswith(dropped)}
-            start = partial(
-                subprocess.Popen,
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env=environ | _NEW_VARIABLES,
-                pass_fds=(number, self._shared),
-            )
-            # (After Ctrl-C meanwhile a helper that is about to start ends by itself: nobody has the other end of its socket.)
-            self._process = _starter(os.getpid()).submit(start).result()
-        self._resources.callback(_kill, self._process, os.getpid())
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id."""
-        return None if self._process is None else self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        """True until the helper is ended."""
-        return self._finalize.alive
-
-    def ask(self, do: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
-        """Send one request and return the answer. Not from two threads at once.
-
-        Parameters
-        ----------
-        do : str
-            Name of the request: a method ``do_...`` of the helper.
-        nbytes : int
-            Bytes of the values that the answer puts into the shared memory.
-        **arguments
-            Arguments of the request.
-
-        Raises
-        ------
-        HelperError
-            If there is no answer, or an impossible one. The helper is ended.
-        ConfigError, SourceError, KeyError, OSError, ValueError, RuntimeError
-            The helper's own errors.
-        """
-        if not self.is_alive:
-            raise HelperError("the helper process has ended")
-        cpu_seconds = self._limits.cpu_seconds + nbytes / _SLOWEST
-        with Undo(self.end):
-            if VALUES_AT + nbytes > len(self._memory):
-                os.ftruncate(self._shared, VALUES_AT + nbytes)
-                self._memory = mmap.mmap(self._shared, VALUES_AT + nbytes, prot=mmap.PROT_READ)
-            answer = self._exchange({"do": do, **arguments}, self._limits.seconds, cpu_seconds)
-        if "error" in answer:
-            self._raise(answer, arguments)
-        return answer
-
-    def values(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The shared memory as an array. Copy it before you check or use it: the helper may write it at any time."""
-        return np.frombuffer(self._memory, dtype, math.prod(shape), VALUES_AT).reshape(shape)
-
-    def end(self) -> None:
-        """End the helper, whatever it is doing. May be called from any thread, and again."""
-        self._finalize()
-
-    def _exchange(self, request: dict[str, Any], seconds: float | None, cpu_seconds: float) -> dict[str, Any]:
-        since, cpu_before = time.monotonic(), self._cpu_seconds()
-        try:
-            self._channel.send(json.dumps(request).encode())
-            while True:
-                try:
-                    packet = self._channel.recv(8)
-                    break
-                except TimeoutError:
-                    reason = ""
-                    if seconds is not None and time.monotonic() - since > seconds:
-                        reason = f"it gave no answer for {seconds:g} s (a quarter of timeout=)"
-                    elif self._cpu_seconds() - cpu_before > cpu_seconds:
-                        reason = (
-                            f"it computed for more than {cpu_seconds:.0f} s, which no sound chunk takes: a loop without an end"
-                        )
-                    if reason:
-                        raise HelperError(f"the helper process that read it was ended: {reason}{self._last_line()}") from None
-        except OSError as error:
-            if isinstance(error, HelperError):
-                raise
-            raise self._lost() from None
-        if not packet:
-            raise self._lost()
-        length = int.from_bytes(packet, "little")
-        if length > VALUES_AT:
-            raise lie(f"{length} bytes of text, {VALUES_AT} are the most")
-        try:
-            answer = json.loads(self._memory[:length])
-        except (ValueError, RecursionError):
-            raise lie("text that is not JSON") from None
-        if not isinstance(answer, dict):
-            raise lie("JSON that is no object")
-        return answer
-
-    def _cpu_seconds(self) -> float:
-        """CPU seconds of the process, from the kernel's clock of a process (as clock_getcpuclockid gives it)."""
-        try:
-            return time.clock_gettime(~(self.pid or 0) << 3 | 2)
-        except OSError:  # it has ended
-            return 0.0
-
-    def _lost(self) -> HelperError:
-        """The error about a helper that has died."""
-        if self._process is None or not self.is_alive:
-            return HelperError("the helper process was ended")
-        try:
-            status = self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return HelperError(f"the helper process that read it stopped listening{self._last_line()}")
-        end = f"ended by itself, with status {status}"
-        if status < 0:
-            end = f"was ended by {next((s.name for s in signal.Signals if s.value == -status), f'signal {-status}')}"
-            if status == -signal.SIGABRT:
-                end += f" (as where memory is refused: its limit is {format_nbytes(self._limits.memory_nbytes)})"
-        return HelperError(f"the helper process that read it {end}{self._last_line()}")
-
-    def _last_line(self) -> str:
-        """The last line that the helper, or a library in it, has printed, as the end of a message."""
-        try:
-            size = os.fstat(self._log).st_size
-            lines = os.pread(self._log, _MOST_TEXT, max(0, size - _MOST_TEXT)).decode(errors="replace").splitlines()
-        except OSError:
-            return ""
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f"; it had printed '{printable(last)[:200]}'" if last else ""
-
-    def _raise(self, answer: dict[str, Any], request: dict[str, Any]) -> None:
-        names, text = answer.get("error"), answer.get("text")
-        if not isinstance(names, list) or not names or not isinstance(text, str):
-            raise lie("an error without a kind or a text")
-        if "MemoryError" in names:
-            raise HelperError(
-                f"it takes more memory than a helper process may have ({format_nbytes(self._limits.memory_nbytes)} and what "
-                "its libraries take). Pass a larger staging= if you think that it needs so much"
-            )
-        kind = next((_KINDS[name] for name in map(str, names) if name in _KINDS), None)
-        if kind is None:
-            kind, text = OSError, f"{names[0]}: {text}"
-        raise kind(str(request.get("dataset")) if kind is KeyError else printable(text)[:_MOST_TEXT])
-
-
-def _import_paths() -> list[str]:
-    """The import paths of a helper: those of this process, and this package's folder if it is not among them."""
-    paths = [os.path.abspath(path) for path in sys.path]
-    home = os.path.dirname(os.path.dirname(_FOLDER))
-    return paths if home in paths else [*paths, home]
 
 
 def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
@@ -329,18 +109,22 @@ _MOST_VALUES = 64
 _LONGEST_STATE = 8
 
 
-@contextmanager
-def _checking(kind: str) -> Iterator[None]:
-    """Turn any error while an answer is checked into the error about an impossible answer."""
+def _lie(answer: str) -> HelperError:
+    """The error about an impossible answer."""
+    return HelperError(f"the helper process that read it gave an answer that cannot be right: {answer}")
+
+
+def checked(check: Callable[[Any], Answer], answer: Any) -> Answer:
+    """What a check makes of an answer. Any error of the check is one about an impossible answer."""
     try:
-        yield
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise lie(f"no {kind} ({printable(str(error))[:200]})") from None
+        return check(answer)
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise _lie(printable(f"{type(error).__name__}: {error}")[:200]) from None
 
 
-def _require(is_so: bool, text: str) -> None:
-    if not is_so:
-        raise ValueError(text)
+def _require(what: str, *are_so: bool) -> None:
+    if not all(are_so):
+        raise ValueError(f"no {what}")
 
 
 def _are_ints(values: Any, start: int, stop: int) -> bool:
@@ -356,73 +140,58 @@ def _cleaned(value: Any) -> Any:
     return [_cleaned(part) for part in value] if isinstance(value, list) else value
 
 
-def state_of(answer: object) -> tuple[int, ...] | None:
-    """A helper's answer for `Source.state`, checked."""
+def state_of(answer: Any) -> tuple[int, ...] | None:
+    """A helper's answer for `Source.state`."""
     if answer is None:
         return None
-    if not isinstance(answer, list) or len(answer) > _LONGEST_STATE or not _are_ints(answer, -_INT64, 2 * _INT64):
-        raise lie("no state of a file")
+    _require("state", type(answer) is list, len(answer) <= _LONGEST_STATE, _are_ints(answer, -_INT64, 2 * _INT64))
     return tuple(answer)
 
 
 def missing_of(answer: Any, box: Sequence[range]) -> list[tuple[int, ...]]:
-    """Which chunks of a box of the chunk grid are missing, as a helper says, checked: each at most once, in C order."""
-    with _checking("list of missing chunks"):
-        chunks = [tuple(index) for index in answer]
-        for index in chunks:
-            _require(all(type(k) is int and k in axis for k, axis in zip(index, box, strict=True)), "where they are")
-        _require(all(a < b for a, b in pairwise(chunks)), "their order")
+    """Which chunks of a box of the chunk grid are missing, in C order."""
+    chunks = sorted(map(tuple, answer))
+    for index in chunks:
+        _require("chunk", *(type(k) is int and k in axis for k, axis in zip(index, box, strict=True)))
+    _require("different chunks", len(set(chunks)) == len(chunks))
     return chunks
 
 
 def info_of(answer: Any, path: str) -> ArrayInfo:
-    """A helper's description of an array, checked. The path comes from the caller, not from the helper."""
-    with _checking("description of an array"):
-        _require(type(answer) is dict, "no object")
-        cleaned = {key: _cleaned(value) for key, value in answer.items() if key != "dataset"}
-        info = ArrayInfo.from_dict(cleaned | {"path": path, "dataset": answer["dataset"], "parts": None, "labels": None})
-        texts = (info.dataset, info.format, info.codec, info.dtype, info.refused or "")
-        _require(all(type(text) is str for text in texts), "texts")
-        _require(len(info.shape) <= MOST_AXES and _are_ints(info.shape, 0, _INT64), "shape")
-        for sizes in (info.chunks or (1,) * len(info.shape), info.shards or (1,) * len(info.shape)):
-            _require(len(sizes) == len(info.shape) and _are_ints(sizes, 1, _INT64), "chunks")
-        _require(info.nbytes_stored is None or _are_ints([info.nbytes_stored], 0, 2 * _INT64), "stored bytes")
-        _require(type(info.is_coordinate) is bool and type(info.is_dimension) is bool, "kind")
-        _require(type(info.attributes) is dict, "attributes")
-        if info.refused is None:
-            dtype = np.dtype(info.dtype)
-            _require(dtype.name == info.dtype and refusal(dtype) is None, "type of values")
-            nbytes = max(math.prod(info.shape), math.prod(info.chunks or ())) * dtype.itemsize
-            _require(nbytes < _INT64, "size")
-        for name, (kind, values) in info.packing.items():
-            _check_packing(name, kind, values)
+    """A helper's description of an array. The path comes from the caller, not from the helper."""
+    named = {"path": path, "dataset": answer["dataset"], "parts": None, "labels": None}
+    info = ArrayInfo.from_dict(_cleaned({**answer, "dataset": None}) | named)
+    n_axes, texts = len(info.shape), (info.dataset, info.format, info.codec, info.dtype, info.refused or "")
+    _require("texts", *(type(text) is str for text in texts))
+    _require("shape", n_axes <= MOST_AXES, _are_ints(info.shape, 0, _INT64))
+    for sizes in (info.chunks, info.shards):
+        _require("chunks", sizes is None or (len(sizes) == n_axes and _are_ints(sizes, 1, _INT64)))
+    _require("stored bytes", info.nbytes_stored is None or _are_ints([info.nbytes_stored], 0, 2 * _INT64))
+    _require("kind", type(info.is_coordinate) is bool, type(info.is_dimension) is bool, type(info.attributes) is dict)
+    if info.refused is None:
+        dtype = np.dtype(info.dtype)
+        nbytes = max(math.prod(info.shape), math.prod(info.chunks or ())) * dtype.itemsize
+        _require("type of values", dtype.name == info.dtype, refusal(dtype) is None, nbytes < _INT64)
+    for name, (kind, values) in info.packing.items():
+        leaves = [leaf for value in values for leaf in (value if isinstance(value, list) else [value])]
+        kinds = (str,) if kind in ("text", "unreadable") else (int, float)
+        _require("packing", name in ATTRIBUTES, 0 < len(values) <= _MOST_VALUES, *(type(leaf) in kinds for leaf in leaves))
+        if kind not in ("text", "unreadable", "number"):
+            dtype = np.dtype(kind)
+            _require("type of packing", dtype.name == kind, dtype.kind in "biufc", refusal(dtype) is None)
+            np.array(leaves, dtype)  # raises if they do not fit
     return info
 
 
-def _check_packing(name: str, kind: str, values: Any) -> None:
-    """Raise unless an attribute for decoding has a type, and a few numbers or texts of it."""
-    _require(name in ATTRIBUTES and 0 < len(values) <= _MOST_VALUES, "packing")
-    is_text = kind in ("text", "unreadable")
-    leaves = [leaf for value in values for leaf in (value if isinstance(value, list) else [value])]
-    _require(all(type(leaf) in ((str,) if is_text else (int, float)) for leaf in leaves), "values of packing")
-    if not is_text and kind != "number":
-        dtype = np.dtype(kind)
-        _require(dtype.name == kind and dtype.kind in "biufc" and refusal(dtype) is None, "type of packing")
-        np.array(leaves, dtype)  # raises if they do not fit
-
-
 def labels_of(answer: Any, n_axes: int) -> Labels:
-    """A helper's answer for labels, checked. Of coordinates there are the names."""
-    with _checking("labels"):
-        dims = tuple(_cleaned(answer["dims"]))
-        _require(len(dims) == n_axes and all(name is None or type(name) is str for name in dims), "names of axes")
-        attrs = {
-            printable(key): Note(printable(value)) if key in answer["notes"] else _cleaned(value)
-            for key, value in answer["attrs"].items()
-        }
-        coords = {printable(name): Coordinate(dataset) for name, dataset in answer["coords"].items()}
-        _require(all(type(coordinate.dataset) is str for coordinate in coords.values()), "coordinates")
-    return Labels(dims, attrs, coords)
+    """A helper's answer for labels. Of coordinates there are the names."""
+    dims, notes = tuple(_cleaned(answer["dims"])), answer["notes"]
+    _require("names of axes", len(dims) == n_axes, *(name is None or type(name) is str for name in dims))
+    _require("coordinates", *(type(dataset) is str for dataset in answer["coords"].values()))
+    attrs = {
+        printable(key): Note(printable(value)) if key in notes else _cleaned(value) for key, value in answer["attrs"].items()
+    }
+    return Labels(dims, attrs, {printable(name): Coordinate(dataset) for name, dataset in answer["coords"].items()})
 
 
 _PART_NBYTES, _MOST_CHUNKS = 1 << 24, 1 << 13  # values that are read at once, unless a chunk has more
@@ -443,70 +212,217 @@ class UntrustedFile(OpenFile):
     """
 
     def __init__(self, path: str, access: Access) -> None:
-        self.path, self._allow_external = path, access.allow_external
-        self._limits = access.untrusted or Limits()
-        self.lock = threading.RLock()  # around a question, until the values of its answer are copied
-        self._helper: Helper | None = None
-        self._n_lost, self._last_error, self.is_closed = 0, "", False
+        self.path, self._allow_external, self._limits = path, access.allow_external, access.untrusted or Limits()
+        self.lock = threading.RLock()  # around a question, or several that belong together
+        self._end: weakref.finalize[Any, Any] | None = None  # ends the helper, whatever it is doing, if it is called
+        self._n_started, self._last_error, self._is_closed = 0, "", False
 
-    def ask(self, do: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
-        """Ask the helper, which is started if there is none. See `Helper.ask`.
+    def ask(
+        self,
+        check: Callable[[Any], Answer],
+        method: str,
+        *arguments: Any,
+        dataset: str | None = None,
+        values: Array | None = None,
+    ) -> Answer:
+        """Ask for what a method of the file returns, or of an array in it.
+
+        Parameters
+        ----------
+        check : callable
+            Makes of the answer, which may be any JSON, what is returned. Any error of it says that the helper lies.
+        method : str
+            Name of a method, or a property, of `OpenFile`; if there is a `dataset`, of its `Source`.
+        *arguments
+            Its arguments; in the place of a region its two corners.
+        dataset : str, optional
+            Full name of the array.
+        values : ndarray, optional
+            Where the values go of a method that reads some: contiguous, with their type and shape.
 
         Raises
         ------
+        ConfigError
+            If no helper can be started. None has seen the file then.
+        HelperError
+            If there is no answer, or an impossible one. The helper is ended; the next question goes to a new one, a few times.
         SourceError, KeyError, OSError, ValueError, RuntimeError
             As the file's own format does in the helper.
-        HelperError
-            If there is no answer. The next question then goes to a new helper, a few times.
         """
-        with self.lock:
-            helper = self._running()
-            if self.is_closed:  # meanwhile, by another thread
-                helper.end()
+        request = {"method": method, "dataset": dataset, "arguments": arguments}
+        into: Any = memoryview(b"" if values is None else values.reshape(-1).view("u1").data)
+        with self.lock, Undo(self._stop):
+            if not self.is_running:
+                self._start()
+            if self._is_closed:  # meanwhile, by another thread
+                self._stop()
             try:
-                return helper.ask(do, nbytes, path=self.path, allow_external=self._allow_external, **arguments)
-            except SourceError as error:
-                error.path, error.dataset = self.path, arguments.get("dataset")
+                answer = self._answer(request, into)
+                if "error" not in answer:
+                    return checked(lambda answer: check(answer["value"]), answer)
+                error = self._error(answer, dataset)
+            except HelperError as lost:
+                self._last_error = str(lost)
                 raise
-            except HelperError as error:
-                self._last_error = str(error)
-                helper.end()
-                raise
+        raise error
 
-    def _running(self) -> Helper:
-        if self._helper is not None and not self._helper.is_alive:
-            self._helper, self._n_lost = None, self._n_lost + 1
-        if self.is_closed:
-            raise HelperError("the file was closed")
-        if self._n_lost >= _MOST_LOST:
-            raise HelperError(f"{self._n_lost} helper processes were lost in this file before; of the last: {self._last_error}")
-        if self._helper is None:
-            self._helper = Helper(self._limits)
-        return self._helper
+    @property
+    def is_running(self) -> bool:
+        """True while there is a helper."""
+        return self._end is not None and self._end.alive
 
-    def values(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """What the helper has put into shared memory. Copy it while you hold the lock."""
-        if self._helper is None:
+    def _start(self) -> None:
+        if self._is_closed:
             raise HelperError("the file was closed")
-        return self._helper.values(shape, dtype)
+        if self._n_started == _MOST_LOST:
+            raise HelperError(f"{_MOST_LOST} helper processes were lost in this file before; of the last: {self._last_error}")
+        self._n_started += 1
+        settings = {
+            "path": self.path,
+            "allow_external": self._allow_external,
+            "memory_nbytes": self._limits.memory_nbytes,
+            "places": [*map(os.path.abspath, sys.path), os.path.dirname(os.path.dirname(_FOLDER))],  # of imports
+        }
+        try:
+            with ExitStack() as resources:
+                self._log = resources.enter_context(os.fdopen(os.memfd_create("shardload-helper-log"), "rb"))
+                self._channel, helper_end = socket.socketpair()
+                resources.callback(self._channel.close)
+                self._channel.settimeout(_TICK_SECONDS)
+                start = partial(
+                    subprocess.Popen,
+                    # -S -P: no start-up files, and no imports from the script's folder
+                    [sys.executable, "-S", "-P", "-s", SCRIPT, str(os.getpid()), json.dumps(settings)],
+                    stdin=helper_end,
+                    stdout=self._log,
+                    stderr=self._log,
+                    env={k: v for k, v in os.environ.items() if k.startswith(_KEPT_VARIABLES)} | _NEW_VARIABLES,
+                )
+                with helper_end:  # only the helper may keep this end open, or its death would not be noticed
+                    # (After Ctrl-C here one that is about to start ends by itself: nobody has the other end of its socket.)
+                    self._process: subprocess.Popen[bytes] = _starter(os.getpid()).submit(start).result()
+                resources.callback(_kill, self._process, os.getpid())
+                self._end = weakref.finalize(self, resources.pop_all().close)
+            self._receive_answer(_START_SECONDS, _START_SECONDS)
+        except (AttributeError, OSError, ValueError, RuntimeError) as error:  # AttributeError: not Linux
+            raise ConfigError(
+                f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
+                f"{type(error).__name__}: {error}. Fix that, or load without untrusted=True if you trust the file"
+            ) from error
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end()
+
+    def _answer(self, request: dict[str, Any], into: memoryview) -> dict[str, Any]:
+        try:
+            self._channel.sendall(json.dumps(request).encode() + b"\n")
+        except OSError:
+            raise self._lost() from None
+        answer = self._receive_answer(self._limits.seconds, self._limits.cpu_seconds + into.nbytes / _SLOWEST)
+        if "error" not in answer:
+            self._receive(into)
+        return answer
+
+    def _receive_answer(self, seconds: float | None, cpu_seconds: float) -> dict[str, Any]:
+        """The next answer. The time for it, and for the values behind it, begins now."""
+        self._seconds, self._since = seconds, time.monotonic()
+        self._cpu_seconds, self._cpu_since = cpu_seconds, self._cpu_time()
+        length = bytearray(8)
+        self._receive(memoryview(length))
+        nbytes = int.from_bytes(length, "little")
+        if nbytes > _MOST_NBYTES:
+            raise _lie(f"{nbytes} bytes of text, {_MOST_NBYTES} are the most")
+        text = bytearray(nbytes)
+        self._receive(memoryview(text))
+        return checked(lambda text: dict(**json.loads(text)), text)
+
+    def _receive(self, into: memoryview) -> None:
+        while into:
+            self._check_time()
+            try:
+                n_received = self._channel.recv_into(into)
+            except TimeoutError:
+                continue
+            except OSError:
+                n_received = 0
+            if n_received == 0:
+                raise self._lost()
+            into = into[n_received:]
+
+    def _check_time(self) -> None:
+        reason = ""
+        if self._seconds is not None and time.monotonic() - self._since > self._seconds:
+            reason = f"it gave no answer for {self._seconds:g} s (a quarter of timeout=)"
+        elif self._cpu_time() - self._cpu_since > self._cpu_seconds:
+            reason = f"it computed for more than {self._cpu_seconds:.0f} s, which no sound chunk takes: a loop without an end"
+        if reason:
+            raise HelperError(f"the helper process that read it was ended: {reason}{self._last_line()}")
+
+    def _cpu_time(self) -> float:
+        """CPU seconds of the process, from the kernel's clock of a process (as clock_getcpuclockid gives it)."""
+        try:
+            return time.clock_gettime(~self._process.pid << 3 | 2)
+        except OSError:  # it has ended
+            return 0.0
+
+    def _lost(self) -> HelperError:
+        """The error about a helper that has died."""
+        if not self.is_running:
+            return HelperError("the helper process was ended")
+        try:
+            status = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return HelperError(f"the helper process that read it stopped listening{self._last_line()}")
+        end = f"ended by itself, with status {status}"
+        if status < 0:
+            end = f"was ended by {next((s.name for s in signal.Signals if s.value == -status), f'signal {-status}')}"
+            if status == -signal.SIGABRT:
+                end += f" (as where memory is refused: its limit is {format_nbytes(self._limits.memory_nbytes)})"
+        return HelperError(f"the helper process that read it {end}{self._last_line()}")
+
+    def _last_line(self) -> str:
+        """The last line that the helper, or a library in it, has printed, as the end of a message."""
+        try:
+            size = os.fstat(self._log.fileno()).st_size
+            lines = os.pread(self._log.fileno(), _MOST_TEXT, max(0, size - _MOST_TEXT)).decode(errors="replace").splitlines()
+        except (OSError, ValueError):  # closed
+            return ""
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"; it had printed '{printable(last)[:200]}'" if last else ""
+
+    def _error(self, answer: dict[str, Any], dataset: str | None) -> Exception:
+        """The helper's own error."""
+        names, text = answer["error"], answer.get("text")
+        if not isinstance(names, list) or not names or not isinstance(text, str):
+            raise _lie("an error without a kind or a text")
+        if "MemoryError" in names:
+            raise HelperError(
+                f"it takes more memory than a helper process may have ({format_nbytes(self._limits.memory_nbytes)} and what "
+                "its libraries take). Pass a larger staging= if you think that it needs so much"
+            )
+        kind = next((_KINDS[name] for name in map(str, names) if name in _KINDS), None)
+        if kind is None:
+            kind, text = OSError, f"{names[0]}: {text}"
+        error = kind(str(dataset) if kind is KeyError else printable(text)[:_MOST_TEXT])
+        if isinstance(error, SourceError):
+            error.path, error.dataset = self.path, dataset
+        return error
 
     def list_arrays(self) -> list[ArrayInfo]:
         """Every array in the file."""
-        return self._list("list_arrays")
+        return self.ask(self._infos, "list_arrays")
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Some of them."""
-        return self._list("sketch", most=most, like=like)
+        return self.ask(self._infos, "sketch", most, like)
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """Those below a group to which links lead."""
-        return self._list("list_linked", group=group, in_full=in_full)
+        return self.ask(self._infos, "list_linked", group, in_full)
 
-    def _list(self, method: str, **arguments: Any) -> list[ArrayInfo]:
-        infos = self.ask("list", method=method, arguments=arguments).get("infos")
-        if not isinstance(infos, list):
-            raise lie("no list of arrays")
-        return [info_of(info, self.path) for info in infos]
+    def _infos(self, answer: list[Any]) -> list[ArrayInfo]:
+        return [info_of(info, self.path) for info in answer]
 
     def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
         """Open one array in the helper."""
@@ -519,7 +435,7 @@ class UntrustedFile(OpenFile):
     def state_of(self, dataset: str | None) -> tuple[int, ...] | None:
         """The state of the file, or of an array in it; None if it has none, or if the helper cannot say."""
         try:
-            return state_of(self.ask("state", dataset=dataset).get("state"))
+            return self.ask(state_of, "state", dataset=dataset)
         except (LookupError, OSError, RuntimeError, ValueError):
             return None
 
@@ -527,15 +443,14 @@ class UntrustedFile(OpenFile):
         """No attributes, and a text that says so."""
         return {}, ("what attributes of groups say, which are not read from an untrusted file,",)
 
-    def give_up(self) -> None:
-        """End the helper. The next question starts another one, unless the file is closed."""
-        if self._helper is not None:
-            self._helper.end()
-
     def close(self) -> None:
         """End the helper. A thread that waits for it gets a `HelperError`."""
-        self.is_closed = True
-        self.give_up()
+        self._is_closed = True
+        self._stop()
+
+
+def _nothing(_: object) -> None:
+    """The check of an answer that nobody looks at."""
 
 
 class UntrustedSource(Source):
@@ -552,10 +467,13 @@ class UntrustedSource(Source):
     def __init__(self, file: UntrustedFile, dataset: str) -> None:
         self._file, self._dataset, self._is_closed = file, dataset, False
         self._missing: list[tuple[int, ...]] = []
-        answer = file.ask("open", dataset=dataset)
-        self._info, self._first_state = info_of(answer.get("info"), file.path), state_of(answer.get("state"))
+        self._info = self._ask(partial(info_of, path=file.path), "info")
+        self._first_state = self._ask(state_of, "opened_in")
         if self._info.dataset != dataset:
-            raise lie(f"the array '{printable(self._info.dataset)}'")
+            raise _lie(f"the array '{printable(self._info.dataset)}'")
+
+    def _ask(self, check: Callable[[Any], Answer], method: str, *arguments: Any, values: Array | None = None) -> Answer:
+        return self._file.ask(check, method, *arguments, dataset=self._dataset, values=values)
 
     @property
     def info(self) -> ArrayInfo:
@@ -569,23 +487,19 @@ class UntrustedSource(Source):
 
     def labels(self) -> Labels:
         """The names of the axes, the attributes as plain Python, and the names of coordinates."""
-        return self._labels(False, len(self._info.shape))
+        return self._ask(partial(labels_of, n_axes=len(self._info.shape)), "labels")
 
     def group_attrs(self) -> Mapping[str, Any]:
         """The attributes of the array's group."""
-        return self._labels(True, 0).attrs
-
-    def _labels(self, of_group: bool, n_axes: int) -> Labels:
-        answer = self._file.ask("labels", dataset=self._dataset, of_group=of_group)
-        return labels_of(answer.get("labels"), n_axes)
+        return self._ask(partial(labels_of, n_axes=0), "group_attrs").attrs
 
     def expect(self, region: Region) -> None:
         """Tell the helper, which may not have memory for the places of all chunks."""
         with suppress(LookupError, OSError, RuntimeError, ValueError):  # who reads it meets the same error
-            self._file.ask("expect", dataset=self._dataset, start=region.start, stop=region.stop)
+            self._ask(_nothing, "expect", region.start, region.stop)
 
     def read_into(self, region: Region, out: Array) -> None:
-        """Have the helper read `region`, a few chunks at a time, and copy the values into `out`."""
+        """Have the helper read `region`, a few chunks at a time, into `out`."""
         self._missing = []
         self._read("read_into", region, out)
 
@@ -603,16 +517,18 @@ class UntrustedSource(Source):
         check_request(self._info, self.dtype, region, out)
         chunks = self._info.chunks
         for part in self._parts(region) if region.size else ():
-            into: Any = (*part.slices(region.start), ...)
+            inside: Any = (*part.slices(region.start), ...)
+            target = out[inside]
+            values = target if target.flags.c_contiguous else np.empty(part.shape, self.dtype)
             with self._file.lock:
                 if self._is_closed:
                     raise HelperError("the file was closed")
-                nbytes = part.size * self.dtype.itemsize
-                arguments = {"start": part.start, "stop": part.stop, "method": method, "values_at": VALUES_AT}
-                answer = self._file.ask("read", nbytes, dataset=self._dataset, **arguments)
-                np.copyto(out[into], self._file.values(part.shape, self.dtype))
-                with Undo(self._file.give_up):
-                    self._missing += missing_of(answer.get("missing"), chunks_met(part, chunks) if chunks else ())
+                self._ask(_nothing, method, part.start, part.stop, values=values)
+                if method == "read_into":
+                    box = chunks_met(part, chunks) if chunks else ()
+                    self._missing += self._ask(partial(missing_of, box=box), "missing", part.start, part.stop)
+            if values is not target:
+                target[...] = values
         settle_bools(out)
 
     def _parts(self, region: Region) -> Iterator[Region]:

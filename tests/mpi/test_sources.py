@@ -141,16 +141,18 @@ def test_a_file_that_nobody_vouches_for(
 
 # Says that there is an array, and at its first chunk interrupts the rank and answers no more.
 INTERRUPTS = """
-import json, mmap, os, signal, socket, sys
-channel = socket.socket(fileno=int(sys.argv[1]))
-while packet := channel.recv(1 << 17):
-    request = json.loads(packet)
-    if request["do"] == "read":
+import json, os, signal, socket
+channel = socket.socket(fileno=0)
+def say(value):
+    answer = json.dumps({"value": value}).encode()
+    channel.sendall(len(answer).to_bytes(8, "little") + answer)
+say(None)
+for line in channel.makefile("rb"):
+    method = json.loads(line)["method"]
+    if method == "read_into":
         os.kill(os.getppid(), signal.SIGINT)
-        continue
-    answer = json.dumps({"info": INFO, "state": None, "nbytes": None}).encode()
-    mmap.mmap(int(sys.argv[2]), 0)[: len(answer)] = answer
-    channel.send(len(answer).to_bytes(8, "little"))
+    else:
+        say(INFO if method == "info" else None)
 """
 
 

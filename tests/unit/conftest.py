@@ -15,10 +15,11 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 @functools.cache
 def _start_one() -> None:
     """A helper process, so that the process is there of which all others are copies."""
-    from shardload.formats.access import Limits
-    from shardload.formats.untrusted import Helper
+    from shardload.formats.access import Access, Limits
+    from shardload.formats.untrusted import UntrustedFile
 
-    Helper(Limits()).end()
+    with UntrustedFile("none.h5", Access(untrusted=Limits())) as file:
+        file.state()
 
 
 @pytest.fixture
@@ -28,6 +29,6 @@ def quick_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardload.formats import untrusted as helper
     from tests.unit.copies import copy_of_a_helper
 
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
+    names = {name: getattr(subprocess, name) for name in ("TimeoutExpired",)}
     monkeypatch.setattr(helper, "subprocess", SimpleNamespace(Popen=copy_of_a_helper, **names))
     _start_one()

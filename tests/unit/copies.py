@@ -73,13 +73,10 @@ class Copy:
         return self.returncode
 
 
-def copy_of_a_helper(
-    command: Sequence[str], *, stdin: int, stdout: int, stderr: int, env: Mapping[str, str], pass_fds: Sequence[int]
-) -> Copy:
+def copy_of_a_helper(command: Sequence[str], *, stdin: Any, stdout: Any, stderr: Any, env: Mapping[str, str]) -> Copy:
     """A helper process, from what `shardload.formats.untrusted` gives to Popen."""
-    *_, script, channel, values, _ = command
+    *_, script, _, settings = command
     variables = {**env, "PYTHONPATH": str(Path(shardload.__file__).parents[1])}
     parent = server_for(variables).process.pid  # of which it makes sure, and with which it ends
-    with open(os.devnull) as nothing:
-        files = {0: nothing.fileno(), 1: stdout, 2: stderr, **{number: number for number in pass_fds}}
-        return Copy([script, channel, values, str(parent)], variables, files)
+    files = {number: stream.fileno() for number, stream in enumerate((stdin, stdout, stderr))}
+    return Copy([script, str(parent), settings], variables, files)

@@ -98,7 +98,10 @@ class PartMetadata:
     def of(cls, dataset: OpenDataset, version: tuple[int, ...]) -> PartMetadata:
         """Of an open dataset, with this version."""
         creation, kind = dataset.creation, dataset.kind
-        dtype = native_dtype(type_of_values(kind)) if kind.get_class() in _NUMBERS else np.dtype("V")
+        dtype = np.dtype("V")
+        if kind.get_class() in _NUMBERS:
+            with suppress(TypeError, ValueError):  # of a size that NumPy does not have, as 24 bits
+                dtype = native_dtype(type_of_values(kind))
         fill = b"" if refusal(dtype) is not None else fill_value(dataset, dtype).tobytes()
         chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
         is_raw = not dataset.facts.creation.get_userblock()

@@ -80,7 +80,8 @@ def is_remote(path: Any) -> bool:
 def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapping[str, Any] | None]:
     """A path, or a tree of paths, with URLs in place of ``(obstore store, key)``, and options that have the store.
 
-    ConfigError if there are several stores: the options of a call are those of one.
+    ConfigError if there are several stores: the options of a call are those of one. Also if there are other options than the
+    number of requests: the store has its own.
     """
     stores: list[Any] = []
 
@@ -97,7 +98,14 @@ def with_store(paths: Any, options: Mapping[str, Any] | None) -> tuple[Any, Mapp
         return type(path)(map(with_url, path)) if type(path) in (list, tuple) else path
 
     urls = with_url(paths)
-    return (urls, {**(options or {}), "store": stores[0]}) if stores else (paths, options)
+    if not stores:
+        return paths, options
+    if others := sorted({*(options or {})} - {"requests", "store"}):
+        raise ConfigError(
+            f"storage has {', '.join(map(repr, others))}, but the store that was handed in is reached as it was made: it may "
+            "have 'requests' alone. Make the store with the others, or pass a URL"
+        )
+    return urls, {**(options or {}), "store": stores[0]}
 
 
 def without_secrets(url: str) -> str:

@@ -222,8 +222,14 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path) -> None:
         types = {"bits": bits, "time": h5py.h5t.UNIX_D32BE, "quad": h5py.h5t.IEEE_F128BE, "int24": odd}
         for name, kind in types.items():
             h5py.h5d.create(file.id, name.encode(), kind.copy(), space)
+        for name in ("int24", "int32"):
+            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            creation.set_virtual(space, b".", b"/int24", space)
+            h5py.h5d.create(file.id, f"virtual {name}".encode(), types.get(name, h5py.h5t.STD_I32LE), space, creation)
         file["good"] = flat((3, 4))
     expected = {
+        "virtual int24": ("24-bit number", "NumPy does not have"),
+        "virtual int32": ("", "have another shape or type than it says"),
         "variable string": ("string", "strings"),
         "fixed string": ("string", "strings"),
         "object reference": ("reference", "references"),
@@ -252,7 +258,7 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path) -> None:
                 attempt(path, name)
             assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
         read = re.search(r"Read this array by (h5py.*\(\)\]); shardload.scatter takes", str(caught.value))
-        assert (read is None) == (name in ("null", "bits", "time", "quad", "int24")), name
+        assert (read is None) == (name in ("null", "bits", "time", "quad", "int24", "virtual int24", "virtual int32")), name
         if read is not None:
             with h5py.File(path) as file:  # references are equal to themselves only
                 assert repr(eval(read[1], {"h5py": h5py})) == repr(file[name][()])

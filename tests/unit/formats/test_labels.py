@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import untrusted as untrusted_source
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import MIXED, Note
 from shardload.formats.contract.format import HelperError
@@ -31,7 +30,7 @@ from shardload.formats.hdf5.file import Hdf5File
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.lookup import Finder, find_array, open_source
-from shardload.formats.untrusted import labels_of
+from shardload.formats.untrusted import UntrustedFile, checked, labels_of
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
 from tests.unit.files import raising, write_hdf5
@@ -246,8 +245,8 @@ def test_all_of_an_untrusted_file_in_one_helper(tmp_path: Path, writer: str, mon
     """Wrong if each array started a process of its own, which takes a tenth of a second, or came back as another."""
     name, how, _ = WRITERS[writer]
     path = write(tmp_path / name, how, climate())
-    started, right = [], untrusted_source.Helper
-    monkeypatch.setattr(untrusted_source, "Helper", lambda *args: (started.append(args), right(*args))[1])
+    started, right = [], UntrustedFile._start
+    monkeypatch.setattr(UntrustedFile, "_start", lambda self: (started.append(self), right(self))[1])
     here, there = shardload.open(path), shardload.open(path, untrusted=True)
     assert list(there) == list(here) and repr(there) == repr(here)
     for name, info in here.items():
@@ -516,7 +515,7 @@ def test_names_that_cannot_be_read_now(tmp_path: Path, call: str, error: Excepti
 )
 def test_lies_about_labels(wrong: Any) -> None:
     with pytest.raises(HelperError, match="cannot be right"):
-        labels_of(wrong, 2)
+        checked(lambda answer: labels_of(answer, 2), wrong)
 
 
 def test_open_needs_neither_jax_nor_mpi(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import HelperError, Source, open_alone
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_file, open_source
-from shardload.formats.untrusted import Helper, UntrustedFile, info_of
+from shardload.formats.untrusted import UntrustedFile, checked, info_of
 from shardload.planning.region import Region
 from shardload.planning.tuning import default_tuning
 from shardload.storage.local import NotAFileError, OutsideError
@@ -259,19 +259,19 @@ def test_a_way_out_is_told_as_in_this_process(tmp_path: Path) -> None:
 INFO = ArrayInfo("f.h5", "/x", "HDF5", SHAPE, "int32", CHUNKS, "gzip")
 
 FAKE = """
-import json, mmap, os, socket, struct, sys, time
-channel, values = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+import json, os, socket, struct, sys, time
+channel = socket.socket(fileno=0)
+requests = channel.makefile("rb")
 def receive():
-    packet = channel.recv(1 << 17)
-    return json.loads(packet) if packet else None
+    line = requests.readline()
+    return json.loads(line) if line else None
 def raw(data, nbytes=None):
-    mmap.mmap(values, 0)[: len(data)] = data
-    channel.send((len(data) if nbytes is None else nbytes).to_bytes(8, "little"))
-def say(**what):
-    raw(json.dumps(what).encode())
-def put(*numbers, kind="q"):
-    struct.pack_into(f"<{len(numbers)}{kind}", mmap.mmap(values, 0), 32 << 20, *numbers)
-receive(), say()
+    channel.sendall((len(data) if nbytes is None else nbytes).to_bytes(8, "little") + data)
+def say(value):
+    raw(json.dumps({"value": value}).encode())
+def read(*numbers, kind="i"):
+    say(None), channel.sendall(struct.pack(f"<{len(numbers)}{kind}", *numbers))
+say(None)
 """
 
 
@@ -292,57 +292,61 @@ def opened(limits: Limits) -> Source:
     return open_alone(UntrustedFile("f.h5", Access(untrusted=limits)), "/x")
 
 
-OPEN = f"say(info={json.loads(INFO.to_json())!r}, state=[1, 2])"
+def opening(info: ArrayInfo, state: str = "[1, 2]") -> list[str]:
+    """What a helper says when an array is opened."""
+    return [f"say({json.loads(info.to_json())!r})", f"say({state})"]
+
+
+OPEN, READ = opening(INFO), "read(*range(70))"
 
 
 @pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize(
     "lie",
     [
-        *(f"say(missing={n})" for n in ("7", "True", "None", "'1'", "[1]", "[[1]]", "[[1, 1, 1]]", "[['1', 1]]", "[[1.0, 1]]")),
-        "say()",
-        "say(missing=[[2, 0]])",
-        "say(missing=[[0, -1]])",
-        "say(missing=[[0, True]])",
-        "say(missing=[[0, 2], [0, 2]])",
-        "say(missing=[[1, 0], [0, 2]])",
+        *(f"say({n})" for n in ("7", "True", "None", "'1'", "[1]", "[[1]]", "[[1, 1, 1]]", "[['1', 1]]", "[[1.0, 1]]")),
+        "raw(b'{}')",
+        "say([[2, 0]])",
+        "say([[0, -1]])",
+        "say([[0, True]])",
+        "say([[0, 2], [0, 2]])",
         "raw(b'[]')",
         "raw(b'{')",
         "raw(bytes([255]))",
         "raw(b'[' * 500_000)",
         "raw(b'', 2**32 - 1)",
         "raw(b'{}', 2**63)",
-        "channel.send(bytes(3))",
+        "channel.sendall(bytes(3)); os._exit(0)",
         "os._exit(3)",
-        "say(error=[], text='')",
-        "say(error='OSError')",
-        "say(error='MemoryError', text='')",
+        """raw(b'{"error": [], "text": ""}')""",
+        """raw(b'{"error": "OSError"}')""",
+        """raw(b'{"error": "MemoryError", "text": ""}')""",
     ],
 )
 def test_an_answer_that_cannot_be_right(lie: str, fake: Callable[..., None]) -> None:
-    fake(OPEN, lie)
+    fake(*OPEN, READ, lie)
     source = opened(ONE)
     with pytest.raises(HelperError):
         source.read_into(Region.whole(SHAPE), np.empty(SHAPE, "i4"))
-    assert not source._file._helper.is_alive, "who lies once is asked no more"
+    assert not source._file.is_running, "who lies once is asked no more"
     source.close()
 
 
 @pytest.mark.usefixtures("quick_helpers")
 @pytest.mark.parametrize("state", ["'x'", "[1.5, 2]", "[True]", "[2**80]", "[0] * 9", "{}"])
 def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> None:
-    fake(OPEN.replace("[1, 2]", state))
+    fake(*opening(INFO, state))
     with pytest.raises(SourceError, match="state"):
         open_source("f.h5", "x", access=Access(untrusted=ONE))
 
 
 @pytest.mark.usefixtures("quick_helpers")
 def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) -> None:
-    fake(OPEN)
+    fake(*OPEN)
     with pytest.raises(SourceError, match=r"'/y' in 'f.h5' cannot be opened: .*cannot be right: the array '/x'"):
         open_source("f.h5", "y", access=Access(untrusted=ONE))
-    fake("say(info=None, state=None)")
-    with pytest.raises(SourceError, match=r"cannot be opened: .*cannot be right: no description"):
+    fake("say(None)")
+    with pytest.raises(SourceError, match=r"cannot be opened: .*cannot be right"):
         find_array("f.h5", "x", access=Access(untrusted=ONE))
 
 
@@ -367,9 +371,9 @@ def test_a_description_that_cannot_be_right(wrong: dict[str, Any]) -> None:
     good = json.loads(INFO.to_json())
     assert info_of(good, "f.h5") == INFO
     with pytest.raises(HelperError, match="cannot be right"):
-        info_of(good | wrong, "f.h5")
+        checked(lambda answer: info_of(answer, "f.h5"), good | wrong)
     with pytest.raises(HelperError, match="cannot be right"):
-        info_of([good], "f.h5")
+        checked(lambda answer: info_of(answer, "f.h5"), [good])
 
 
 def test_what_is_printed_cannot_move_a_terminal_and_a_path_is_not_the_helpers_to_say() -> None:
@@ -379,22 +383,11 @@ def test_what_is_printed_cannot_move_a_terminal_and_a_path_is_not_the_helpers_to
 
 
 @pytest.mark.usefixtures("quick_helpers")
-def test_shared_memory_stays_as_long_as_it_is(fake: Callable[..., None]) -> None:
-    """Wrong if a helper could make it shorter: who looks at what is gone is ended by SIGBUS."""
-    shorten = "try:\n    os.ftruncate(values, 0)\nexcept PermissionError:\n    pass\nelse:\n    os._exit(9)\n"
-    fake(OPEN, f"{shorten}put(*range(70), kind='i'); say(missing=[])")
-    source = opened(ONE)
-    np.testing.assert_array_equal(read_all(source), DATA)
-    source.close()
-
-
-@pytest.mark.usefixtures("quick_helpers")
 def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     """As in this process: it is 1 where it is not 0, before NumPy or JAX see it."""
     info = json.loads(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_json())
-    put = "put(0, 2, 255, kind='B'); "
-    given = f"say(info={info!r}, state=[1, 2])"
-    fake(given, f"{put}say(missing=[])", f"{put}say(missing=[])")
+    read = "read(0, 2, 255, kind='B')"
+    fake(*opening(ArrayInfo.from_dict(info)), read, "say([])", read)
     source = opened(ONE)
     expected = [0, 1, 1]
     assert read_all(source).view("u1").ravel().tolist() == expected
@@ -413,10 +406,14 @@ def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:
 
 
 @pytest.mark.usefixtures("quick_helpers")
-def test_no_answer_in_time(fake: Callable[..., None]) -> None:
-    fake(OPEN, "time.sleep(600)")
-    source = opened(Limits(1 << 20, seconds=0.0))
-    with pytest.raises(HelperError, match="no answer for 0 s"):
+@pytest.mark.parametrize(
+    "action", ["time.sleep(600)", "while True: channel.send(bytes(1)); time.sleep(0.1)"], ids=["none", "slow"]
+)
+def test_no_answer_in_time(action: str, fake: Callable[..., None]) -> None:
+    """Wrong if a byte now and then counted as an answer."""
+    fake(*OPEN, f"channel.sendall((1 << 20).to_bytes(8, 'little'))\n{action}")
+    source = opened(Limits(1 << 20, seconds=5.0))
+    with pytest.raises(HelperError, match="no answer for 5 s"):
         read_all(source)
     source.close()
 
@@ -424,7 +421,7 @@ def test_no_answer_in_time(fake: Callable[..., None]) -> None:
 def test_closing_ends_a_helper_that_is_at_work_for_another_thread(fake: Callable[..., None], tmp_path: Path) -> None:
     """As after a stall, or Ctrl-C in the thread that calls MPI. Wrong if the thread waited on, or the next had a turn."""
     os.mkfifo(tmp_path / "begun")
-    fake(OPEN, f"open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(600)")
+    fake(*OPEN, f"open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(600)")
     source = opened(ONE)
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(read_all, source)
@@ -439,25 +436,27 @@ def test_closing_ends_a_helper_that_is_at_work_for_another_thread(fake: Callable
 
 
 def test_ctrl_c(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(OPEN, "os.kill(os.getppid(), 2); time.sleep(600)")
+    fake(*OPEN, "os.kill(os.getppid(), 2); time.sleep(600)")
     source = opened(ONE)
     with pytest.raises(KeyboardInterrupt):
         read_all(source)
-    assert not source._file._helper.is_alive
+    assert not source._file.is_running
     source.close()
 
 
 def test_a_thread_that_ends_takes_no_helper_with_it() -> None:
     """The system ends a process that asked for it with the thread that started it, not with that thread's process."""
-    with ThreadPoolExecutor(1) as pool:
-        helper = pool.submit(Helper, LIMITS).result()
+    file = UntrustedFile("none.h5", Access(untrusted=LIMITS))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SourceError, match="there is no file"):
+        pool.submit(file.list_arrays).result()
     with pytest.raises(SourceError, match="there is no file"):
-        helper.ask("open", path="none.h5", allow_external=False, dataset="/x")
+        file.open("/x")
     for number in (signal.SIGINT, signal.SIGTERM):  # for all processes of a job, which are the ranks' to answer
-        os.kill(helper.pid, number)
+        os.kill(file._process.pid, number)
     with pytest.raises(SourceError, match="there is no file"):
-        helper.ask("open", path="none.h5", allow_external=False, dataset="/x")
-    helper.end()
+        file.open("/x")
+    assert file._n_started == 1
+    file.close()
 
 
 def test_a_helper_that_cannot_start(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., None], tmp_path: Path) -> None:
@@ -468,7 +467,7 @@ def test_a_helper_that_cannot_start(monkeypatch: pytest.MonkeyPatch, fake: Calla
         find_array("f.h5", access=Access(untrusted=LIMITS))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="could not be started here"):
-        Helper(LIMITS)
+        find_array("f.h5", access=Access(untrusted=LIMITS))
 
 
 def test_a_process_without_standard_streams_can_start_helpers(tmp_path: Path) -> None:
@@ -483,26 +482,34 @@ def test_a_process_without_standard_streams_can_start_helpers(tmp_path: Path) ->
 
 
 def test_a_helper_takes_itself_for_no_rank(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "MPI_LOCALRANKID", "PYTHONPATH"):
+    for name in (
+        "PMI_RANK",
+        "PMIX_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "SLURM_PROCID",
+        "MPI_LOCALRANKID",
+        "PYTHONPATH",
+        "AWS_SECRET_ACCESS_KEY",
+    ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/hdf5")
     out = str(tmp_path / "environ")
-    fake(f"open({out!r}, 'w').write(json.dumps([dict(os.environ), os.listdir('/proc/self/fd')])); say(infos=[])")
+    fake(f"open({out!r}, 'w').write(json.dumps([dict(os.environ), os.listdir('/proc/self/fd')])); say([])")
     assert list_arrays("f.h5", access=Access(untrusted=LIMITS)) == []
     environ, descriptors = json.loads(Path(out).read_text())
     assert environ["LD_LIBRARY_PATH"] == "/opt/hdf5" and environ["MPI4PY_RC_INITIALIZE"] == "0"
-    assert not [name for name in environ if name.startswith(("PMI", "OMPI", "SLURM", "MPI_", "PYTHONPATH"))]
-    assert len(descriptors) <= 7, "0, 1, 2, the socket, the memory, what is written, and the folder that is listed"
+    assert not [name for name in environ if name.startswith(("PMI", "OMPI", "SLURM", "MPI_", "PYTHONPATH", "AWS"))]
+    assert len(descriptors) <= 7, "0, 1, 2, the socket again, what is written, and the folder that is listed"
 
 
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["exit", "SIGKILL"])
 def test_a_process_that_ends_leaves_no_helper(end: str) -> None:
     """Wrong if a rank that dies left one behind, which a batch system then waits for."""
     script = (
-        "import os, signal, sys\nfrom shardload.formats.access import Limits\n"
-        "from shardload.formats.untrusted import Helper\n"
-        f"helper = Helper(Limits())\nprint(helper.pid, flush=True)\n"
-        f"os.kill(helper.pid, signal.SIGSTOP)  # it notices nothing, as in the loop of a filter\n{end}\n"
+        "import os, signal, sys\nfrom shardload.formats.access import Access, Limits\n"
+        "from shardload.formats.untrusted import UntrustedFile\n"
+        "file = UntrustedFile('f.h5', Access(untrusted=Limits()))\nfile.state()\nprint(file._process.pid, flush=True)\n"
+        f"os.kill(file._process.pid, signal.SIGSTOP)  # it notices nothing, as in the loop of a filter\n{end}\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == (0 if end == "pass" else -signal.SIGKILL), done.stderr

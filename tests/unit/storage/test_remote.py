@@ -582,6 +582,8 @@ def test_a_store_that_is_handed_in(server):
     assert tree == {"x": "store://a", "y": ["store://b", "local.h5"]}
     with pytest.raises(ConfigError, match="was given several"):
         with_store([(memory, "a"), (s3, "b")], None)
+    with pytest.raises(ConfigError, match=r"storage has 'region', 'token', but the store .* may have 'requests' alone"):
+        with_store((s3, "b"), {"token": "TOPSECRET", "region": "us-east-1", "requests": 2})
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3", "HTTPStore", "S3Store"])
