@@ -72,41 +72,6 @@ def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
     assert reader.counters.nbytes_copied == 0
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(
-    "read",
-    [
-        whole(rows(0, 2), rank=1),
-        Block(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))),  # a replica elsewhere
-        Block(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))),
-        Block(rows(0, 2), (Part(rows(0, 1), 0, 0),)),
-        whole(Region((0, 0), (2, 3))),  # has gaps in the piece
-    ],
-    ids=["another's", "replica", "two parts", "less than the block", "gaps"],
-)
-@pytest.mark.parametrize("checksums", [False, True])
-def test_any_other_block_is_staged_and_what_stays_here_is_delivered(read: Block, checksums: bool) -> None:
-    piece = piece_of(rows(0, 8))
-    source = FakeSource(TABLE, (2, 4))
-    slots = Slots(1, 1 << 10)
-    with reader_of(source, {0: piece}, slots=slots, checksums=checksums) as reader:
-        block = fetch(reader, read)
-    assert len(source.reads) == 1 and not np.shares_memory(source.outs[0], piece.data)
-    assert block.slot is not None and np.shares_memory(source.outs[0], block.slot)
-    np.testing.assert_array_equal(values_of(block, read.region, "f4"), TABLE[read.region.slices()])
-    wanted = np.full((8, 4), -1.0)
-    for part in read.parts:
-        if part.rank == 0:
-            wanted[part.region.slices()] = TABLE[part.region.slices()]
-    np.testing.assert_array_equal(piece.data, wanted)
-    assert reader.counters.nbytes_copied == 4 * (wanted >= 0).sum()
-    part = Region((1, 1), (2, 3))
-    np.testing.assert_array_equal(values_of(block, part, "f4"), TABLE[part.slices()])
-    assert not slots.has_room()
-    block.release()
-    assert slots.has_room()
-
-
 def test_values_in_memory_are_shown_not_copied() -> None:
     source = FakeSource(TABLE, shows=TABLE)
     slots = Slots(1, 1 << 10)
