@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,18 @@ from mpi4py.MPI import COMM_WORLD
 
 from benchmarks import planning
 from benchmarks.cases import layouts, saves
-from benchmarks.cases.cells import LAYOUTS, Cell, box
+from benchmarks.cases.cells import LAYOUTS, box
 from benchmarks.cases.layouts import boxes, cube, make, plane, reference_of
 from benchmarks.peers import floor, save_floor, ways
-from benchmarks.reports.saves import BEGIN, END, copy_section, plot_saves, put_section, save_section, section_of
+from benchmarks.reports.saves import copy_section, plot_saves, put_section, save_section, section_of
+from benchmarks.reports.stores import stores_section
+from benchmarks.reports.streams import plot_streams, streams_section
 from benchmarks.reports.tables import read_records
 from benchmarks.runs import grid, rechunking
 
 SIZE = 16
+RESULTS = Path(grid.__file__).parents[1] / "results"
+DOCS = RESULTS.parents[1] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +136,7 @@ def test_what_planning_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_plans_take_the_right_way_in_the_measured_grid() -> None:
     """Times of all ways on slowed-down machines are on record. Wrong if a change of the rule made plans take worse ones."""
-    folder = Path(grid.__file__).parents[1] / "results"
-    records = [json.loads((folder / f"{name}.json").read_text()) for name in ("grid", "grid-links")]
+    records = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("grid", "grid-links")]
     found = [grid.replan(record) for record in records]
     cells = [cell for record in found for cell in record["cells"]]
     assert [len(record["cells"]) for record in records] == [120, 40] and len(cells) == 160, "each way that is taken was timed"
@@ -183,49 +187,40 @@ def test_the_floor_encodes_every_chunk(tmp_path: Path, layout: str) -> None:
     assert all(bytes(one) in data for one in expected) and [bytes(decode(one)) for one in expected] == chunks
 
 
-def saved(layout: str, spec: str = "-,a,b", ranks: int = 4, **seconds: float) -> dict[str, Any]:
-    """A cell of the record of saves."""
-    took = {way: {"seconds": [value], "peaks_nbytes": [[10 << 20, 90 << 20]]} for way, value in seconds.items()}
-    return {**vars(Cell(layout, spec, ranks)), "ways": took}
+PAGES: dict[str, tuple[str, Any]] = {
+    "save": ("explanation/speed.md", save_section),
+    "copy": ("explanation/speed.md", copy_section),
+    "streams": ("streams.md", streams_section),
+    "stores": ("remote.md", stores_section),
+}
 
 
-def record_of(*cells: dict[str, Any]) -> dict[str, Any]:
-    machine = {"cores": 2, "processor": "a processor"}
-    return {"cells": [*cells], "is_memory": True, "shape": [8, 8, 8], "nbytes": 2048, "repeats": 3, "machine": machine}
-
-
-def test_the_page_on_saving_has_what_the_record_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_what_its_record_says(tmp_path: Path, name: str) -> None:
     """Wrong if the table were another run's, if a way stood in another's column, or a missed goal were left out."""
-    first = saved("hdf5-gzip-planes", shardload=1.0, gather=2.5, floor=0.8, **{"parallel-hdf5": 1.6})
-    second = saved("hdf5-contiguous", "a,b", 8, shardload=0.5, gather=1.0, orbax=3.0, **{"parallel-hdf5": 0.4})
-    record = record_of(second, first)
-    text = save_section(record)
-    head, first_row, second_row = [
-        [part.strip() for part in line.split("|")[1:-1]] for line in text.splitlines()[2:6] if "--" not in line
-    ]
-    assert dict(zip(head, first_row, strict=True)) == {
-        "file": "hdf5-gzip-planes", "sharding": '`P(None, "a", "b")`', "ranks": "4", "shardload": "1.00",
-        "gather": "2.50 (2.5x)", "parallel-hdf5": "1.60 (1.6x)", "floor": "0.80 (0.8x)", "MiB": "90", "gather, MiB": "10",
-    }  # fmt: skip
-    assert second_row[3:7] == ["0.50", "1.00 (2x)", "0.40 (0.8x)", ""]
-    assert 'Orbax, which writes a checkpoint in a format of its own: 3.00 s (`P("a", "b")`, 8 ranks)' in text
-    assert (
-        'planes, P(None, "a", "b"), 4 ranks: 3x gather, measured 2.50x' in text and "1x parallel-hdf5, measured 0.80x" in text
-    )
-    assert "1.5x gather" not in text
-    page = tmp_path / "page.md"
-    begin = [BEGIN.format(name) for name in ("save", "copy")]
-    page.write_text(f"before\n{begin[0]}old\n{END}between\n{begin[1]}old\n{END}after\n")
-    put_section(page, "save", text)
-    assert page.read_text() == f"before\n{begin[0]}{text}{END}between\n{begin[1]}old\n{END}after\n"
+    (page, section), record = PAGES[name], read_records(RESULTS)[name]
+    text = (DOCS / page).read_text()
+    assert section_of(DOCS / page, name) == section(record)
+    copied = tmp_path / "page.md"
+    copied.write_text(text.replace(section(record), "old\n"))
+    put_section(copied, name, section(record))
+    assert copied.read_text() == text
     with pytest.raises(ValueError, match="has no place for other"):
-        put_section(tmp_path / "page.md", "other", text)
-    plot_saves(record, tmp_path / "save.svg")
+        put_section(copied, "other", "new\n")
+
+
+def test_records_are_plotted_and_missed_goals_are_told(tmp_path: Path) -> None:
+    records = read_records(RESULTS)
+    plot_saves(records["save"], tmp_path / "save.svg")
+    plot_streams(records["streams"], tmp_path / "streams.svg")
+    assert all(way in (tmp_path / "streams.svg").read_text() for way in ("tensorstore", "grain"))
     assert "hdf5-contiguous" in (tmp_path / "save.svg").read_text()
-    folder = Path(saves.__file__).parents[1]
-    page, records = folder.parent / "docs" / "explanation" / "speed.md", read_records(folder / "results")
-    assert section_of(page, "save") == save_section(records.get("save"))
-    assert section_of(page, "copy") == copy_section(records.get("copy"))
+    for cell in records["save"]["cells"]:
+        cell["ways"]["shardload"]["seconds"] = [1e3]
+    told = save_section(records["save"])
+    n_goals, n_met = map(int, re.search(r"Of (\d+) goals (\d+) are met. Not met:", told).groups())  # type: ignore[union-attr]
+    assert told.count(", measured ") == n_goals - n_met > n_met
+    assert streams_section(None) == "Not measured yet: `python -m benchmarks streams`.\n"
 
 
 def test_copies_are_compared_and_told(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""The benchmark of streams: its files, its check of what a way gives, its table. Without MPI's other ranks."""
+"""The benchmark of streams: its files, its check of what a way gives. Without MPI's other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from benchmarks.cases import streams as cases
 from benchmarks.cases.streams import (
     MAP,
     NAME,
-    STREAM_CELLS,
     STREAM_PEERS,
     STREAM_WAYS,
     StreamCell,
@@ -24,7 +22,6 @@ from benchmarks.cases.streams import (
 )
 from benchmarks.peers import stream_run
 from benchmarks.peers.streamers import WAYS, Asked, Feed, missing
-from benchmarks.reports.streams import fixed_cpu_ms, plot_streams, stream_goals, streams_section
 from tests.tiers import quick_ones
 
 N_STEPS = 80
@@ -104,52 +101,6 @@ def test_decodes_are_counted(files: dict[str, Any]) -> None:
     assert stream_run.stream(asked)["decoded"] >= 8, "each of eight samples decodes a chunk, and the thread reads on"
     told = stream_run.stream({**request(files, "shardload", shuffled=False), "n": 10})
     assert told["decoded"] == 2
-
-
-def record(rates: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """A record in which ways have these rates in the cells of these names."""
-    run = {"decodes_per_chunk": 1.0, "waited": 0.5, "peak_nbytes": 1 << 28}
-    cells = []
-    for cell in (cell for cell in STREAM_CELLS if cell.name in rates):
-        cpu = 3.0 if cell.batch == 8 else 13.5
-        ways = {
-            way: {
-                "runs": [{"n": 250, "seconds": 250 / rate, "first": 0.5, **run}],
-                "is_part": way == "slice",
-                "cpu_seconds_epoch": cpu,
-            }
-            for way, rate in rates[cell.name].items()
-        }
-        cells.append({**cell.request(), "step_seconds": 0.0, "n_epoch": 2000 // cell.batch, "ways": ways})
-    machine = {"cores": 2, "processor": "a processor"}
-    told = {"xbatcher": "xbatcher is not installed: pip install 'shardload[bench]'"}
-    return {"machine": machine, "n_steps": 2000, "ranks": 4, "date": "2026-11-27T00:00:00", "missing": told, "cells": cells}
-
-
-def test_the_table_has_the_goals_and_who_is_missing(tmp_path: Path) -> None:
-    found = record(
-        {
-            "tiles, in sequence": {"shardload": 90.0, "grain-blocks": 30.0, "tensorstore": 45.0},
-            "tiles, shuffled": {"shardload": 80.0, "slice": 4.0},
-            "tiles, in sequence, twice the decoding": {"shardload": 97.0, "memory": 100.0},
-            "batches of 8": {"shardload": 90.0},
-            "batches of 1": {"shardload": 90.0},
-        }
-    )
-    assert fixed_cpu_ms(found) == pytest.approx(1e3 * 10.5 / 1750 / 4)
-    goals = {goal: (what, is_met) for goal, what, is_met in stream_goals(found)}
-    assert goals["tiles, in sequence: at least 3x the best peer (tensorstore)"] == ("2.00x", False)
-    assert goals["tiles, shuffled: at least 10x slice"] == ("20.00x", True)
-    assert [is_met for _, is_met in goals.values()] == [False, True, True, True]
-    twice = goals["tiles, in sequence, twice the decoding: at least 95 % of the rate with batches in memory"]
-    assert twice == (f"{(250 / 100 - 0.5) / (250 / 97 - 0.5):.1%}", True), "not from the first batch on"
-    text = streams_section(found)
-    assert "* xbatcher: xbatcher is not installed" in text
-    assert "| ~4 (20x) |" in text
-    assert text.count("**not met**") == 1
-    plot_streams(found, tmp_path / "plot.svg")
-    assert (tmp_path / "plot.svg").read_text().count("tensorstore") >= 1
-    assert streams_section(None) == "Not measured yet: `python -m benchmarks streams`.\n"
 
 
 def test_every_peer_has_a_way() -> None:

@@ -62,28 +62,6 @@ def test_a_group_of_one_needs_no_mpi() -> None:
     assert alone.all_same(asked(), True) and not alone.all_same(asked(), False)
 
 
-@pytest.mark.parametrize("kind", [ShardloadError, ConfigError, SourceError, PeerError, ZeroDivisionError])
-def test_alone_an_error_is_raised_as_it_is(kind: type[Exception]) -> None:
-    """Any other than ours is the cause of a PeerError."""
-    error, is_ours = kind("what went wrong"), issubclass(kind, ShardloadError)
-
-    def fail() -> str:
-        raise error
-
-    for call in (
-        lambda: Group(None).agree(error),
-        lambda: Group(None).agree_same(asked(), error),
-        lambda: Group(None).tell(fail, 0),
-        lambda: Group(None).begin(asked(), fail),
-    ):
-        text = r"^what went wrong$" if is_ours else r"^ZeroDivisionError: what went wrong$"
-        with pytest.raises(kind if is_ours else PeerError, match=text) as caught:
-            call()
-        assert (caught.value if is_ours else caught.value.__cause__) is error
-        assert error.__cause__ is not error, "a chain of causes that never ends"
-        assert not isinstance(caught.value, ShardloadError) or caught.value.rank is None
-
-
 def test_two_loads_never_share_a_tag() -> None:
     group = Group(None)
     tags = [tag for _ in range(8000) for tag in group.next_tags()]
@@ -242,19 +220,6 @@ def test_what_the_root_alone_finds() -> None:
     check_all_same(on_ranks(3, work(SourceError("gone"))), SourceError, "on rank 1 of 3: gone", 1)
     check_all_same(on_ranks(3, work(ConfigError("typo"))), ConfigError, "typo", None)
     check_all_same(on_ranks(3, work(OSError(5, "I/O"))), PeerError, "on rank 1 of 3: OSError: [Errno 5] I/O", 1)
-
-
-@pytest.mark.parametrize("other", [1, 2])
-def test_a_rank_that_was_called_otherwise_is_named(other: int) -> None:
-    def work(group: Group) -> None:
-        spec = "P('b')" if group.rank >= other else "P('a')"
-        group.agree_same(asked(path="x", spec=spec, pad=str(group.rank)))
-
-    found = on_ranks(3, work)
-    assert len({str(e) for e in found}) == 1
-    check_all_same(found, PeerError, str(found[0]), other)
-    assert f"rank {other} was called with spec = P('b'), " in str(found[0])
-    assert "rank 0 was called with spec = P('a'): " in str(found[0])
 
 
 # --- different calls, and calls at the same time

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import json
 import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ import numpy as np
 import pytest
 import zarr
 
-from shardload.errors import ConfigError
 from shardload.formats.access import STRICT, Access
 from shardload.formats.contract.array import ArrayInfo, check_request, native_dtype
 from shardload.formats.contract.chunk_reader import ChunkReader, Encoded
@@ -279,46 +275,14 @@ def source_with(**methods: Any) -> Format:
     return RawFormat(type("Wrong", (Raw,), methods))
 
 
-def read_wrongly(change: Callable[[Raw, Region, Array], None]) -> Format:
-    def read_into(self: Raw, region: Region, out: Array) -> None:
-        check_request(self.info, self.dtype, region, out)
-        change(self, region, out)
-
-    return source_with(read_into=read_into)
-
-
-def chunks_with(reader: type[ChunkReader]) -> Format:
-    return source_with(chunk_reader=lambda self: reader(self))  # type: ignore[call-arg]
-
-
-def file_with(source: type[Raw] = Raw, **methods: Any) -> Format:
-    return RawFormat(source, type("WrongFile", (RawFile,), methods))
-
-
-def format_with(**methods: Any) -> Format:
-    made: Format = type("WrongFormat", (RawFormat,), methods)()
-    return made
-
-
-def forgets_the_rest(self: Raw, region: Region) -> None:
-    """It gives zeros beside what is expected."""
-    right = self.values
-
-    def values() -> Array:
-        made = np.zeros(self.shape, self.stored)
-        made[region.slices()] = right()[region.slices()]
-        return made
-
-    self.values = values  # type: ignore[method-assign]
+def file_with(**methods: Any) -> Format:
+    return RawFormat(Raw, type("WrongFile", (RawFile,), methods))
 
 
 def transposed(self: Raw, region: Region, out: Array) -> None:
+    check_request(self.info, self.dtype, region, out)
     values = self.values()
     out[...] = (values.T if len(set(values.shape)) == 1 else values)[region.slices()]
-
-
-def other_order(self: Raw, region: Region, out: Array) -> None:
-    out[...] = self.values().view(self.dtype)[region.slices()]
 
 
 def clamped(self: Raw, region: Region, out: Array) -> None:
@@ -326,14 +290,6 @@ def clamped(self: Raw, region: Region, out: Array) -> None:
         raise ValueError("the buffer")
     found = self.values()[region.slices()]
     out[tuple(slice(0, n) for n in found.shape)] = found
-
-
-def unfilled(self: Raw, region: Region, out: Array) -> None:
-    found = self.values()[region.slices()]
-    if region.ndim:
-        out[..., :-1] = found[..., :-1]
-    else:
-        out[...] = found
 
 
 def past_the_end(self: Raw, region: Region, out: Array) -> None:
@@ -360,72 +316,17 @@ def cached_for_good(self: Raw, region: Region, out: Array) -> None:
     out[...] = self.__dict__["cache"][region.slices()]
 
 
-shared: dict[str, Any] = {}
-
-
-def is_one_of_several() -> bool:
-    """Whether another thread of a pool may come by. Who is alone would wait for nobody."""
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
-    return threading.current_thread().name in names and len(names) > 1
-
-
-def shared_memory(self: Raw, region: Region, out: Array) -> None:
-    """One buffer for all sources: two threads meet between filling and copying it."""
-    shared["values"] = self.values()[region.slices()]
-    if "meet" in shared and is_one_of_several():
-        try:
-            shared["meet"].wait(0.2)
-        except threading.BrokenBarrierError:  # nobody came, because the machine is busy: the next ones meet again
-            shared["meet"].reset()
-    found = shared["values"]
-    out[...] = found if found.shape == out.shape else 0
-
-
 def in_its_own_thread(self: Raw, region: Region, out: Array) -> None:
     if self.__dict__.setdefault("thread", threading.get_ident()) != threading.get_ident():
         raise RuntimeError("made in another thread")
     Raw.read_into(self, region, out)
 
 
-def with_info(**changes: Any) -> Format:
-    def init(self: Raw, *arguments: Any) -> None:
-        Raw.__init__(self, *arguments)
-        self.own = dataclasses.replace(self.own, **{name: change(self.own) for name, change in changes.items()})
-
-    return source_with(__init__=init)
-
-
-def padded(self: Raw) -> Array:
-    nbytes = int(np.prod(self.shape, dtype=int)) * self.stored.itemsize
-    data = os.pread(self.file.fileno(), nbytes, self.start + self.entry["at"])
-    return np.frombuffer(data.ljust(nbytes, b"\0"), self.stored).reshape(self.shape)
-
-
-def believing(self: RawFile) -> tuple[dict[str, Any], int]:
-    data = Path(self.path).read_bytes()
-    n = int.from_bytes(data[4:8], "little")
-    return json.loads(data[8 : 8 + n])["arrays"], 8 + n
-
-
-def raising(error: Callable[[str], BaseException]) -> Format:
-    """Raises this for what is damaged."""
-
-    def opened(self: RawFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
-        try:
-            self.header()
-        except ValueError:
-            raise error(dataset) from None
-        return RawFile.open(self, dataset)
-
-    return file_with(open=opened)
-
-
-def claims_by_suffix(self: RawFormat, path: str) -> bool:
-    return ".bin" not in path and os.path.isfile(path)
-
-
-def claims_at_all_costs(self: RawFormat, path: str) -> bool:
-    return Path(path).read_bytes()[:4] == MARK
+def header_or_key_error(self: RawFile) -> tuple[dict[str, Any], int]:
+    try:
+        return RawFile.header(self)
+    except ValueError:
+        raise KeyError("/a") from None
 
 
 def leaking(self: RawFile) -> tuple[dict[str, Any], int]:
@@ -436,44 +337,10 @@ def leaking(self: RawFile) -> tuple[dict[str, Any], int]:
 kept_open: list[int] = []
 
 
-def as_planned(self: RawFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
-    """It takes the type from the description, which has no byte order."""
-    source = RawFile.open(self, dataset)
-    if planned is not None:
-        vars(source)["stored"] = np.dtype(planned.dtype)
-    return source
-
-
-def the_first(self: RawFile, dataset: str, planned: ArrayInfo | None = None) -> Source:
-    """The same array whatever the name, once it is known."""
-    first = self.__dict__.setdefault("first", dataset if dataset in self.header()[0] else None)
-    return RawFile.open(self, first or dataset)
-
-
 class OneTooShort(RawChunks):
     def decode(self, encoded: Any, out: Array) -> None:
         super().decode(encoded, out)
         out[-1:] = 0
-
-
-class ByTheAxesOfTheBox(RawChunks):
-    def decode(self, encoded: Any, out: Array) -> None:
-        for place, values in zip(np.ndindex(*out.shape[: len(self.chunks)]), encoded.data, strict=False):
-            inside = () if values is None else tuple(slice(0, n) for n in values.shape)
-            out[(*place, *inside, ...)] = FILL if values is None else values
-
-
-class RoomForEachChunk(RawChunks):
-    """Each chunk is read into memory that may be the last one's."""
-
-    def fetch(self, box: Any, room: Any = None) -> Any:
-        read = []
-        for values in super().fetch(box).data:
-            read.append(values)
-            if values is not None:
-                read[-1] = room(values.nbytes).view(values.dtype).reshape(values.shape)
-                read[-1][...] = values
-        return Encoded(read)
 
 
 class ZerosForMissing(RawChunks):
@@ -481,83 +348,31 @@ class ZerosForMissing(RawChunks):
         super().decode(Encoded([np.zeros(self.chunks) if values is None else values for values in encoded.data]), out)
 
 
-class FillForMissing(RawChunks):
-    def fetch(self, box: Any, room: Any = None) -> Any:
-        return Encoded([np.full(self.chunks, FILL) if values is None else values for values in super().fetch(box).data])
-
-
-class PlainFromTheStart(RawChunks):
-    """What is stored as plain values is taken from the beginning of the array, whatever the box."""
-
-    def read_plain(self, box: Any, out: Array) -> bool:
-        out.reshape(-1)[...] = np.resize(self.source.values(), out.size)
-        return True
-
-
-class OneAtATime(RawChunks):
-    def fetch(self, box: Any, room: Any = None) -> Any:
-        self.__dict__["found"] = super().fetch(box)
-        if is_one_of_several():
-            with contextlib.suppress(threading.BrokenBarrierError):
-                shared["meet"].wait(0.2)
-        return self.__dict__["found"]
-
-
+# One for each kind of mistake.
 WRONG: dict[str, tuple[Format, str, str]] = {
-    "axes transposed": (read_wrongly(transposed), "each value of each region", r"that value belongs at"),
-    "other byte order": (read_wrongly(other_order), "each value of each region", "wrong values of"),
+    "axes transposed": (source_with(read_into=transposed), "each value of each region", r"that value belongs at"),
     "region clamped": (source_with(read_into=clamped), "refuses a region outside", "no error for the region"),
-    "buffer not filled": (read_wrongly(unfilled), "each value of each region", "nothing was written there"),
-    "writes past the buffer": (read_wrongly(past_the_end), "each value", "wrote outside of the buffer"),
-    "keeps the buffer": (read_wrongly(keeps_the_buffer), "keeps nothing of the caller", "wrong values of"),
-    "read after close": (read_wrongly(cached_for_good), "gives nothing after it was closed", "read after close"),
-    "one buffer for all": (read_wrongly(shared_memory), "several at once", "wrong values of"),
-    "bound to a thread": (read_wrongly(in_its_own_thread), "is read from any thread", "RuntimeError: made in another thread"),
-    "dtype named otherwise": (with_info(dtype=lambda info: f"<{info.dtype}"), "as it is", "expected 'float32', NumPy's name"),
-    "numbers of NumPy": (with_info(nbytes_stored=lambda _: np.int64(3)), "as it is", "cannot be sent to another rank"),
-    "chunks of nothing": (with_info(chunks=lambda info: (0,) * len(info.shape)), "as it is", "positive length for each"),
+    "writes past the buffer": (source_with(read_into=past_the_end), "each value", "wrote outside of the buffer"),
+    "keeps the buffer": (source_with(read_into=keeps_the_buffer), "keeps nothing of the caller", "wrong values of"),
+    "read after close": (source_with(read_into=cached_for_good), "gives nothing after it was closed", "read after close"),
+    "bound to a thread": (
+        source_with(read_into=in_its_own_thread),
+        "is read from any thread",
+        "RuntimeError: made in another thread",
+    ),
     "state is made up": (source_with(state=lambda _: (1, 2)), "state that changes", r"is \(1, 2\) before and after"),
-    "no state": (source_with(state=lambda _: None), "state that changes", "is None: nobody would notice"),
-    "state goes on": (
-        source_with(state=lambda _: (time.perf_counter_ns(),)),
-        "stays while nothing changes",
-        "nothing has changed",
-    ),
-    "all chunks missing": (source_with(missing=lambda *_: [(0,) * 4]), "no chunk as missing that was", "."),
     "missing chunks untold": (source_with(missing=lambda *_: []), "chunks that are missing", r"is \[\], expected \[\(0, 1\)\]"),
-    "plain is something else": (source_with(plain=lambda self, r: self.values()[r.slices()] * 2), "by plain", "wrong values"),
     "view is something else": (source_with(view=lambda self, r: np.zeros(r.shape, self.dtype)), "by view", "wrong values"),
-    "what was not expected is lost": (source_with(expect=forgets_the_rest), "told that a part will be read", "wrong values of"),
-    "chunks too short": (chunks_with(OneTooShort), "chunk by chunk", "wrong values"),
-    "chunks one at a time": (chunks_with(OneAtATime), "chunk by chunk", "."),
-    "chunks where the box has its axes": (chunks_with(ByTheAxesOfTheBox), "chunk by chunk", "."),
-    "room for each chunk": (chunks_with(RoomForEachChunk), "chunk by chunk", "wrong values"),
-    "plain chunks of another place": (chunks_with(PlainFromTheStart), "chunk by chunk", "wrong values"),
-    "zeros in missing chunks": (chunks_with(ZerosForMissing), "chunks that are missing", "expected 9"),
-    "missing chunks as if they were there": (chunks_with(FillForMissing), "chunks that are missing", r"None for \[\]"),
-    "KeyError for damage": (raising(KeyError), "where a file was cut", "says that the file is sound"),
-    "no memory for damage": (raising(lambda _: MemoryError()), "where a file was cut", "MemoryError"),
-    "the caller's error for damage": (raising(ConfigError), "where a file was cut", "ConfigError.*instead of SourceError"),
-    "exit for damage": (raising(SystemExit), "where a file was cut", "SystemExit"),
-    "claims by suffix": (format_with(claims_path=claims_by_suffix), "claims its own files", "not claimed under the name"),
-    "claims all": (format_with(claims_path=lambda *_: True), "no other files", "an empty file is claimed"),
-    "claims_path raises": (format_with(claims_path=claims_at_all_costs), "no other files", "Is.*Directory"),
-    "claims objects": (format_with(claims_object=lambda *_: True), "no other files", "the object None is claimed"),
-    "lists too little": (file_with(list_arrays=lambda self: RawFile.list_arrays(self)[1:]), "lists every array", "are listed"),
-    "opens any name": (
-        file_with(open=lambda self, *_: RawFile.open(self, next(iter(self.header()[0])))),
-        "raises KeyError",
-        "can be opened, and was never written",
+    "chunks too short": (source_with(chunk_reader=lambda self: OneTooShort(self)), "chunk by chunk", "wrong values"),
+    "zeros in missing chunks": (
+        source_with(chunk_reader=lambda self: ZerosForMissing(self)),
+        "chunks that are missing",
+        "expected 9",
     ),
+    "KeyError for damage": (file_with(header=header_or_key_error), "where a file was cut", "says that the file is sound"),
+    "lists too little": (file_with(list_arrays=lambda self: RawFile.list_arrays(self)[1:]), "lists every array", "are listed"),
     "leaves files open": (file_with(header=leaking), "gives back what it opened", "descriptors stay open"),
-    "opens as described": (file_with(open=as_planned), "if it is given its description", "wrong values of"),
-    "one array for all names": (file_with(open=the_first), "each value of each region", "."),
 }
-WRONG["cut files padded"] = (
-    file_with(type("Wrong", (Raw,), {"values": padded}), header=believing),
-    "where a file was cut",
-    "cut to .* wrong values",
-)
 
 
 FEW_SHAPES = ((), (6, 6), (3, 5, 7))
@@ -568,7 +383,6 @@ def test_a_defect_is_found_and_named(defect: str, tmp_path: Path) -> None:
     """Wrong if a format with this defect passed, or the message were about something else. Few shapes must do for that: more
     of them would be more occasions to find it."""
     file_format, promise, said = WRONG[defect]
-    shared["meet"] = threading.Barrier(2)
     try:
         with pytest.raises(ConformanceError) as caught:
             check_raw(file_format, tmp_path, FEW_SHAPES)

@@ -28,8 +28,7 @@ from shardload.formats.contract.format import Source
 from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from tests.tiers import quick_ones
-from tests.unit.files import DTYPES, SHAPES, SIZES, check_source, chunks_of, compact, flat, raw_dataset, read_all, write_hdf5
+from tests.unit.files import SHAPES, SIZES, check_source, chunks_of, flat, raw_dataset, read_all, write_hdf5
 
 CHUNKED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -61,21 +60,6 @@ def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
     check_source(source, expected)
     source.close()
     return source.info
-
-
-@pytest.mark.parametrize("dtype", quick_ones(DTYPES, *SIZES))
-def test_contiguous_and_compact_of_every_type_and_rank(tmp_path: Path, dtype: str) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for shape in SHAPES:
-            data = flat(shape, dtype)
-            file[f"contiguous/r{len(shape)}"] = data
-            kind = h5py.h5t.py_create(data.dtype, logical=True)
-            raw_dataset(file.require_group("compact"), f"r{len(shape)}", kind, shape, data, setting=compact)
-    for shape in SHAPES:
-        for layout in ("contiguous", "compact"):
-            info = check(str(tmp_path / "a.h5"), f"/{layout}/r{len(shape)}", flat(shape, dtype))
-            assert info.chunks is None and info.codec == "none" and info.shards is None
-            assert info.nbytes_stored == flat(shape, dtype).nbytes
 
 
 @pytest.mark.each_value

@@ -153,27 +153,6 @@ def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any) -> None:
         assert_same(values, native(data))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", ["bool", ">f4"])
-@pytest.mark.parametrize("libver", LIBVERS)
-@pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4), (5, None, 9), (6, 7, None)])
-def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape: Any) -> None:
-    path, data = tmp_path / "a.h5", flat((5, 7, 4), dtype)
-    never = h5py.h5d.FILL_TIME_NEVER
-    with h5py.File(path, "w", libver=libver) as file:
-        for name, more in {"zero": {}, "one": {"fill_value": 1}, "never": {"fill_value": 1, "fill_time": never}}.items():
-            made = make(file, name, data, (2, 3, 4), "shuffle gzip", write=False, maxshape=maxshape, **more)
-            make(file, f"{name} empty", data, (2, 3, 4), "", write=False, maxshape=maxshape, **more)
-            made[2:4, 3:6] = data[2:4, 3:6]
-    fills = {"zero": 0, "one": 1, "never": 0}
-    found = check_all(path, [*fills, *(f"{name} empty" for name in fills)])
-    for name, fill in fills.items():
-        expected = np.full(data.shape, fill).astype(native(data).dtype)
-        assert_same(found[f"{name} empty"], expected)
-        expected[2:4, 3:6] = data[2:4, 3:6]
-        assert_same(found[name], expected)
-
-
 def test_missing_chunks_of_types_that_hdf5_does_not_convert(tmp_path: Path) -> None:
     """Wrong if the fill value is asked for in this machine's byte order: HDF5 has no conversion for these types."""
     path, filled = tmp_path / "a.h5", {"bits": np.arange(8, dtype="u2")}
@@ -418,20 +397,6 @@ def test_types_left_to_hdf5(tmp_path: Path) -> None:
             raw_dataset(file, name, kind, (5, 7), chunks=(2, 3))
     for name in kinds:
         assert is_left_to_hdf5(tmp_path / "a.h5", name), name
-
-
-def test_hdf5s_own_complex_type(tmp_path: Path) -> None:
-    if not hasattr(h5py.h5t, "COMPLEX_IEEE_F32LE"):  # before HDF5 2.0
-        return
-    data = flat((5, 7), "complex64")
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for name in ("COMPLEX_IEEE_F32LE", "COMPLEX_IEEE_F32BE"):
-            made = make(file, name, data, (2, 3), "shuffle gzip", kind=getattr(h5py.h5t, name), write=False)
-            made.id.write(h5py.h5s.ALL, h5py.h5s.ALL, data, h5py.h5t.NATIVE_FLOAT_COMPLEX)
-    for name in ("COMPLEX_IEEE_F32LE", "COMPLEX_IEEE_F32BE"):
-        with closing(open_source(str(tmp_path / "a.h5"), name)) as source:
-            assert source.chunk_reader() is not None
-            assert_same(read_all(source), data)
 
 
 def test_files_left_to_hdf5(tmp_path: Path) -> None:

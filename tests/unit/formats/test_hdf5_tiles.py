@@ -187,22 +187,6 @@ def test_what_no_part_covers_where_nothing_is_ever_filled(tmp_path: Path, fill: 
     check(str(tmp_path / "whole.h5"))
 
 
-def test_missing_chunks_of_a_part_are_told(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "p1.h5", "w") as file:
-        file.create_dataset("g/x", (4, 6), "f4", chunks=(2, 3), compression="gzip", fillvalue=3)[0:2, 3:6] = 1
-    how = {"chunks": (2, 3), "compression": "gzip", "fillvalue": 3}
-    first = write(tmp_path, "p0.h5", numbered((4, 6)), **how)
-    placed = [((slice(0, 4),), first), ((slice(4, 8),), h5py.VirtualSource("p1.h5", "g/x", (4, 6), "f4"))]
-    path = whole(tmp_path, (8, 6), placed, fill=3)
-    check(path, has_reader=True)
-    source = open_source(path, "/x")
-    assert sorted(missing(source, Region((2, 0), (8, 6)))) == [(2, 0), (3, 0), (3, 1)]
-    reader = source.chunk_reader()
-    assert reader is not None
-    assert [stored is None for stored in reader.fetch((range(2, 3), range(2))).data] == [True, False]
-    source.close()
-
-
 def test_what_is_not_supported(tmp_path: Path) -> None:
     """Overlaps, every other row of a part, a type that loses digits, another order of elements."""
     first, second = write(tmp_path, "p0.h5", numbered((8, 6))), write(tmp_path, "p1.h5", -numbered((8, 6)))
@@ -313,21 +297,6 @@ def test_a_damaged_chunk_of_a_part_is_an_error(tmp_path: Path) -> None:
     assert reader is not None
     with pytest.raises(ValueError):
         reader.decode(reader.fetch(box_of((3, 0, 0))), out)
-    source.close()
-
-
-def test_a_change_of_a_part_is_seen(tmp_path: Path) -> None:
-    path = rows(tmp_path, (2, 2))
-    source = open_source(path, "/x")
-    before = source.state()
-    read(source, Region((2, 0, 0), (4, 6, 5)))
-    assert before is not None and before == source.state()
-    for name in ("p0.h5", "p1.h5"):  # the first has not been read
-        stat = os.stat(tmp_path / name)
-        os.utime(tmp_path / name, ns=(stat.st_atime_ns, stat.st_mtime_ns - 1))  # older, too
-    assert source.state() != before
-    with pytest.raises(OSError, match=r"p0\.h5' has changed since it was looked at"):
-        read(source, Region((0, 0, 0), (1, 6, 5)))
     source.close()
 
 

@@ -273,30 +273,6 @@ def test_one_array_or_group_of_a_file(tmp_path: Path) -> None:
     assert repr(shardload.open(f"{tmp_path}/g.h5:g/y")).startswith(f"<{tmp_path}/g.h5: 1 array>")
 
 
-def test_as_pickle(tmp_path: Path) -> None:
-    """As labels reach other ranks."""
-    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-    info = shardload.open(path)["t"]
-    again = pickle.loads(pickle.dumps(info))
-    assert again == info and again.to_json() == info.to_json()
-    assert again.dims == info.dims and again.attrs == info.attrs and list(again.coords) == list(info.coords)
-    np.testing.assert_array_equal(again.coords["area"].values, info.coords["area"].values, strict=True)
-
-
-def test_dimensions_of_a_group_above(tmp_path: Path) -> None:
-    """Wrong if a coordinate were looked for beside its variable only, or an axis without a variable given one."""
-    with netCDF4.Dataset(tmp_path / "a.nc", "w") as file:
-        file.createDimension("x", 3)
-        file.createDimension("bare", 2)
-        file.createVariable("x", "f8", ("x",))[:] = [1.0, 2.0, 3.0]
-        group = file.createGroup("model/run")
-        group.createVariable("v", "f4", ("bare", "x"))[:] = 1
-    info = shardload.open(tmp_path / "a.nc")["model/run/v"]
-    assert info.dims == ("bare", "x") and list(info.coords) == ["x"]
-    assert info.coords["x"].dataset == "/x" and info.coords["x"].values is not None
-    np.testing.assert_array_equal(info.coords["x"].values, [1.0, 2.0, 3.0])
-
-
 def test_scales_are_found_without_a_list_of_all_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if all names of the file were read for each array that is labelled (the time would grow with their square), or if a
     scale were named after another array, or a soft link, that has its name in the array's group.

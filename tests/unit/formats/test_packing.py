@@ -21,8 +21,7 @@ from shardload.formats.access import STRICT, Access, Limits
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays
 from shardload.values.decoding import ATTRIBUTES, decoding_of, packed_by
-from tests.packed import VARIABLES, WRITERS, by_netcdf4, by_xarray, open_by_xarray
-from tests.tiers import quick_ones
+from tests.packed import WRITERS, by_netcdf4, by_xarray, open_by_xarray
 from tests.unit.files import load_all
 
 Array = np.ndarray[Any, Any]
@@ -40,20 +39,6 @@ def decoded(path: Path, name: str | None, access: Access = STRICT) -> Array:
 def assert_same(found: Array, expected: Array, name: str) -> None:
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
     assert found.tobytes() == expected.tobytes(), name
-
-
-@pytest.mark.parametrize("writer", quick_ones(WRITERS, "netCDF4", "h5py", "to_zarr, format 2", "zarr, format 3"))
-def test_twelve_variables(tmp_path: Path, writer: str) -> None:
-    """Wrong if an attribute, or its type, were lost on the way; or if Zarr's fill value were taken for another one."""
-    write, name = WRITERS[writer]
-    write(tmp_path / name, SHAPE)
-    expected = open_by_xarray(tmp_path / name)
-    assert len(expected) == (4 if writer.startswith("zarr") else len(VARIABLES))
-    for variable, values in expected.items():
-        assert_same(decoded(tmp_path / name, variable), values, variable)
-    assert sum(np.isnan(values).any() for values in expected.values()) >= 3
-    packings = [info.packing for info in list_arrays(str(tmp_path / name))]
-    assert sum("scale_factor" in packing or "add_offset" in packing for packing in packings) >= (3 if len(expected) == 4 else 7)
 
 
 @pytest.mark.parametrize("write", [by_netcdf4, by_xarray("h5netcdf")], ids=["netCDF4", "h5netcdf"])

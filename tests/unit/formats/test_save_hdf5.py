@@ -139,18 +139,6 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
     assert not asked
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (13,), (0, 3), (5, 7, 11), (3, 1, 2, 5)], ids=str)
-def test_arrays_in_one_piece(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    values = {dtype.strip("<>?") + str(k): ramp(shape, dtype) for k, dtype in enumerate(DTYPES) if dtype != "?"}
-    values["bool"] = ramp(shape, "?")
-    sink = save(tmp_path / "x.h5", values)
-    with h5py.File(tmp_path / "x.h5") as file:
-        for name, expected in values.items():
-            assert file[name].dtype == expected.dtype and file[name].chunks is None
-            np.testing.assert_array_equal(file[name][()], expected)
-            assert not sink.arrays[f"/{name}"].is_placed_by_root
-
-
 def test_chunks_are_where_the_library_says(tmp_path: Path) -> None:
     """The catalog's offsets against `get_chunk_info`, with chunks as long as HDF5's own metadata: wrong if a chunk were
     told from metadata by its length.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import h5py
 import ml_dtypes
 import numpy as np
@@ -108,20 +106,6 @@ def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, sha
     for found in (zarr.open_group(tmp_path / "x.zarr", mode="r")["b/c"], zarr.open_array(tmp_path / "y.zarr", mode="r")):
         assert found.shape == shape
         np.testing.assert_array_equal(found[...], values)
-
-
-def test_the_index_of_a_shard(tmp_path: Path) -> None:
-    """Parsed by hand: offset and length of each chunk in C order, its CRC-32C, and what lies outside is missing."""
-    values = ramp((5, 4), "<i4")
-    save(tmp_path / "x.zarr", {"x": values}, {"x": spec("<i4", None, (2, 2), (5, 4), shards=(4, 4))})
-    raw = (tmp_path / "x.zarr" / "x" / "c" / "1" / "0").read_bytes()
-    index, checksum = raw[-68:-4], raw[-4:]
-    assert int(google_crc32c.value(index)).to_bytes(4, "little") == checksum
-    table = struct.unpack("<8Q", index)
-    assert table[4:] == (2**64 - 1,) * 4 and sorted(table[0:4:2]) == [0, 16] and table[1:4:2] == (16, 16)
-    for k in range(2):
-        at = table[2 * k]
-        assert np.frombuffer(raw[at : at + 16], "<i4").tolist() == [16 + 2 * k, 17 + 2 * k, 0, 0]
 
 
 def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:

@@ -47,18 +47,6 @@ def open_files() -> set[str]:
     return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir()}
 
 
-def test_links_to_stores(tmp_path: Path) -> None:
-    data = {"g/a": flat((5, 7)), "b": flat((3,))}
-    write_zarr(tmp_path / "a.zarr", data)
-    (tmp_path / "link.zarr").symlink_to("a.zarr")
-    for where in (str(tmp_path / "a.zarr"), str(tmp_path / "link.zarr")):
-        assert [info.dataset for info in list_arrays(where)] == ["/b", "/g/a"]
-        check(where, "/g/a", data["g/a"])
-        assert find_array(where + ":/b").dataset == "/b"
-        with pytest.raises(ConfigError, match=r"'/g' in .* is a group"):
-            find_array(where, "/g")
-
-
 def test_the_store_is_one_array(tmp_path: Path) -> None:
     path = str(tmp_path / "a.zarr")
     zarr.create_array(path, data=flat((5, 7)), chunks=(2, 3))

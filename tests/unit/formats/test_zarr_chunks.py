@@ -136,14 +136,6 @@ def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> No
         check(path, f"/r{len(shape)}", flat(shape, dtype))
 
 
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if np.dtype(name).isnative and np.dtype(name).itemsize > 1])
-def test_big_endian_in_format_3(tmp_path: Path, dtype: str) -> None:
-    data = flat((5, 7), dtype)
-    path = write_zarr(tmp_path / "a.zarr", {"a": data}, serializer=zarr.codecs.BytesCodec(endian="big"))
-    check(path, "a", data)
-    assert reader_of(open_source(path, "a")).chain.names == ("zstd", "byte order")
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("endian", ["little", "big"])
 @pytest.mark.parametrize("codec", BYTES_TO_BYTES)
@@ -271,19 +263,6 @@ def test_missing_inner_chunks_and_shards(tmp_path: Path, index_location: str) ->
     (tmp_path / "a" / "c" / "0" / "0").unlink()
     data[:4, :6] = 42
     check(tmp_path / "a", "/", data)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
-def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...], zarr_format: int) -> None:
-    path = write_zarr(tmp_path / "a.zarr", {"a": np.zeros(shape, "float32")}, zarr_format)
-    source = open_source(path, "a")
-    assert chunk_indices(source) == []
-    reader = source.chunk_reader()
-    if reader is not None:  # None where the chunks, too, have no length
-        with pytest.raises(ValueError, match="there are no chunks"):
-            reader.fetch(box_of((0,) * len(shape)))
 
 
 def write_shards(path: Path, index_codecs: list[dict[str, Any]] | None = None) -> tuple[Path, np.ndarray[Any, Any]]:

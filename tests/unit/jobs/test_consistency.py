@@ -157,15 +157,6 @@ def test_every_element_of_an_array_in_memory_counts(kind: str) -> None:
     assert contents(array) == before
 
 
-def test_of_an_array_in_memory_what_is_selected_counts() -> None:
-    values = np.arange(210.0).reshape(5, 6, 7)
-    before = contents(values, (slice(1, 3), 2))
-    values[0] = values[3] = values[2, 3] = -1
-    assert contents(values, (slice(1, 3), 2)) == before
-    values[2, 2, 6] = -1
-    assert contents(values, (slice(1, 3), 2)) != before
-
-
 def test_a_memory_map_is_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if every rank read all of a file that each should read a part of."""
     np.save(tmp_path / "x.npy", np.arange(1 << 20, dtype="f4"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,16 +42,6 @@ def test_counts_are_those_of_the_plan_carried_out(case: Case) -> None:
     if plan.shards.most_held == len(holders) == 1:  # otherwise an upper bound
         assert (cost.chunks_decoded, cost.reader_nbytes) == (sum(decoded), max(decoded) * layout.chunk_nbytes)
     assert plan.is_merged or cost.chunks_decoded >= sum(decoded)
-
-
-@pytest.mark.parametrize(("per_rank", "decoded", "busiest"), [(1, 64, 8), (2, 32, 8), (4, 16, 8), (8, 8, 8)])
-def test_a_rank_of_several_devices_decodes_a_chunk_once(per_rank: int, decoded: int, busiest: int) -> None:
-    """Eight planes as pencils on eight devices: each rank decodes all of them, however many devices it has."""
-    case = Case((8, 8, 8), ((), (0,), (1,)), np.arange(8).reshape(2, 4) // per_rank, 8 // per_rank, (1, 8, 8), (0, 0, 0), 0)
-    plan, layout = replace(case, is_merged=per_rank > 1).plan(), case.layout()
-    cost = plan_cost(plan, layout)
-    assert (cost.chunks_decoded, cost.reader_nbytes // layout.chunk_nbytes) == (decoded, busiest)
-    assert decoded == sum(len(read) for rank in range(case.n_ranks) for read in chunks_read(plan, case.chunks, rank))
 
 
 @examples(80)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -84,14 +84,6 @@ UNEVEN = Case((7, 6), ((0,), (1,)), SQUARE, 4, (1, 6), (0, 0), 3, block_nbytes=1
 REPLICAS = Case((6, 4), ((0,), ()), SQUARE[::-1], 4, (2, 3), (1, 2), 4, block_nbytes=1)
 PADDED = Case((5, 3), ((0,), (1,)), SQUARE.T, 4, (2, 2), (0, 0), 2, block_nbytes=1)
 DIRECT = Case((5, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 0, block_nbytes=1)
-COLUMNS = Case((4, 4), ((), (0,)), np.array([0, 0, 1, 1]), 2, (1, 4), (0, 0), 2, block_nbytes=1)
-
-
-class OwnerRoundsDown(Schedule):
-    owners: Owners
-
-    def owner(self, block: Any) -> Any:
-        return self.owners.rank_of(block * self.owners.n // self.blocks.n_cells, self.n_ranks)
 
 
 class RemainderDropped(Schedule):
@@ -102,13 +94,6 @@ class RemainderDropped(Schedule):
         return range(rank * share, (rank + 1) * share) if rank < self.owners.n else range(0)
 
 
-class OwnerTakenForRank(Schedule):
-    owners: Owners
-
-    def owner(self, block: Any) -> Any:
-        return ((block + 1) * self.owners.n - 1) // self.blocks.n_cells
-
-
 class OneReplicaOnly(Schedule):
     def outgoing(self, rank: int) -> Iterator[Block]:
         for read in super().outgoing(rank):
@@ -116,11 +101,6 @@ class OneReplicaOnly(Schedule):
             for part in read.parts:
                 first.setdefault(part.target, part)
             yield Block(read.region, tuple(first.values()))
-
-
-class ShardsBeforeBlocks(Schedule):
-    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        return {s: sorted(parts, key=lambda p: p.target) for s, parts in super().incoming(rank).items()}
 
 
 class PaddingIsRead(Schedule):
@@ -136,29 +116,13 @@ class SwappedPlaces(Schedule):
             yield Block(read.region, tuple(Part(p.region, [0, 2, 1, 3][p.target], p.rank) for p in read.parts))
 
 
-class UnsplitReceives(Schedule):
-    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        return Schedule.incoming(replace(self, max_message_nbytes=1 << 30), rank)
-
-
-class DirectTwice(Schedule):
-    def outgoing(self, rank: int) -> Iterator[Block]:
-        for block in super().outgoing(rank):
-            yield from (block, block)
-
-
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        (UNEVEN, OwnerRoundsDown),
         (UNEVEN, RemainderDropped),
-        (PADDED, OwnerTakenForRank),
         (REPLICAS, OneReplicaOnly),
-        (COLUMNS, ShardsBeforeBlocks),
         (PADDED, PaddingIsRead),
         (UNEVEN, SwappedPlaces),
-        (UNEVEN, UnsplitReceives),
-        (DIRECT, DirectTwice),
         (DIRECT, PaddingIsRead),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
@@ -174,38 +138,19 @@ def test_a_wrong_plan_is_found_out(case: Case, kind: type[Schedule]) -> None:
         check(case.plan(kind=kind, max_message_nbytes=2 * case.itemsize))
 
 
-@pytest.mark.parametrize("wrong", ["transposed", "swapped", "minor first", "a replica elsewhere"])
+@pytest.mark.parametrize("wrong", ["transposed", "a replica elsewhere"])
 def test_a_wrong_rank_table_is_found_out(wrong: str) -> None:
     case = REPLICAS if wrong == "a replica elsewhere" else UNEVEN
-    if wrong == "minor first":
-        case = Case((8,), ((0, 1),), SQUARE, 4, (3,), (0,), 2)
     right = case.plan()
     ranks = right.shards.ranks.copy()
-    if wrong in ("transposed", "minor first"):
+    if wrong == "transposed":
         ranks[[1, 2]] = ranks[[2, 1]]
-    elif wrong == "swapped":
-        ranks[[0, 3]] = ranks[[3, 0]]
     else:
         ranks[0, 1], ranks[1, 1] = ranks[1, 1], ranks[0, 1]
     shards = Shards(right.shards.shape_global, right.shards.cuts, ranks)
     simulate(case, right)
     with pytest.raises(AssertionError, match="the plan says"):
         simulate(case, Schedule(right.blocks, shards, 4, case.n_ranks, case.owners))
-
-
-@pytest.mark.parametrize("wrong", ["one cell less", "no phase"])
-def test_a_wrong_grid_is_found_out(wrong: str) -> None:
-    case = Case((7, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 4, block_nbytes=1)
-
-    class Wrong(Grid):
-        def meeting_axes(self, region: Region) -> list[range]:
-            found = Grid(self.shape, self.cell, (0, 0)) if wrong == "no phase" else self
-            axes = Grid.meeting_axes(found, region)
-            return [r[:-1] if len(r) > 1 else r for r in axes] if wrong == "one cell less" else axes
-
-    simulate(case, case.plan())
-    with pytest.raises(AssertionError):
-        simulate(case, case.plan(Wrong(case.shape, case.cell, case.phase)))
 
 
 @pytest.mark.each_value

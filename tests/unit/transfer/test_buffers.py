@@ -9,20 +9,8 @@ import pytest
 
 from shardload.planning.region import Region, aligned
 from shardload.planning.schedule import Block
-from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned_empty, view_of
-from tests.unit.fakes import TABLE, piece_of, rows
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 7)])
-@pytest.mark.parametrize("dtype", ["?", "f4", "c16"])
-def test_aligned_memory(shape: tuple[int, ...], dtype: str) -> None:
-    found = [aligned_empty(shape, np.dtype(dtype)) for _ in range(5)]
-    for array in found:
-        assert array.shape == shape and array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
-        assert array.ctypes.data % 64 == 0 or array.size == 0
-        array[...] = 1
-    assert not np.shares_memory(found[0], found[1])
-
+from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned_empty
+from tests.unit.fakes import TABLE, rows
 
 # --- slots
 
@@ -72,14 +60,3 @@ def test_the_values_of_a_part_are_in_one_tile() -> None:
     assert np.shares_memory(block.view(inside), TABLE)
     with pytest.raises(ValueError, match="is not in the block"):
         block.view(rows(2, 4))
-
-
-def test_a_view_of_no_axes_is_still_an_array() -> None:
-    """Wrong if a scalar came back: writing into it would write into a copy."""
-    data = np.zeros(())
-    point = Region((), ())
-    view_of(data, point, point)[...] = 3
-    assert data == 3
-    piece = piece_of(point)
-    piece.view(point)[...] = 4
-    assert piece.data == 4

@@ -15,12 +15,9 @@ from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Grid, Region
-from shardload.planning.schedule import Schedule
 from shardload.planning.selection import select_axes
-from shardload.planning.shards import plan_shards
 from shardload.transfer.counters import chunk_numbers, counter_of, describe_missing, settle_missing
 from tests.unit.brute_force import Case, cases
-from tests.unit.fakes import FakeSource, fetch, reader_of, whole
 
 SHAPE, CHUNKS = (7, 10, 3), (2, 4, 3)
 
@@ -36,17 +33,6 @@ def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
             met = np.fromiter(case.chunks.meeting(read.region), np.int64)
             counted.update(counts(read, met, case.chunks).tolist())
     assert counted == Counter(range(case.chunks.n_cells))
-
-
-def test_a_read_of_several_shards_counts_the_chunks_that_begin_in_ones_own() -> None:
-    """Rank 0 has the first and the last of three shards, and the last is rank 1's replica: in one read, with a gap between."""
-    shards = plan_shards((6, 4), [(0,), ()], np.array([[0, 2], [1, 1], [2, 0]]))
-    plan = Schedule(Grid((6, 4), (6, 4), (0, 0)), shards, 4, 3, None, is_merged=True)
-    chunks, counted = Grid((6, 4), (1, 4), (0, 0)), []
-    for rank in range(3):
-        (read,) = plan.outgoing(rank)
-        counted.append(counter_of(plan, rank)(read, np.arange(6), chunks).tolist())
-    assert counted == [[0, 1, 4, 5], [2, 3], []]
 
 
 @pytest.mark.parametrize("select", [None, (slice(3, 6), slice(5, 9)), (slice(1, None), 7), (4, slice(2, 10), 1)])
@@ -81,23 +67,6 @@ def test_what_is_said() -> None:
     with pytest.raises(SourceError, match=r"5 of 12 .* Nothing was loaded. Pass missing='fill'") as error:
         settle_missing(text, "error", 1, info)
     assert error.value.path == "f.h5" and error.value.dataset == "/a"
-
-
-# --- the reader counts
-
-
-def test_chunks_that_the_library_did_not_find_are_counted() -> None:
-    data = np.arange(48, dtype="f4").reshape(12, 4)
-    source = FakeSource(data, (3, 2), lost=((1, 0), (1, 1)))
-    for region, begins in (((3, 0), (6, 4)), 1), (((4, 0), (6, 4)), 0), (((2, 0), (4, 2)), 1):
-        for counts in (True, False):
-            nobody = {"counts": lambda read, numbers, chunks: numbers[:0]}
-            with reader_of(source, **({} if counts else nobody)) as reader:
-                fetch(reader, whole(Region(*region), rank=1))
-            found = [2, 3] if begins and region[1][1] == 4 else [2] * begins
-            assert reader.counters.chunks_missing == len(found) * counts
-            if found and counts:
-                assert reader.counters.first_missing == found[0]
 
 
 # --- sources say which

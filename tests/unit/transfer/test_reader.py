@@ -12,13 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardload.errors import ConfigError, PeerError, SourceError
+from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.format import HelperError
 from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Block, Part
-from shardload.planning.selection import select_axes
 from shardload.storage.local import NotAFileError, OutsideError
-from shardload.transfer.buffers import Resources, Slots
+from shardload.transfer.buffers import Slots
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole
 from tests.unit.files import raising
@@ -71,60 +70,6 @@ def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
             fetch(reader, whole(rows(4, 6), shard=3)).release()
     assert slots.peak_nbytes == 0 and source.reads == [rows(2, 4)] + [rows(4, 6)] * 5
     assert reader.counters.nbytes_copied == 0
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize(
-    "read",
-    [
-        whole(rows(0, 2), rank=1),
-        Block(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))),  # a replica elsewhere
-        Block(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))),
-        Block(rows(0, 2), (Part(rows(0, 1), 0, 0),)),
-        whole(Region((0, 0), (2, 3))),  # has gaps in the piece
-    ],
-    ids=["another's", "replica", "two parts", "less than the block", "gaps"],
-)
-@pytest.mark.parametrize("checksums", [False, True])
-def test_any_other_block_is_staged_and_what_stays_here_is_delivered(read: Block, checksums: bool) -> None:
-    piece = piece_of(rows(0, 8))
-    source = FakeSource(TABLE, (2, 4))
-    slots = Slots(1, 1 << 10)
-    with reader_of(source, {0: piece}, slots=slots, checksums=checksums) as reader:
-        block = fetch(reader, read)
-    assert len(source.reads) == 1 and not np.shares_memory(source.outs[0], piece.data)
-    assert block.slot is not None and np.shares_memory(source.outs[0], block.slot)
-    np.testing.assert_array_equal(values_of(block, read.region, "f4"), TABLE[read.region.slices()])
-    wanted = np.full((8, 4), -1.0)
-    for part in read.parts:
-        if part.rank == 0:
-            wanted[part.region.slices()] = TABLE[part.region.slices()]
-    np.testing.assert_array_equal(piece.data, wanted)
-    assert reader.counters.nbytes_copied == 4 * (wanted >= 0).sum()
-    part = Region((1, 1), (2, 3))
-    np.testing.assert_array_equal(values_of(block, part, "f4"), TABLE[part.slices()])
-    assert not slots.has_room()
-    block.release()
-    assert slots.has_room()
-
-
-def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a part that stays here were believed because it never travelled."""
-    copyto = np.copyto
-
-    def wrong(to: Array, what: Any, **options: Any) -> None:
-        copyto(to, what, **options)
-        to[(-1,) * to.ndim] += 1
-
-    monkeypatch.setattr("shardload.transfer.pieces.np.copyto", wrong)
-    for sure in (False, True):
-        reader = reader_of(FakeSource(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=sure)
-        read = Block(rows(0, 2), (Part(rows(0, 1), 0, 0),))
-        if sure:
-            error = failure(reader, read)
-            assert isinstance(error, PeerError) and error.rank == 0 and "a checksum after the copy differs" in str(error)
-        else:
-            fetch(reader, read)
 
 
 def test_values_in_memory_are_shown_not_copied() -> None:
@@ -228,13 +173,6 @@ def test_values_that_cannot_be_sent_as_they_are_are_staged(shown: Array) -> None
     np.testing.assert_array_equal(tile.data, TABLE)
 
 
-@pytest.mark.parametrize(("index", "expected"), [((3,), TABLE[3]), ((slice(None), -1), TABLE[:, -1]), ((1, 2), TABLE[1, 2])])
-def test_dropped_axes_of_values_in_memory(index: Any, expected: Array) -> None:
-    chunks = Grid(expected.shape, expected.shape, (0,) * expected.ndim)
-    reader = reader_of(FakeSource(TABLE, shows=TABLE), selection=select_axes(index, TABLE.shape), chunks=chunks)
-    np.testing.assert_array_equal(staged(reader, Region.whole(expected.shape)), expected, strict=True)
-
-
 # --- staging
 
 
@@ -261,16 +199,6 @@ def test_a_part_outside_its_block_is_refused() -> None:
 # --- threads
 
 
-def test_leaving_the_resources_ends_the_threads(how: str) -> None:
-    before = set(threading.enumerate())
-    resources = Resources(Slots(8, 16), n_threads=3)
-    with resources, reader_of(FakeSource(TABLE, (1, 4)), resources=resources) as reader:
-        for k in range(8):
-            fetch(reader, whole(rows(k, k + 1), rank=1))
-        assert bool(set(threading.enumerate()) - before) == (how == "in threads")
-    assert set(threading.enumerate()) <= before
-
-
 def test_a_small_read_waits_for_a_large_one_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if what is read at once, because it is small, met a read in a thread: `FakeSource` refuses the second."""
     tune(monkeypatch, inline_nbytes=16)
@@ -295,25 +223,6 @@ def test_a_small_read_waits_for_a_large_one_in_the_library(monkeypatch: pytest.M
 # --- failures
 
 
-def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
-    data = np.arange(20 * 30, dtype="f4").reshape(20, 30)
-    # Chunk (3, 2) of the file is elements [12:16, 20:30]; the selection starts inside chunk (2, 1).
-    source = FakeSource(data, (4, 10), failing_at((13, 27), OSError("inflate failed")))
-    selection = select_axes((slice(9, 19), slice(12, 29)), data.shape)
-    chunks = Grid((10, 17), (4, 10), (1, 2))
-    reader = reader_of(source, selection=selection, chunks=chunks)
-    fetch(reader, whole(Region((0, 0), (3, 17)), rank=1)).release()
-    assert (reader.counters.chunks_decoded, reader.counters.nbytes_read) == (2, 3 * 17 * 4)
-    error = failure(reader, whole(Region((3, 0), (10, 17)), rank=1))
-    assert isinstance(error, SourceError)
-    assert (error.path, error.dataset, error.chunk, error.rank) == ("f.h5", "/rho", (3, 2), None)
-    assert str(error).startswith(
-        "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): OSError: inflate failed. The file may"
-    )
-    assert isinstance(error.__cause__, OSError)
-    assert (reader.counters.chunks_decoded, reader.counters.nbytes_read) == (2, 3 * 17 * 4), "what failed was not decoded"
-
-
 def test_what_cannot_be_read_in_a_file_that_has_changed_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     source = FakeSource(np.zeros((20, 30), "f4"), (4, 10), failing_at((13, 27), OSError("inflate failed")))
     monkeypatch.setattr(source, "opened_in", lambda: (2400, 1))
@@ -334,16 +243,6 @@ def test_the_damaged_chunk_is_looked_for_while_nothing_else_is_read() -> None:
     error = failure(reader_of(FakeSource(TABLE, (2, 4), fail), library=library), whole(rows(0, 4), rank=1))
     assert isinstance(error, SourceError) and error.chunk == (1, 0)
     assert is_held == [True] * 3, "the block, and its two chunks"
-
-
-def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
-    data = np.zeros((20, 9, 8), dtype="f4")
-    source = FakeSource(data, (4, 3, 4), failing_at((13, 7, 5), RuntimeError("bad")))
-    selection = select_axes((13, slice(1, None)), data.shape)
-    chunks = Grid((8, 8), (3, 4), (1, 0))
-    error = failure(reader_of(source, selection=selection, chunks=chunks), whole(Region.whole((8, 8)), rank=1))
-    assert isinstance(error, SourceError) and error.chunk == (3, 2, 1)
-    assert "(elements [13:14, 6:9, 4:8]): RuntimeError: bad" in str(error)
 
 
 def test_a_failure_that_does_not_come_again_names_no_chunk() -> None:

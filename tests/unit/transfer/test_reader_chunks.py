@@ -112,29 +112,6 @@ def test_chunks_that_follow_each_other_are_decoded_in_the_slot() -> None:
     assert len(inside) == 7 and sorted(inside) == sorted(wanted)
 
 
-def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
-    source = chunked(TABLE, (2, 4))
-    pieces = {0: piece_of(rows(0, 3)), 2: piece_of(rows(6, 8))}
-    with reader_of(source, pieces) as reader:
-        fetch(reader, Block(rows(0, 8), (Part(rows(0, 3), 0, 0), Part(rows(6, 8), 2, 0))))
-    assert chunks_of(source).fetched == [(0, 0), (1, 0), (3, 0)] and reader.counters.chunks_decoded == 3
-    np.testing.assert_array_equal(pieces[0].data, TABLE[:3])
-    np.testing.assert_array_equal(pieces[2].data, TABLE[6:])
-
-
-def test_chunks_that_were_never_written_are_the_fill_value() -> None:
-    """Wrong, too, if they were not counted, or counted as bytes of the file."""
-    source = chunked(TABLE, (2, 4), missing=frozenset([(1, 0), (2, 0)]))
-    piece = piece_of(rows(0, 4))
-    with reader_of(source, {0: piece}) as reader:
-        block = fetch(reader, Block(rows(0, 8), (Part(rows(0, 4), 0, 0), Part(rows(4, 8), 1, 1))))
-    np.testing.assert_array_equal(piece.data, [*TABLE[:2], [55] * 4, [55] * 4])
-    np.testing.assert_array_equal(values_of(block, rows(4, 8), "f4"), [[55] * 4, [55] * 4, *TABLE[6:]])
-    assert reader.counters.chunks_decoded == 4
-    assert (reader.counters.chunks_missing, reader.counters.first_missing) == (2, 1)
-    assert reader.counters.nbytes_stored == 2 * (len(b"at:(0, 0)|") + 32)
-
-
 def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files() -> None:
     reader = reader_of(chunked(TABLE * 1e4, (2, 4)), {0: piece_of(rows(0, 8), "f2")}, dtype=np.dtype("f2"))
     for rank in (0, 1):
@@ -207,24 +184,6 @@ def test_the_damaged_chunk_is_named(n_threads: int, where: str, stays: bool) -> 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> None:
     tune(monkeypatch, batched_chunk_nbytes=1 << 17)
-
-
-@pytest.mark.usefixtures("batches")
-@pytest.mark.parametrize(
-    ("batch_nbytes", "sizes"),
-    [(6 * 4 * 4, [4] * 4), (1 << 20, [16]), (2 * 6 * 4, [2] * 8), (2 * 6 * 4 - 1, [1] * 16), (0, [1] * 16)],
-)
-def test_a_batch_is_no_larger_than_it_may_be(batch_nbytes: int, sizes: list[int]) -> None:
-    source = chunked(WIDE, (2, 3))  # 4 x 4 chunks of 24 bytes
-    stored = chunks_of(source)
-    piece = piece_of(Region((0, 0), (8, 12)))
-    resources = Resources(Slots(1, 1 << 10), batch_nbytes=batch_nbytes)
-    with reader_of(source, {0: piece}, resources=resources) as reader:
-        fetch(reader, whole(Region((0, 0), (8, 12))))
-    assert [len(batch) for batch in stored.boxes] == sizes
-    assert sorted(stored.fetched) == [(i, j) for i in range(4) for j in range(4)], "each chunk once"
-    np.testing.assert_array_equal(piece.data, WIDE)
-    assert reader.counters.chunks_decoded == 16 and reader.counters.nbytes_read == WIDE.nbytes
 
 
 @pytest.mark.usefixtures("batches")

@@ -36,34 +36,10 @@ def test_the_last_section_completes_the_shard(order: tuple[int, ...]) -> None:
     assert made.completed(sections[order[-1]]) is buffers[0]
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_rows_are_repeated_when_the_shard_is_complete(rank: int) -> None:
-    """Wrong if they were repeated before the row had arrived, on the shards in between, or not in the corners."""
-    made, buffers = pieces(Halo((1, 2), ("edge", "edge")), rank)
-    made.fill(lambda fill: fill)
-    values = np.arange(24).reshape(SHAPE)
-    (section,) = made.sections.values()
-    section.data[...] = values[section.region.slices()]
-    assert made.completed(section) is buffers[rank]
-    around = np.pad(values, [(1, 1), (2, 2)], mode="edge")
-    np.testing.assert_array_equal(buffers[rank].data, around[2 * rank : 2 * rank + 4])
-
-
 def padded(rank: int) -> tuple[ShardPieces, dict[int, Piece]]:
     """Five rows over three shards of two."""
     shards = plan_shards(SHAPE, [(0,), ()], np.arange(3))
     return in_shards(shards, (5, 3), rank)
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_padding_is_filled_and_nothing_else(rank: int) -> None:
-    made, buffers = padded(rank)
-    made.fill(lambda fill: 7 if fill is None else fill)
-    expected = np.full((6, 4), 7)
-    expected[:5, :3] = -1
-    np.testing.assert_array_equal(buffers[rank].data, expected[2 * rank : 2 * rank + 2])
-    (section,) = made.sections.values()
-    assert section.region == buffers[rank].region and np.shares_memory(section.data, buffers[rank].data)
 
 
 def test_padding_that_was_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

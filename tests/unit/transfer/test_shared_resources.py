@@ -9,7 +9,7 @@ import pytest
 
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Resources, Slots
-from tests.unit.fakes import TABLE, FakeSource, chunked, fetch, piece_of, reader_of, rows, tune, values_of, whole
+from tests.unit.fakes import TABLE, FakeSource, reader_of, rows, tune, values_of, whole
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +46,6 @@ def test_a_source_is_read_by_one_thread_at_a_time_and_two_sources_by_two() -> No
     for block, table in zip(blocks, (TABLE, TABLE + 100) * 2, strict=True):
         np.testing.assert_array_equal(values_of(block, block.block.region, "f4"), table[block.block.region.slices()])
     assert first.reads == second.reads == [rows(0, 2), rows(4, 6)], "in the order in which they were started"
-
-
-def test_threads_use_the_same_scratch_memory_for_every_array() -> None:
-    sources = [chunked(table, (2, 4)) for table in (TABLE, TABLE + 100)]
-    resources, piece = Resources(Slots(1, 1 << 10)), piece_of(Region((0, 0), (8, 3)))  # less than a chunk: not decoded in place
-    with resources:
-        for source in sources:
-            with reader_of(source, {0: piece}, resources=resources) as reader:
-                fetch(reader, whole(Region((0, 0), (2, 3))))
-            np.testing.assert_array_equal(piece.view(Region((0, 0), (2, 3))), source.data[:2, :3])
-    outs = [source.stored.outs[0] for source in sources if source.stored is not None]
-    assert np.shares_memory(*outs)
 
 
 def test_leaving_one_reader_waits_for_its_own_reads_and_leaves_the_others_alone() -> None:
