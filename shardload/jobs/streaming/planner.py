@@ -257,20 +257,15 @@ class StreamPlanner:
     def _check_samples(self, plan: StreamPlan) -> None:
         n, batch, order = plan.n_samples, plan.batch, plan.sample_order
         if not plan.n_batches(n):
-            of_window = f" with a window from {order.first:+d} to {order.last:+d}" if order.first or order.last else ""
-            fix = "Pass a smaller batch, or remainder='pad'" if n else "Select more steps, or pass a smaller window"
-            if n == 0 and len(order.breaks):
-                fix += f", or gaps='ignore': no window reaches over a gap, and the coordinate has {len(order.breaks)}"
-            elif n == 0 and not order.crosses_blocks:
-                fix += f", or border='reread': no such window fits into a block of {order.block} steps"
-            raise ConfigError(f"{order.n_steps} steps{of_window} have {n} samples, which make no batch of {batch}. {fix}")
+            raise ConfigError(
+                f"{order.n_steps} steps with a window from {order.first:+d} to {order.last:+d} have {n} samples, which make no "
+                f"batch of {batch}. Select more steps, or pass a smaller batch or window, or remainder='pad'. Windows reach "
+                f"over gaps ({len(order.breaks)} here) with gaps='ignore', and over ends of blocks with border='reread'"
+            )
         if plan.remainder == "error" and n % batch:
-            n_parts = math.lcm(*(cut.shards.cuts[0] for array in plan.arrays for cut in array.cuts))
-            fits = [k for k in range(n_parts, n + 1, n_parts) if n % k == 0]
-            fix = f", or batch={min(fits, key=lambda k: abs(k - batch))}" if fits else ""
             raise ConfigError(
                 f"{n} samples are {n // batch} batches of {batch}, and {n % batch} are left, which remainder='error' forbids: "
-                f"pass remainder='drop' or 'pad'{fix}"
+                "pass remainder='drop' or 'pad', or a batch that divides them"
             )
 
     # --- arrays
@@ -305,7 +300,10 @@ class StreamPlanner:
         shape, sharding, name = source.selection.shape, leaf.request.sharding, f"a batch of {leaf.info}"
         rest = (*shape[:axis], *shape[axis + 1 :])
         if len(sharding.spec) > 1 + len(rest):
-            self._refuse_spec(leaf, len(rest))
+            axes = ", ".join([*leaf.leading, f"{len(rest)} of a step"])
+            raise ConfigError(
+                f"{spec_text(leaf.spec)} has {len(leaf.spec)} entries, but the axes of a batch of {leaf.info} are: {axes}"
+            )
         n_parts = cuts_of(sharding, read_spec(sharding, 1 + len(rest)))[0]
         if self._batch % n_parts:
             if SAMPLES not in leaf.leading:
@@ -317,12 +315,6 @@ class StreamPlanner:
         if WINDOW in leaf.leading:
             name += " (without its window)"
         return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, name)
-
-    def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
-        """Raise ConfigError for a spec of more axes than a batch has."""
-        spec, n, unit = leaf.spec, len(leaf.leading) + n_rest, "a batch" if SAMPLES in leaf.leading else "a step"
-        axes_text = f": {', '.join(leaf.leading)}, then {n_rest} axes of a step" if leaf.leading else ""
-        raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {unit} of {leaf.info} has {n} axes{axes_text}")
 
     def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
         """The array cut into blocks: along the stream's axis a chunk long, along the others as long as staging allows."""
@@ -342,11 +334,9 @@ class StreamPlanner:
     def _check_lengths(self, arrays: Sequence[StreamArray]) -> None:
         if len({array.n_steps for array in arrays}) > 1:
             lengths = ", ".join(f"{array.info} has {array.n_steps:,}" for array in arrays)
-            are_parts = len({array.info.path for array in arrays}) > 1 == len({array.info.dataset for array in arrays})
-            fix = " Or, if the files are parts of one array, pass shardload.concat(PATHS, along=AXIS) in the place of the path"
             raise ConfigError(
                 f"the arrays of a stream must have the same number of steps, but {lengths}. Pass select= to take the same of "
-                f"each.{fix if are_parts else ''}"
+                "each, or, if they are parts of one array, pass shardload.concat(PATHS, along=AXIS) in the place of the path"
             )
 
     # --- the order
@@ -428,21 +418,19 @@ class StreamPlanner:
             axis += axes.index(requests[0].info.dims.index(name))
             if any(spec[axis : axis + 1]):
                 raise ConfigError(f"stack is {name!r}, but {spec_text(spec)} cuts that axis: leave it whole, by None")
-        for request, leaf in zip(requests, stacked, strict=True):
-            # Not the lengths in a batch: with padding arrays of different lengths have the same.
-            lengths, first_lengths = (
-                {each.info.dims[k] or k: each.selection.region.shape[k] for k in each.rest if each.info.dims[k] != name}
-                for each in (request, requests[0])
-            )
-            is_turned = lengths.keys() == first_lengths.keys() and list(lengths) != list(first_lengths)
-            has_shape = [*lengths.values()] == [*first_lengths.values()] and not is_turned
-            is_alike = has_shape and leaf.dtype == first.dtype and request.spec == spec
-            if not is_alike or request.window != requests[0].window or request.request.sharding != requests[0].request.sharding:
+        # Not the lengths in a batch: with padding arrays of different lengths have the same.
+        steps = [
+            {each.info.dims[k] or k: each.selection.region.shape[k] for k in each.rest if each.info.dims[k] != name}
+            for each in requests
+        ]
+        others = [(str(leaf.dtype), each.window, each.request.sharding) for each, leaf in zip(requests, stacked, strict=True)]
+        for request, lengths, other in zip(requests, steps, others, strict=True):
+            is_turned = lengths.keys() == steps[0].keys() and list(lengths) != list(steps[0])
+            if is_turned or [*lengths.values()] != [*steps[0].values()] or other != others[0]:
                 raise ConfigError(
                     f"stack is {name!r}, but {request.info} and {requests[0].info} are not alike: steps of {lengths} and "
-                    f"{first_lengths} beside that axis, {leaf.dtype} and {first.dtype}, windows {request.window} and "
-                    f"{requests[0].window}, {spec_text(request.spec)} and {spec_text(spec)}. A tree stacks the arrays of each "
-                    f"of its parts alone: stack={{'x': {name!r}, 'y': {name!r}}}"
+                    f"{steps[0]} beside that axis; dtype, window and sharding {other} and {others[0]}. A tree stacks the "
+                    f"arrays of each of its parts alone: stack={{'x': {name!r}, 'y': {name!r}}}"
                 )
         sizes = [1 if is_new else leaf.shape[axis] for leaf in stacked]
         shape = (*first.shape[:axis], sum(sizes), *first.shape[axis + (not is_new) :])
