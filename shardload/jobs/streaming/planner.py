@@ -26,7 +26,7 @@ from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
 from shardload.options import AUTO, OPTIONS, pad_value
 from shardload.planning.batch_flow import BatchSchedule
-from shardload.planning.region import Grid, IntArray, plan_blocks
+from shardload.planning.region import Array, Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import PARALLEL, ROOT, Owners, SourceLayout
 from shardload.planning.selection import Selection, axes_text
@@ -154,11 +154,6 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     return int(kept_axes.index(axis))
 
 
-def _cuts_of(leaves: Sequence[LeafRequest]) -> dict[tuple[Any, ...], LeafRequest]:
-    """The cuts of leaves that are read together, each with one of its leaves."""
-    return {leaf.cut: leaf for leaf in leaves}
-
-
 def _typed(nbytes: int) -> str:
     """A size as a user types it."""
     return f"'{nbytes >> 20}MiB'" if nbytes >= 1 << 24 else str(nbytes)
@@ -191,16 +186,16 @@ class StreamPlanner:
 
     def plan(self) -> StreamPlan:
         """The plan. ConfigError if there is no such stream."""
-        by_key: dict[tuple[Any, ...], list[LeafRequest]] = {}
+        by_key: dict[tuple[Any, ...], dict[tuple[Any, ...], list[LeafRequest]]] = {}  # and by their cuts
         for leaf in self._leaves:
-            by_key.setdefault(leaf.key, []).append(leaf)
+            by_key.setdefault(leaf.key, {}).setdefault(leaf.cut, []).append(leaf)
         arrays, staging_nbytes = zip(*map(self._array, by_key.values()), strict=True)
         self._check_lengths(arrays)
         if self._sampling.gaps != IGNORE:
             check_same_steps(arrays)
         order, pool_nbytes = self._order(arrays)
-        numbers, cuts = list(by_key), {key: list(_cuts_of(same)) for key, same in by_key.items()}
-        leaves = [self._leaf(leaf, arrays, numbers.index(leaf.key), cuts[leaf.key].index(leaf.cut)) for leaf in self._leaves]
+        numbers = {(key, cut): (k, j) for k, (key, cuts) in enumerate(by_key.items()) for j, cut in enumerate(cuts)}
+        leaves = [self._leaf(leaf, arrays, *numbers[leaf.key, leaf.cut]) for leaf in self._leaves]
         plan = StreamPlan(
             arrays=arrays,
             leaves=leaves,
@@ -270,8 +265,9 @@ class StreamPlanner:
 
     # --- arrays
 
-    def _array(self, leaves: Sequence[LeafRequest]) -> tuple[StreamArray, int]:
+    def _array(self, by_cut: Mapping[Any, Sequence[LeafRequest]]) -> tuple[StreamArray, int]:
         """The array that these leaves have in common, and bytes of staging memory for it."""
+        leaves = [leaf for same in by_cut.values() for leaf in same]
         leaf = leaves[0]
         request, info, ranks = leaf.request, leaf.info, self._ranks
         source = source_layout_of(request.options, info, leaf.selection)
@@ -286,8 +282,7 @@ class StreamPlanner:
             options=request.options,
             source=source,
             cuts=[
-                BatchSchedule(blocks, axis, self._shards(of_cut, source, axis), ranks.n, owners)
-                for of_cut in _cuts_of(leaves).values()
+                BatchSchedule(blocks, axis, self._shards(each[0], source, axis), ranks.n, owners) for each in by_cut.values()
             ],
             offsets=tuple(sorted({step for same in leaves for step in same.offsets})),
             sum_of_values=leaf.sum_of_values,
@@ -306,14 +301,10 @@ class StreamPlanner:
             )
         n_parts = cuts_of(sharding, read_spec(sharding, 1 + len(rest)))[0]
         if self._batch % n_parts:
-            if SAMPLES not in leaf.leading:
-                raise ConfigError("batch is None, so there is no axis of samples that the spec could cut: pass batch=")
             raise ConfigError(
                 f"batch is {self._batch}, but {spec_text(sharding.spec)} cuts the samples of a batch into {n_parts}: pass a "
                 f"multiple of {n_parts}, such as batch={-(-self._batch // n_parts) * n_parts}"
             )
-        if WINDOW in leaf.leading:
-            name += " (without its window)"
         return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, name)
 
     def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
@@ -441,25 +432,19 @@ class StreamPlanner:
     def _scale(self, scale: tuple[Any, Any], array: StreamArray, where: str) -> tuple[Any, Any]:
         """A scale with an axis for each axis of a step."""
         dtype, rest = array.source.dtype, array.schedule.rest.shape
-        if dtype.kind not in "fc":
+
+        def fits(values: Array) -> bool:
+            lengths = zip(values.shape[::-1], rest[::-1], strict=False)
+            has_shape = values.ndim <= len(rest) and all(n in (1, length) for n, length in lengths)
+            return has_shape and np.can_cast(values.dtype, dtype, "same_kind")
+
+        if dtype.kind not in "fc" or not all(map(fits, scale)):
+            given = " and ".join(f"{values.dtype} of shape {values.shape}" for values in scale)
             raise ConfigError(
-                f"scale{where} needs floating-point values, but those of {array.info} are {dtype}: pass "
-                + ("decode=True, dtype='float32': they are packed" if array.info.packing else "dtype='float32'")
+                f"scale{where} is {given}, which does not fit a step of {array.info}: {dtype} of shape {rest}. Pass numbers or "
+                "arrays that are as long as a step, or 1, along each axis; complex ones for complex values only; of integers "
+                "dtype='float32', too, with decode=True if they are packed"
             )
-        for values in scale:
-            if values.dtype.kind == "c" and dtype.kind != "c":
-                raise ConfigError(
-                    f"scale{where} has complex numbers, but the values of {array.info} are {dtype}: pass real ones"
-                )
-            fits = len(values.shape) <= len(rest) and all(
-                n in (1, length) for n, length in zip(values.shape[::-1], rest[::-1], strict=False)
-            )
-            if not fits:
-                example = f", or one for each index of an axis: shape {(rest[0], *(1 for _ in rest[1:]))}" if rest else ""
-                raise ConfigError(
-                    f"scale{where} has an array of shape {values.shape}, which does not fit a step of {array.info}, of shape "
-                    f"{rest}: pass a number{example}"
-                )
         mean, deviation = (values.astype(dtype).reshape((1,) * (len(rest) - values.ndim) + values.shape) for values in scale)
         return mean, deviation
 

@@ -96,8 +96,8 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ({"scale": (0.0,)}, r"scale is \(0\.0,\); expected a mean and a standard deviation"),
         ({"scale": (1.0, 0.0)}, r"scale is \(1\.0, 0\.0\); expected .* that is nowhere 0"),
         ({"stack": 1}, "stack is 1; expected the name of an axis, such as 'channel'"),
-        ({"verify": "full"}, "verify is 'full', .* a stream takes 'index' or 'checksum'"),
-        ({"readers": "direct"}, "readers is 'direct', .* pass 'auto', 'root' or a number"),
+        ({"verify": "full"}, "verify is 'full', .* pass verify='index' or 'checksum'"),
+        ({"readers": "direct"}, "readers is 'direct', .* readers='auto', 'root' or a number"),
         ({"dataset": "*"}, "a stream needs the names of its arrays"),
         # What does not fit the file, or another option.
         ({"along": 3}, r"along is 3, but '/t' in .* has shape \(24, 3, 4\): pass an axis of it"),
@@ -136,10 +136,13 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
             {"shuffle": 1, "pool": 100},
             r"pool is 100 B, less than a block of 4 steps, 192 B \(a chunk .* Pass pool=576 for 3",
         ),
-        ({"dataset": "counts", "scale": (1.0, 2.0)}, "scale needs floating-point values, but those of '/counts' .* are int32"),
+        (
+            {"dataset": "counts", "scale": (1.0, 2.0)},
+            "scale is float64 .* does not fit a step of '/counts' .* int32 .* dtype='float32', too",
+        ),
         (
             {"scale": (np.zeros(3), np.ones(3))},
-            r"scale has an array of shape \(3,\), which does not fit a step of '/t' .* of shape \(3, 4\): .* shape \(3, 1\)",
+            r"scale is float64 of shape \(3,\) and .* does not fit a step of '/t' .*: float32 of shape \(3, 4\)",
         ),
         (
             {"spec": P("data", "lat"), "window": (-1, 0), "gaps": "skip"},
@@ -150,7 +153,10 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
             r"the spec\['x'\] P\('data', 'lat'\) cuts the axis of the window",
         ),
         ({"spec": P("lat"), "window": (0, 1), "batch": None}, r"cuts the axis of the window, axis 0 of a batch"),
-        ({"scale": (1j, 1.0)}, "scale has complex numbers, but the values of '/t' .* are float32: pass real ones"),
+        (
+            {"scale": (1j, 1.0)},
+            "scale is complex128 .* does not fit a step of '/t' .*: float32 .* complex ones for complex values only",
+        ),
         ({"spec": P("time")}, "names mesh axis 'time', but the mesh has"),
         (
             {"spec": P(None, None, None, "lat")},
