@@ -137,10 +137,8 @@ class Session:
     ) -> None:
         self.group, self._digest, self._checksums = group, digest, checksums
         self.on_progress: Callable[[int], None] | None = None
-        self._segments: Mapping[int, Segment] = {}
-        self._shared_nbytes = 0
-        if shared_nbytes is not None:
-            self.share_memory(shared_nbytes)
+        self._shared_nbytes = shared_nbytes or 0
+        self._segments: Mapping[int, Segment] = {} if shared_nbytes is None else group.node.shared_memory(shared_nbytes)
         self._current: tuple[Staging, Resources] | None = None
         self._next: _BegunRound | None = None
         self._n_rounds = 0
@@ -161,10 +159,6 @@ class Session:
         if self._current is not None:
             self._current[1].__exit__(kind)
         self._current = None
-
-    def share_memory(self, nbytes: int) -> None:
-        """Make memory for staged blocks that this rank shares with those of its node: so many bytes. Collective."""
-        self._segments, self._shared_nbytes = self.group.node.shared_memory(nbytes), nbytes
 
     def agree(self, counts: Sequence[int] = (0, 0, 0)) -> list[int]:
         """Raise what went wrong on any rank until now; else return the sums of three counts over the ranks. Collective.

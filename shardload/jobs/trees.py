@@ -447,8 +447,9 @@ def _matching(
         extra = [str(key) for key in by_key if key not in set(keys_in_order)]
         parts = ((f"{name} has no", missing), (f"only {name} has", extra))
         difference = "; ".join(f"{text} {some(keys)}" for text, keys in parts if keys)
+        in_no_stack = f", with None for {some(missing)}, in no stack" if name == "stack" and missing else ""
         raise ConfigError(
             f"{name}{text_of(where)} does not match {tree_name}{text_of(where)}: {difference}. Pass "
-            f"{'a tree' if name == 'x' else 'one value for all, or a tree'} with the same keys"
+            f"{'a tree' if name == 'x' else 'one value for all, or a tree'} with the same keys{in_no_stack}"
         )
     return [by_key.get(key, default) for key in keys_in_order]

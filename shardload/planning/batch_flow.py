@@ -89,9 +89,12 @@ class BatchSchedule:
                 tiles_of_cell[cell].append((tile, common))
         return tiles_of_cell
 
-    def part_of_samples(self, slots: IntArray) -> IntArray:
-        """The part of the batch in which each slot lies."""
-        return slots // self.shards.shard_shape[0]
+    @cached_property
+    def met(self) -> tuple[IntArray, IntArray]:
+        """The same tiles, those of one cell after the other, each with its cell."""
+        pairs = [(cell, tile) for cell, met in enumerate(self.tiles_met) for tile, _ in met]
+        cells, tiles = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return cells, tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +177,8 @@ def _differs(numbers: IntArray) -> np.ndarray[Any, np.dtype[np.bool]]:
 def share_blocks(schedule: BatchSchedule, runs: Runs, n_columns: int) -> IntArray:
     """The rank that reads each block of a round: one that needs it itself, as long as all readers have equally many."""
     first = np.searchsorted(runs.column, np.arange(n_columns + 1))
-    n_met = np.array([len(met) for met in schedule.tiles_met])
-    tiles = np.array([tile for met in schedule.tiles_met for tile, _ in met])
+    cells, tiles = schedule.met
+    n_met = np.bincount(cells, minlength=schedule.rest.n_cells)
     place, cell = np.divmod(np.arange(n_columns * schedule.rest.n_cells), schedule.rest.n_cells)
     run = first[place] + (place + cell) % np.diff(first)[place]  # of several that need it, each in its turn
     tile = tiles[(np.cumsum(n_met) - n_met)[cell] + place % n_met[cell]]
@@ -252,11 +255,7 @@ class CutFlow:
     def stays(self) -> bool:
         """True if no part is needed by another rank than the one that reads it, so that nothing is sent."""
         schedule, runs = self.schedule, self.runs
-        cells, tiles = (
-            np.array([(cell, tile) for cell, met in enumerate(schedule.tiles_met) for tile, _ in met], dtype=np.int64)
-            .reshape(-1, 2)
-            .T
-        )
+        cells, tiles = schedule.met
         owners = self.owners[runs.column[:, None] * schedule.rest.n_cells + cells]
         shards = runs.part[:, None] * schedule.n_tiles + tiles
         holders = schedule.shards.holder_of(shards, np.zeros_like(shards))
@@ -295,10 +294,6 @@ class CutFlow:
         run, tile = divmod(number // self.n_cuts, self.schedule.n_tiles)
         tile_region = self.schedule.tiles[tile]
         return None if tile_region is None else self.schedule.with_steps(tile_region, *self.runs.steps[run])
-
-    def targets(self, rank: int) -> list[int]:
-        """The targets that a rank fills."""
-        return [self.number(shard, run) for shard, run in self.runs_held_by(rank)]
 
     def runs_held_by(self, rank: int) -> Iterator[tuple[int, int]]:
         """The shards of a rank that have something of the array, each with the runs that it needs."""
@@ -348,4 +343,4 @@ class BatchFlow:
 
     def targets(self, rank: int) -> list[int]:
         """See `Flow`."""
-        return [target for cut in self.cuts for target in cut.targets(rank)]
+        return [cut.number(*each) for cut in self.cuts for each in cut.runs_held_by(rank)]

@@ -129,10 +129,14 @@ def select_axes(
             dim = dims[axis] if dims else None
             positions = np.asarray(part) if isinstance(part, (list, tuple, np.ndarray)) else np.array(None)
             if positions.size and positions.ndim == 1 and positions.dtype.kind in "iu":
-                first = f"{{{dim!r}: {positions[0]}}}" if dim else f"np.s_[{':, ' * axis}{positions[0]}]"
+                first, between = (
+                    f"{{{dim!r}: {text}}}" if dim else f"np.s_[{':, ' * axis}{text}]"
+                    for text in (positions[0], f"slice({positions.min()}, {positions.max() + 1})")
+                )
                 raise ValueError(
-                    f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer. Load each of "
-                    f"these positions as an array of its own, in one call, and put them together by jax.numpy.stack: "
+                    f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer. Pass "
+                    f"select={between}, and pick of the result (of a stream: leave batches out), or load each of these "
+                    "positions as an array of its own, in one call, and put them together by jax.numpy.stack: "
                     f"dataset=[NAME] * {positions.size}, select=[{first}, ...]"
                 ) from None
             raise ValueError(

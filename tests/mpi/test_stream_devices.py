@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.arrays.assemble import EarlyPieces
+from shardload.arrays.assemble import assemble
 from tests.mpi.support import on_root, ramp
 from tests.unit.files import write_hdf5
 
@@ -46,14 +46,11 @@ def check_batch(batch: jax.Array, index: Any) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("early", [False, True])
-def test_memory_of_the_host(path: Path, prefetch: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_host(path: Path, prefetch: int) -> None:
     """Wrong if batches went to the devices' own memory, from where a step would have to fetch them."""
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     if "pinned_host" not in kinds:
         pytest.skip("this release of JAX has no such memory here")
-    if early:  # as on a GPU
-        monkeypatch.setattr("shardload.arrays.assemble.has_host_memory", lambda device: False)
     sharding = NamedSharding(mesh(), P(None, "lat"), memory_kind="pinned_host")
     with iter(shardload.stream(path, sharding, dataset="x", batch=BATCH, prefetch=prefetch)) as batches:
         for batch in batches:
@@ -64,27 +61,21 @@ def test_memory_of_the_host(path: Path, prefetch: int, early: bool, monkeypatch:
 
 def test_the_next_ones_are_handed_over_while_a_step_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the transfer of a batch began when it is asked for, or in the program's thread, or all were sent at once."""
-    sent: list[tuple[str, Any]] = []
+    sent: list[str] = []
 
-    class Noting(EarlyPieces):
-        def start(self, region: Any, data: Any) -> None:
-            sent.append((threading.current_thread().name, region))
-            super().start(region, data)
+    def noting(*args: Any) -> jax.Array:
+        sent.append(threading.current_thread().name)
+        return assemble(*args)
 
-    monkeypatch.setattr("shardload.arrays.assemble.has_host_memory", lambda device: False)
-    monkeypatch.setattr("shardload.jobs.streaming.endpoints.EarlyPieces", Noting)
-    prefetch, of_batch = 2, len({str(shard.index) for shard in _example().addressable_shards})
+    monkeypatch.setattr("shardload.jobs.streaming.endpoints.assemble", noting)
+    prefetch = 2
     with iter(shardload.stream(path, mesh(), P(None, "lat"), dataset="x", batch=BATCH, prefetch=prefetch)) as batches:
         for given in range(1, N_STEPS // BATCH + 1):
             check_batch(next(batches), batches.index)
-            wanted = min(given + prefetch, N_STEPS // BATCH) * of_batch
+            wanted = min(given + prefetch, N_STEPS // BATCH)
             end = time.monotonic() + 20
             while len(sent) < wanted and time.monotonic() < end:  # the step
                 time.sleep(0.01)
             time.sleep(0.02)
             assert len(sent) == wanted
-    assert {name for name, _ in sent} == {"shardload-stream-maker"}
-
-
-def _example() -> jax.Array:
-    return jax.device_put(np.zeros((BATCH, *shape()[1:]), "f4"), NamedSharding(mesh(), P(None, "lat")))
+    assert set(sent) == {"shardload-stream-maker"}

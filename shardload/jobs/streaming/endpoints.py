@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.assemble import assemble
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round
 from shardload.formats.contract.format import Source
@@ -209,12 +208,11 @@ class BatchTarget:
         plan, arrays = self._plan, dict[int, jax.Array]()
         for stack in plan.stacks:
             pieces = self._pieces_of_stack(stack, epoch, number)
-            arrays |= dict.fromkeys(
-                stack.leaves, _assemble_early(stack.shape, stack.sharding, plan.leaves[stack.leaves[0]].dtype, pieces)
-            )
+            stacked = assemble(stack.shape, stack.sharding, plan.leaves[stack.leaves[0]].dtype, pieces)
+            arrays |= dict.fromkeys(stack.leaves, stacked)
         for k, leaf in enumerate(plan.leaves):
             if k not in arrays:
-                arrays[k] = _assemble_early(leaf.shape, leaf.sharding, leaf.dtype, self._pieces_of(k, epoch, number))
+                arrays[k] = assemble(leaf.shape, leaf.sharding, leaf.dtype, self._pieces_of(k, epoch, number))
         for key, start in self._ends.pop((epoch, number), ()):
             steps = self._steps[key]
             steps.drop(start)
@@ -263,17 +261,6 @@ class BatchTarget:
         if shard.is_padded or slots.stop - slots.start < shard.shape[0]:
             out[...] = pad_value(0 if leaf.pad is None else leaf.pad, leaf.dtype)
         return out
-
-
-def _assemble_early(
-    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any], made_pieces: Iterator[tuple[Region, Array]]
-) -> jax.Array:
-    """The array of some pieces. Each is on its way to its device while the next one is made."""
-    early, pieces = EarlyPieces(shape, sharding), []
-    for region, data in made_pieces:
-        early.start(region, data)
-        pieces.append((region, data))
-    return assemble(shape, sharding, dtype, pieces, early)
 
 
 @dataclass(frozen=True)

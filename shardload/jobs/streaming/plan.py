@@ -465,7 +465,7 @@ class EpochRounds:
         for cut, schedule in enumerate(stream_array.cuts):
             step_nbytes = stream_array.step_nbytes * schedule.shards.cuts[0] // max(1, schedule.shards.n_shards)
             most = 1 << 30 if plan.sample_order.seed is None else max(1, _RUN_NBYTES // max(1, step_nbytes))
-            part = schedule.part_of_samples(sample % plan.batch)
+            part = sample % plan.batch // schedule.shards.shard_shape[0]
             yield Runs.of(column, part, step, sample, most, plan.batch if (array, cut) in plan.in_place else None)
 
     @cached_property

@@ -26,7 +26,7 @@ from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
 from shardload.options import AUTO, OPTIONS, pad_value
 from shardload.planning.batch_flow import BatchSchedule
-from shardload.planning.region import Grid, IntArray, plan_blocks
+from shardload.planning.region import Array, Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
 from shardload.planning.schedule import PARALLEL, ROOT, Owners, SourceLayout
 from shardload.planning.selection import Selection, axes_text
@@ -154,11 +154,6 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     return int(kept_axes.index(axis))
 
 
-def _cuts_of(leaves: Sequence[LeafRequest]) -> dict[tuple[Any, ...], LeafRequest]:
-    """The cuts of leaves that are read together, each with one of its leaves."""
-    return {leaf.cut: leaf for leaf in leaves}
-
-
 def _typed(nbytes: int) -> str:
     """A size as a user types it."""
     return f"'{nbytes >> 20}MiB'" if nbytes >= 1 << 24 else str(nbytes)
@@ -191,16 +186,16 @@ class StreamPlanner:
 
     def plan(self) -> StreamPlan:
         """The plan. ConfigError if there is no such stream."""
-        by_key: dict[tuple[Any, ...], list[LeafRequest]] = {}
+        by_key: dict[tuple[Any, ...], dict[tuple[Any, ...], list[LeafRequest]]] = {}  # and by their cuts
         for leaf in self._leaves:
-            by_key.setdefault(leaf.key, []).append(leaf)
+            by_key.setdefault(leaf.key, {}).setdefault(leaf.cut, []).append(leaf)
         arrays, staging_nbytes = zip(*map(self._array, by_key.values()), strict=True)
         self._check_lengths(arrays)
         if self._sampling.gaps != IGNORE:
             check_same_steps(arrays)
         order, pool_nbytes = self._order(arrays)
-        numbers, cuts = list(by_key), {key: list(_cuts_of(same)) for key, same in by_key.items()}
-        leaves = [self._leaf(leaf, arrays, numbers.index(leaf.key), cuts[leaf.key].index(leaf.cut)) for leaf in self._leaves]
+        numbers = {(key, cut): (k, j) for k, (key, cuts) in enumerate(by_key.items()) for j, cut in enumerate(cuts)}
+        leaves = [self._leaf(leaf, arrays, *numbers[leaf.key, leaf.cut]) for leaf in self._leaves]
         plan = StreamPlan(
             arrays=arrays,
             leaves=leaves,
@@ -257,26 +252,22 @@ class StreamPlanner:
     def _check_samples(self, plan: StreamPlan) -> None:
         n, batch, order = plan.n_samples, plan.batch, plan.sample_order
         if not plan.n_batches(n):
-            of_window = f" with a window from {order.first:+d} to {order.last:+d}" if order.first or order.last else ""
-            fix = "Pass a smaller batch, or remainder='pad'" if n else "Select more steps, or pass a smaller window"
-            if n == 0 and len(order.breaks):
-                fix += f", or gaps='ignore': no window reaches over a gap, and the coordinate has {len(order.breaks)}"
-            elif n == 0 and not order.crosses_blocks:
-                fix += f", or border='reread': no such window fits into a block of {order.block} steps"
-            raise ConfigError(f"{order.n_steps} steps{of_window} have {n} samples, which make no batch of {batch}. {fix}")
+            raise ConfigError(
+                f"{order.n_steps} steps with a window from {order.first:+d} to {order.last:+d} have {n} samples, which make no "
+                f"batch of {batch}. Select more steps, or pass a smaller batch or window, or remainder='pad'. Windows reach "
+                f"over gaps ({len(order.breaks)} here) with gaps='ignore', and over ends of blocks with border='reread'"
+            )
         if plan.remainder == "error" and n % batch:
-            n_parts = math.lcm(*(cut.shards.cuts[0] for array in plan.arrays for cut in array.cuts))
-            fits = [k for k in range(n_parts, n + 1, n_parts) if n % k == 0]
-            fix = f", or batch={min(fits, key=lambda k: abs(k - batch))}" if fits else ""
             raise ConfigError(
                 f"{n} samples are {n // batch} batches of {batch}, and {n % batch} are left, which remainder='error' forbids: "
-                f"pass remainder='drop' or 'pad'{fix}"
+                "pass remainder='drop' or 'pad', or a batch that divides them"
             )
 
     # --- arrays
 
-    def _array(self, leaves: Sequence[LeafRequest]) -> tuple[StreamArray, int]:
+    def _array(self, by_cut: Mapping[Any, Sequence[LeafRequest]]) -> tuple[StreamArray, int]:
         """The array that these leaves have in common, and bytes of staging memory for it."""
+        leaves = [leaf for same in by_cut.values() for leaf in same]
         leaf = leaves[0]
         request, info, ranks = leaf.request, leaf.info, self._ranks
         source = source_layout_of(request.options, info, leaf.selection)
@@ -291,8 +282,7 @@ class StreamPlanner:
             options=request.options,
             source=source,
             cuts=[
-                BatchSchedule(blocks, axis, self._shards(of_cut, source, axis), ranks.n, owners)
-                for of_cut in _cuts_of(leaves).values()
+                BatchSchedule(blocks, axis, self._shards(each[0], source, axis), ranks.n, owners) for each in by_cut.values()
             ],
             offsets=tuple(sorted({step for same in leaves for step in same.offsets})),
             sum_of_values=leaf.sum_of_values,
@@ -305,24 +295,17 @@ class StreamPlanner:
         shape, sharding, name = source.selection.shape, leaf.request.sharding, f"a batch of {leaf.info}"
         rest = (*shape[:axis], *shape[axis + 1 :])
         if len(sharding.spec) > 1 + len(rest):
-            self._refuse_spec(leaf, len(rest))
+            axes = ", ".join([*leaf.leading, f"{len(rest)} of a step"])
+            raise ConfigError(
+                f"{spec_text(leaf.spec)} has {len(leaf.spec)} entries, but the axes of a batch of {leaf.info} are: {axes}"
+            )
         n_parts = cuts_of(sharding, read_spec(sharding, 1 + len(rest)))[0]
         if self._batch % n_parts:
-            if SAMPLES not in leaf.leading:
-                raise ConfigError("batch is None, so there is no axis of samples that the spec could cut: pass batch=")
             raise ConfigError(
                 f"batch is {self._batch}, but {spec_text(sharding.spec)} cuts the samples of a batch into {n_parts}: pass a "
                 f"multiple of {n_parts}, such as batch={-(-self._batch // n_parts) * n_parts}"
             )
-        if WINDOW in leaf.leading:
-            name += " (without its window)"
         return lay_out_shards(leaf.request, self._ranks, (self._batch, *rest), source.dtype, name)
-
-    def _refuse_spec(self, leaf: LeafRequest, n_rest: int) -> None:
-        """Raise ConfigError for a spec of more axes than a batch has."""
-        spec, n, unit = leaf.spec, len(leaf.leading) + n_rest, "a batch" if SAMPLES in leaf.leading else "a step"
-        axes_text = f": {', '.join(leaf.leading)}, then {n_rest} axes of a step" if leaf.leading else ""
-        raise ConfigError(f"{spec_text(spec)} has {len(spec)} entries, but {unit} of {leaf.info} has {n} axes{axes_text}")
 
     def _blocks(self, source: SourceLayout, axis: int, staging_nbytes: int) -> Grid:
         """The array cut into blocks: along the stream's axis a chunk long, along the others as long as staging allows."""
@@ -342,11 +325,9 @@ class StreamPlanner:
     def _check_lengths(self, arrays: Sequence[StreamArray]) -> None:
         if len({array.n_steps for array in arrays}) > 1:
             lengths = ", ".join(f"{array.info} has {array.n_steps:,}" for array in arrays)
-            are_parts = len({array.info.path for array in arrays}) > 1 == len({array.info.dataset for array in arrays})
-            fix = " Or, if the files are parts of one array, pass shardload.concat(PATHS, along=AXIS) in the place of the path"
             raise ConfigError(
                 f"the arrays of a stream must have the same number of steps, but {lengths}. Pass select= to take the same of "
-                f"each.{fix if are_parts else ''}"
+                "each, or, if they are parts of one array, pass shardload.concat(PATHS, along=AXIS) in the place of the path"
             )
 
     # --- the order
@@ -428,21 +409,19 @@ class StreamPlanner:
             axis += axes.index(requests[0].info.dims.index(name))
             if any(spec[axis : axis + 1]):
                 raise ConfigError(f"stack is {name!r}, but {spec_text(spec)} cuts that axis: leave it whole, by None")
-        for request, leaf in zip(requests, stacked, strict=True):
-            # Not the lengths in a batch: with padding arrays of different lengths have the same.
-            lengths, first_lengths = (
-                {each.info.dims[k] or k: each.selection.region.shape[k] for k in each.rest if each.info.dims[k] != name}
-                for each in (request, requests[0])
-            )
-            is_turned = lengths.keys() == first_lengths.keys() and list(lengths) != list(first_lengths)
-            has_shape = [*lengths.values()] == [*first_lengths.values()] and not is_turned
-            is_alike = has_shape and leaf.dtype == first.dtype and request.spec == spec
-            if not is_alike or request.window != requests[0].window or request.request.sharding != requests[0].request.sharding:
+        # Not the lengths in a batch: with padding arrays of different lengths have the same.
+        steps = [
+            {each.info.dims[k] or k: each.selection.region.shape[k] for k in each.rest if each.info.dims[k] != name}
+            for each in requests
+        ]
+        others = [(str(leaf.dtype), each.window, each.request.sharding) for each, leaf in zip(requests, stacked, strict=True)]
+        for request, lengths, other in zip(requests, steps, others, strict=True):
+            is_turned = lengths.keys() == steps[0].keys() and list(lengths) != list(steps[0])
+            if is_turned or [*lengths.values()] != [*steps[0].values()] or other != others[0]:
                 raise ConfigError(
                     f"stack is {name!r}, but {request.info} and {requests[0].info} are not alike: steps of {lengths} and "
-                    f"{first_lengths} beside that axis, {leaf.dtype} and {first.dtype}, windows {request.window} and "
-                    f"{requests[0].window}, {spec_text(request.spec)} and {spec_text(spec)}. A tree stacks the arrays of each "
-                    f"of its parts alone: stack={{'x': {name!r}, 'y': {name!r}}}"
+                    f"{steps[0]} beside that axis; dtype, window and sharding {other} and {others[0]}. A tree stacks the "
+                    f"arrays of each of its parts alone: stack={{'x': {name!r}, 'y': {name!r}}}"
                 )
         sizes = [1 if is_new else leaf.shape[axis] for leaf in stacked]
         shape = (*first.shape[:axis], sum(sizes), *first.shape[axis + (not is_new) :])
@@ -453,25 +432,19 @@ class StreamPlanner:
     def _scale(self, scale: tuple[Any, Any], array: StreamArray, where: str) -> tuple[Any, Any]:
         """A scale with an axis for each axis of a step."""
         dtype, rest = array.source.dtype, array.schedule.rest.shape
-        if dtype.kind not in "fc":
+
+        def fits(values: Array) -> bool:
+            lengths = zip(values.shape[::-1], rest[::-1], strict=False)
+            has_shape = values.ndim <= len(rest) and all(n in (1, length) for n, length in lengths)
+            return has_shape and np.can_cast(values.dtype, dtype, "same_kind")
+
+        if dtype.kind not in "fc" or not all(map(fits, scale)):
+            given = " and ".join(f"{values.dtype} of shape {values.shape}" for values in scale)
             raise ConfigError(
-                f"scale{where} needs floating-point values, but those of {array.info} are {dtype}: pass "
-                + ("decode=True, dtype='float32': they are packed" if array.info.packing else "dtype='float32'")
+                f"scale{where} is {given}, which does not fit a step of {array.info}: {dtype} of shape {rest}. Pass numbers or "
+                "arrays that are as long as a step, or 1, along each axis; complex ones for complex values only; of integers "
+                "dtype='float32', too, with decode=True if they are packed"
             )
-        for values in scale:
-            if values.dtype.kind == "c" and dtype.kind != "c":
-                raise ConfigError(
-                    f"scale{where} has complex numbers, but the values of {array.info} are {dtype}: pass real ones"
-                )
-            fits = len(values.shape) <= len(rest) and all(
-                n in (1, length) for n, length in zip(values.shape[::-1], rest[::-1], strict=False)
-            )
-            if not fits:
-                example = f", or one for each index of an axis: shape {(rest[0], *(1 for _ in rest[1:]))}" if rest else ""
-                raise ConfigError(
-                    f"scale{where} has an array of shape {values.shape}, which does not fit a step of {array.info}, of shape "
-                    f"{rest}: pass a number{example}"
-                )
         mean, deviation = (values.astype(dtype).reshape((1,) * (len(rest) - values.ndim) + values.shape) for values in scale)
         return mean, deviation
 

@@ -149,7 +149,6 @@ class RoundReader:
         self._pending: deque[RoundReadings] = deque()  # its rounds
         self._ahead: dict[RoundReadings, Round] = {}  # next rounds: what they move is known before it is their turn
         self._opened = ExitStack()
-        self._shares_memory = False  # from the first round on in which something is sent
         self._versions: dict[str, Any] = {}  # see `check_same_objects`: of all ranks
         self.n_ready = self.n_made = 0
         self.report = StreamReport()
@@ -166,7 +165,8 @@ class RoundReader:
             group.watch_departures()
         with watched(group, f"the beginning of {self._title}", self._timeout):
             _ = group.machine
-            session = Session(group, self._digest, shared_nbytes=None, checksums=plan.arrays[0].options.checksums)
+            shared = shared_nbytes(plan.staging) if group.size > 1 else None
+            session = Session(group, self._digest, shared_nbytes=shared, checksums=plan.arrays[0].options.checksums)
         self._session = self._opened.enter_context(session)
         self._source = StreamSource(plan, group.rank)
         self._opened.push(self._source.kept.close)
@@ -216,11 +216,6 @@ class RoundReader:
     def _read(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
         staged = self._round(epoch, round_)
         del self._ahead[round_]
-        if staged.is_shared and not self._shares_memory:
-            self._session.agree()
-            self._session.share_memory(shared_nbytes(self.plan.staging))
-            self._shares_memory = True
-            _register_end()
         try:
             self._session.move(staged, self._source, self._target, partial(self._coming, epoch, round_))
             versions: Mapping[str, Sequence[Any]] = {}

@@ -108,16 +108,13 @@ class StreamCall(LoadCall):
         return jax.tree_util.tree_map(of_stack, self._keywords["stack"], self.tree.build(arrays), is_leaf=is_one)
 
     def _refuse_what_only_a_load_does(self) -> None:
-        if self._keywords["verify"] in (FILE, FULL):
-            raise ConfigError(
-                f"verify is {self._keywords['verify']!r}, which reads a file a second time, and a stream takes 'index' or "
-                "'checksum'. To compare a batch with the file, pass its arrays and a selection to shardload.verify"
-            )
-        if self._keywords["readers"] == DIRECT:
-            raise ConfigError(
-                "readers is 'direct', but in a stream each chunk is decoded once, for all ranks: pass 'auto', 'root' or a "
-                "number"
-            )
+        for name, values in (("verify", (FILE, FULL)), ("readers", (DIRECT,))):
+            if self._keywords[name] in values:
+                raise ConfigError(
+                    f"{name} is {self._keywords[name]!r}, but in a stream each chunk is read once, for all ranks: pass "
+                    "verify='index' or 'checksum', readers='auto', 'root' or a number. shardload.verify compares arrays of a "
+                    "batch with the file"
+                )
 
     def _describe(self, k: int) -> dict[str, str]:
         """See `LoadCall`."""

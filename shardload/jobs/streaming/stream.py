@@ -260,7 +260,4 @@ def _grain_dataset(stream: Stream) -> Any:
                 "(prefetch=2): leave mp_prefetch out"
             )
 
-        def __str__(self) -> str:
-            return repr(stream)
-
     return GrainDataset()

@@ -96,8 +96,8 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ({"scale": (0.0,)}, r"scale is \(0\.0,\); expected a mean and a standard deviation"),
         ({"scale": (1.0, 0.0)}, r"scale is \(1\.0, 0\.0\); expected .* that is nowhere 0"),
         ({"stack": 1}, "stack is 1; expected the name of an axis, such as 'channel'"),
-        ({"verify": "full"}, "verify is 'full', .* a stream takes 'index' or 'checksum'"),
-        ({"readers": "direct"}, "readers is 'direct', .* pass 'auto', 'root' or a number"),
+        ({"verify": "full"}, "verify is 'full', .* pass verify='index' or 'checksum'"),
+        ({"readers": "direct"}, "readers is 'direct', .* readers='auto', 'root' or a number"),
         ({"dataset": "*"}, "a stream needs the names of its arrays"),
         # What does not fit the file, or another option.
         ({"along": 3}, r"along is 3, but '/t' in .* has shape \(24, 3, 4\): pass an axis of it"),
@@ -115,31 +115,34 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ({"select": 5}, "select takes one index of axis 0 of '/t' in .*, along which the stream goes: pass a slice"),
         (
             {"dataset": ["t", "u"]},
-            "steps, but '/t' in .* has 24, '/u' in .* has 20. Pass select= to take the same of each.$",
+            "steps, but '/t' in .* has 24, '/u' in .* has 20. Pass select= to take the same of each, or, if they are parts",
         ),
-        ({"batch": 25}, "24 steps have 24 samples, which make no batch of 25. Pass a smaller batch, or remainder='pad'"),
+        ({"batch": 25}, "have 24 samples, which make no batch of 25. .* a smaller batch or window, or remainder='pad'"),
         (
             {"window": 24, "remainder": "pad", "gaps": "ignore"},
             r"24 steps with a window from \+24 to \+24 have 0 samples, which make no batch of 4. Select more steps",
         ),
         (
             {"window": range(20), "border": "drop", "shuffle": 1, "gaps": "skip"},
-            "have 0 samples, .* or gaps='ignore': no window reaches over a gap, and the coordinate has 1",
+            r"have 0 samples, .* over gaps \(1 here\) with gaps='ignore', .* border='reread'",
         ),
         # Not after a whole epoch, also if no axis is padded.
         (
             {"dataset": "counts", "spec": P(), "batch": 5, "remainder": "pad", "pad": np.nan},
             "pad is nan, which an array of int32",
         ),
-        ({"batch": 5, "remainder": "error"}, "24 samples are 4 batches of 5, and 4 are left, .* or batch=[46]$"),
+        ({"batch": 5, "remainder": "error"}, "24 samples are 4 batches of 5, and 4 are left, .* or a batch that divides them$"),
         (
             {"shuffle": 1, "pool": 100},
             r"pool is 100 B, less than a block of 4 steps, 192 B \(a chunk .* Pass pool=576 for 3",
         ),
-        ({"dataset": "counts", "scale": (1.0, 2.0)}, "scale needs floating-point values, but those of '/counts' .* are int32"),
+        (
+            {"dataset": "counts", "scale": (1.0, 2.0)},
+            "scale is float64 .* does not fit a step of '/counts' .* int32 .* dtype='float32', too",
+        ),
         (
             {"scale": (np.zeros(3), np.ones(3))},
-            r"scale has an array of shape \(3,\), which does not fit a step of '/t' .* of shape \(3, 4\): .* shape \(3, 1\)",
+            r"scale is float64 of shape \(3,\) and .* does not fit a step of '/t' .*: float32 of shape \(3, 4\)",
         ),
         (
             {"spec": P("data", "lat"), "window": (-1, 0), "gaps": "skip"},
@@ -150,17 +153,23 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
             r"the spec\['x'\] P\('data', 'lat'\) cuts the axis of the window",
         ),
         ({"spec": P("lat"), "window": (0, 1), "batch": None}, r"cuts the axis of the window, axis 0 of a batch"),
-        ({"scale": (1j, 1.0)}, "scale has complex numbers, but the values of '/t' .* are float32: pass real ones"),
+        (
+            {"scale": (1j, 1.0)},
+            "scale is complex128 .* does not fit a step of '/t' .*: float32 .* complex ones for complex values only",
+        ),
         ({"spec": P("time")}, "names mesh axis 'time', but the mesh has"),
         (
             {"spec": P(None, None, None, "lat")},
-            r"P\(None, None, None, 'lat'\) has 4 entries, but a batch of '/t' in .* has 3 axes: samples, then 2 axes of a step",
+            r"P\(None, None, None, 'lat'\) has 4 entries, but the axes of a batch of '/t' in .* are: samples, 2 of a step",
         ),
         (
             {"spec": P("data", None, None, None, "lat"), "window": (0, 1), "gaps": "skip"},
-            "has 5 entries, but a batch of '/t' in .* has 4 axes: samples, the axis of the window, then 2 axes of a step",
+            "has 5 entries, but the axes of a batch of '/t' in .* are: samples, the axis of the window, 2 of a step",
         ),
-        ({"spec": P(None, None, "lat"), "batch": None}, "has 3 entries, but a step of '/t' in .* has 2 axes"),
+        (
+            {"spec": P(None, None, "lat"), "batch": None},
+            "has 3 entries, but the axes of a batch of '/t' in .* are: 2 of a step",
+        ),
         ({"window": {"z": 1}, "dataset": {"x": "t"}}, r"window does not match the arrays: only window has \['z'\]"),
         # Arrays that are no stack.
         (
@@ -173,9 +182,17 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ({"dataset": ["t", "t"], "stack": "new", "spec": P("data", "lat")}, r"P\('data', 'lat'\) cuts the new axis of stack"),
         (
             {"dataset": ["t", "t"], "stack": "new", "spec": P(None, None, None, None, "lat")},
-            "has 5 entries, but a batch of '/t' in .* has 4 axes: samples, the new axis of stack, then 2 axes of a step",
+            "has 5 entries, but the axes of a batch of '/t' in .* are: samples, the new axis of stack, 2 of a step",
         ),
         ({"dataset": {"a": "t", "b": "t"}, "stack": {"c": "new"}}, "stack does not match the arrays"),
+        (
+            {"dataset": {"a": ["t", "u"], "b": "t"}, "stack": {"a": "new"}},
+            r"stack has no \['b'\]. .* the same keys, with None for \['b'\], in no stack",
+        ),
+        (
+            {"select": {"time": [3, 1, 2]}},
+            r"select has \[3, 1, 2\] on axis 0, 'time'.* Pass select={'time': slice\(1, 4\)}, and",
+        ),
     ],
 )
 def test_options_that_are_wrong(path: str, options: dict[str, Any], text: str) -> None:
@@ -222,8 +239,10 @@ def test_samples_that_do_not_divide_over_their_devices(path: str) -> None:
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code, path], env=env, capture_output=True, text=True, timeout=100)
     left, odd, first, *others = done.stdout.splitlines()
-    assert left.endswith("pass remainder='drop' or 'pad', or batch=4"), "10 is nearer, and no multiple of 4"
-    assert odd.endswith("pass remainder='drop' or 'pad'")
+    assert left.endswith(
+        "and 4 are left, which remainder='error' forbids: pass remainder='drop' or 'pad', or a batch that divides them"
+    )
+    assert "and 2 are left" in odd
     assert first == ("batch is 6, but P('data') cuts the samples of a batch into 4: pass a multiple of 4, such as batch=8"), (
         done.stderr
     )

@@ -33,7 +33,7 @@ class Case:
 
     def cut(self) -> CutFlow:
         column, step, sample = np.array(self.uses, dtype=np.int64).reshape(-1, 3).T
-        part = self.schedule.part_of_samples(sample % self.batch)
+        part = sample % self.batch // self.schedule.shards.shard_shape[0]
         runs = Runs.of(column, part, step, sample, self.most)
         return CutFlow(self.schedule, self.columns, runs, share_blocks(self.schedule, runs, len(self.columns)))
 
