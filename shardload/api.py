@@ -786,8 +786,7 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
         tree: the same tree of these, or the TreePlan.
     sharding : NamedSharding, optional
-        The sharding of the result, over the devices of `x`. By default that of `x`. If values have to move between processes,
-        each process and each of its devices needs memory for the whole array, as with `numpy`.
+        The sharding of the result, over the devices of `x` in the same order. By default that of `x`.
     numpy : bool
         True returns a NumPy array, whole on every process. If several processes have shards, each of their devices needs memory
         for the whole array.

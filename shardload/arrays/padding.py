@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import permutations
 from typing import Any
 
@@ -257,40 +258,19 @@ def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
         raise ConfigError(
             f"this process holds no device of the mesh of {name}, so it has no values to return: call unpad on the others only"
         )
-    return _file_values(array, extent, name)
-
-
-def _file_values(array: jax.Array, extent: Extent, name: str) -> Array:
-    """The file's elements on this process; without those of other processes if it has no device."""
-    out, shards = np.empty(extent.shape, array.dtype), dict[Region, Any]()
-    is_here = array.is_fully_addressable or array.is_fully_replicated or not array.sharding.addressable_devices
-    if is_here or not out.size:
+    if array.is_fully_addressable or array.is_fully_replicated:
+        out = np.empty(extent.shape, dtype=array.dtype)
+        copied = set()
         for shard in addressable_shards(array):
-            shards[region_of(shard.index, array.shape)] = shard.data
-    else:
-        shards[Region.whole(array.shape)] = _gathered(array, name)
-    for region, data in shards.items():
-        bounds = zip(region.start, region.stop, strict=True)
-        _place(out, np.asarray(data), [extent.places(k, *bound) for k, bound in enumerate(bounds)])
-    return out
-
-
-def _gathered(array: jax.Array, name: str) -> Array:
-    """All elements, on every process, and on the way on each device. As bytes: XLA changes some numbers that it moves, such as
-    -0.0 and NaN.
-    """
-    sharding, itemsize = _named(array, name), array.dtype.itemsize
-    mesh = _auto_mesh(sharding)
-    cut = NamedSharding(mesh, sharding.spec)
-    with plain_jax(mesh):
-        shards = []
-        for shard in addressable_shards(array):
-            data = np.ascontiguousarray(np.asarray(shard.data)[..., None])
-            shards.append(put_shard(data.view(np.uint8), shard.device, cut))
-        of_bytes = jax.make_array_from_single_device_arrays((*array.shape, itemsize), cut, shards)
-        whole = jax.jit(jnp.asarray, out_shardings=NamedSharding(mesh, PartitionSpec()))(of_bytes)
-    gathered: Array = np.ascontiguousarray(whole.addressable_data(0)).view(array.dtype)[..., 0]
-    return gathered
+            region = region_of(shard.index, array.shape)
+            if region not in copied:
+                copied.add(region)
+                bounds = zip(region.start, region.stop, strict=True)
+                _place(out, np.asarray(shard.data), [extent.places(k, *bound) for k, bound in enumerate(bounds)])
+        return out
+    mesh = _named(array, name).mesh
+    whole = _cut_on_devices(array, extent, NamedSharding(mesh, PartitionSpec()))
+    return np.asarray(whole.addressable_data(0))
 
 
 def _place(out: Array, data: Array, places: list[IntArray]) -> None:
@@ -333,20 +313,23 @@ def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.A
     target = _named(array, name) if sharding is None else sharding
     if not isinstance(target, NamedSharding) or isinstance(target.mesh, jax.sharding.AbstractMesh):
         raise ConfigError(f"sharding is {target!r}; expected a NamedSharding over a mesh of devices")
-    shardings: Any = target, array.sharding
-    there, here = (sorted(device.id for device in each.device_set) for each in shardings)
-    if there != here:
+    target_ids, array_ids = _device_ids(target, extent.shape), _device_ids(array.sharding, array.shape)
+    if target_ids != array_ids:
         raise ConfigError(
-            f"sharding is over the devices [{ids_text(there)}], but {name} is on [{ids_text(here)}]. Pass one over the same "
-            "devices, such as NamedSharding(x.sharding.mesh, P()), and move the result by jax.device_put"
+            f"sharding is over the devices [{ids_text(target_ids)}], but {name} is on [{ids_text(array_ids)}]. Pass one over "
+            "the same devices in this order, such as NamedSharding(x.sharding.mesh, P()), and move the result by jax.device_put"
         )
     _check_holds(target, extent.shape, name)
     is_cut_alike = target == array.sharding and array.sharding.shard_shape(array.shape) == extent.shard_shape
     if is_cut_alike and extent.shape == extent.shape_without_halo:
         return _cut_each_shard(array, extent, target)
-    values = _file_values(array, extent, name)
-    with plain_jax(_auto_mesh(target)):
-        return jax.make_array_from_callback(extent.shape, target, lambda index: values[index], dtype=array.dtype)
+    return _cut_on_devices(array, extent, target)
+
+
+def _device_ids(sharding: Any, shape: tuple[int, ...]) -> list[int]:
+    """The ids in the order of the mesh, if there is one: a compiled function of JAX moves nothing between two orders."""
+    devices = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.devices_indices_map(shape)
+    return [device.id for device in devices]
 
 
 def _named(array: jax.Array, name: str) -> NamedSharding:
@@ -383,5 +366,56 @@ def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -
     return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
 
 
+def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding) -> jax.Array:
+    """Let JAX cut it out, which moves what has to move. Over Auto axes, because JAX refuses such cuts of Explicit ones."""
+    if 0 in extent.shape:  # JAX gives it another sharding than it is told
+        empty = np.empty(sharding.shard_shape(extent.shape), array.dtype)
+        return jax.make_array_from_callback(extent.shape, sharding, lambda _: empty, dtype=array.dtype)
+    target = _auto(sharding)
+    with plain_jax(_auto_mesh(sharding)):
+        unconstrained = array
+        if isinstance(array.sharding, NamedSharding):
+            auto = _auto(array.sharding)
+            shards = [put_shard(shard.data, shard.device, auto) for shard in addressable_shards(array)]
+            unconstrained = jax.make_array_from_single_device_arrays(array.shape, auto, shards, dtype=array.dtype)
+        if array.dtype.name in ("int2", "uint2"):
+            unconstrained = unconstrained.astype("int8")  # XLA writes beyond its memory where it moves 2 bits
+        cut = _cutter(extent, target)(unconstrained).astype(array.dtype)
+        shards = [put_shard(shard.data, shard.device, sharding) for shard in addressable_shards(cut)]
+        return jax.make_array_from_single_device_arrays(extent.shape, sharding, shards, dtype=array.dtype)
+
+
+@lru_cache(maxsize=32)  # compiled once for a series of arrays
+def _cutter(extent: Extent, sharding: NamedSharding) -> Any:
+    return jax.jit(partial(_cut, extent, sharding), out_shardings=sharding)
+
+
+def _auto(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding over Auto axes, in the devices' own memory: older releases of JAX cannot compute elsewhere."""
+    return NamedSharding(_auto_mesh(sharding), sharding.spec)
+
+
 def _auto_mesh(sharding: NamedSharding) -> Mesh:
     return Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+
+
+def _cut(extent: Extent, sharding: NamedSharding, x: Any) -> Any:
+    """The file's elements of a whole array, moved as integers.
+
+    Where XLA adds zeros to what it moves, -0.0 would become 0.0; and it widens bfloat16, which changes some NaN. Without the
+    barriers it takes the types back.
+    """
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(_cut(extent, sharding, jnp.real(x)), _cut(extent, sharding, jnp.imag(x)))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")  # type: ignore[no-untyped-call]
+        cut = jax.lax.optimization_barrier(_cut(extent, sharding, jax.lax.optimization_barrier(bits)))
+        return jax.lax.bitcast_convert_type(cut, x.dtype)
+    for axis, (n, cuts, rows, halo) in enumerate(zip(extent.shape, extent.cuts, extent.shard_shape, extent.halo, strict=True)):
+        if halo:
+            before, after = x.shape[:axis], x.shape[axis + 1 :]
+            x = x.reshape(*before, cuts, rows, *after)
+            x = jax.lax.slice_in_dim(x, halo, rows - halo, axis=axis + 1)
+            x = x.reshape(*before, cuts * (rows - 2 * halo), *after)
+        x = jax.lax.slice_in_dim(x, 0, n, axis=axis)
+    return jax.lax.with_sharding_constraint(x, sharding)
