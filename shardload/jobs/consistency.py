@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from shardload.arrays.verification import sample_regions
 from shardload.comm.group import Group
 from shardload.errors import ShardloadError, SourceError, StallError
 from shardload.formats.access import Access
@@ -39,6 +38,7 @@ from shardload.formats.contract.format import OpenFile, Source
 from shardload.formats.diagnosis import as_source_error
 from shardload.formats.lookup import answers_slowly, file_of, open_file, open_source
 from shardload.planning.region import Grid, Region
+from shardload.planning.samples import sample_regions
 from shardload.planning.selection import Selection
 from shardload.system.thread_pool import call_together
 from shardload.system.undo import Undo
@@ -200,7 +200,7 @@ def check_same_version(name: str, before: State, now: State, info: ArrayInfo, wh
         raise SourceError(f"{name} {what_changed}", path=info.path, dataset=info.dataset)
 
 
-def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was made for") -> Source:
+def as_planned(source: Source, info: ArrayInfo) -> Source:
     """Return `source` if its shape, dtype, chunks and packing are those of `info`; otherwise close it and raise SourceError.
 
     Parameters
@@ -209,8 +209,6 @@ def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was mad
         What was opened on this rank.
     info : ArrayInfo
         What all ranks know of the array.
-    planned : str
-        Where that is from, for the message.
     """
     opened_info = source.info
     if (opened_info.shape, opened_info.dtype, opened_info.chunks) != (info.shape, info.dtype, info.chunks):
@@ -223,7 +221,7 @@ def as_planned(source: Source, info: ArrayInfo, planned: str = "the plan was mad
         return source
     source.close()
     raise SourceError(
-        f"{opened_info} {difference} here, but {planned} {expected}: the file has changed, or this rank sees another file",
+        f"{opened_info} {difference} here, and rank 0 found {expected}: the file has changed, or this rank sees another file",
         path=info.path,
         dataset=info.dataset,
     )
@@ -281,8 +279,6 @@ class KeptSources:
         The arrays. An array is named by its number here.
     what_changed : str
         What is said of a file that is not the one in which an array was found: see `check_same_version`.
-    planned : str
-        See `as_planned`.
 
     Attributes
     ----------
@@ -292,8 +288,8 @@ class KeptSources:
         See `Source.versions_read`: of all arrays, at the last `check_unchanged`.
     """
 
-    def __init__(self, arrays: Sequence[ArrayToRead], what_changed: str = "", planned: str = "the plan was made for") -> None:
-        self._arrays, self._what_changed, self._planned = arrays, what_changed, planned
+    def __init__(self, arrays: Sequence[ArrayToRead], what_changed: str = "") -> None:
+        self._arrays, self._what_changed = arrays, what_changed
         self._n_arrays = Counter(array.file for array in arrays if array.file is not None)
         self._files: dict[str, OpenFile] = {}
         self.file_states: dict[str, State] = {}
@@ -322,7 +318,7 @@ class KeptSources:
                 opened = self._files[file] = open_file(array.handle, array.access, info)
                 self.file_states[info.path] = opened.state()
             source = self._files[file].open(info.dataset, info)
-        return as_planned(source, info, self._planned)
+        return as_planned(source, info)
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file of an open array has changed since it was opened. Where that takes a request for each
@@ -342,10 +338,6 @@ class KeptSources:
         info = source.info
         with self._arrays[number].naming(), as_source_error(info.path, info.dataset):
             check_unchanged(str(info), before, source.state(), info.path, info.dataset)
-
-    def versions_not_in(self, known: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-        """`versions_read` without those that `check_same_objects` knows."""
-        return {key: version for key, version in self.versions_read.items() if known.get(key) != [*version]}
 
     def close_first(self, most: int) -> None:
         """Close those that were opened first if there are more than `most`."""

@@ -60,19 +60,6 @@ class Selection:
             start[k], stop[k] = a + offset, b + offset
         return Region(tuple(start), tuple(stop))
 
-    def drop_axes(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A view of an array with the file's axes, without the dropped axes (which have length 1).
-
-        >>> select_axes((slice(10, 20), 3), (100, 8)).drop_axes(np.zeros((5, 1))).shape
-        (5,)
-        """
-        if len(self.kept) == data.ndim:
-            return data
-        kept_axes = set(self.kept)
-        index: Any = (*(slice(None) if k in kept_axes else 0 for k in range(data.ndim)), ...)  # an array, also when 0-d
-        view: np.ndarray[Any, Any] = data[index]
-        return view
-
 
 Index = slice | SupportsIndex | EllipsisType
 
@@ -127,22 +114,12 @@ def select_axes(
                 low, high = low % size, low % size + 1
         except TypeError:
             dim = dims[axis] if dims else None
-            positions = np.asarray(part) if isinstance(part, (list, tuple, np.ndarray)) else np.array(None)
-            if positions.size and positions.ndim == 1 and positions.dtype.kind in "iu":
-                first, between = (
-                    f"{{{dim!r}: {text}}}" if dim else f"np.s_[{':, ' * axis}{text}]"
-                    for text in (positions[0], f"slice({positions.min()}, {positions.max() + 1})")
-                )
-                raise ValueError(
-                    f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer. Pass "
-                    f"select={between}, and pick of the result (of a stream: leave batches out), or load each of these "
-                    "positions as an array of its own, in one call, and put them together by jax.numpy.stack: "
-                    f"dataset=[NAME] * {positions.size}, select=[{first}, ...]"
-                ) from None
             raise ValueError(
                 f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer, as in "
                 f"select=np.s_[0, 10:20]. For coordinates and dates pass select={{{dim or 'lat'!r}: shardload.near(VALUE)}} or "
-                "shardload.between(LOW, HIGH)"
+                "shardload.between(LOW, HIGH). For several positions pass a slice around them, and pick of the result (of a "
+                "stream: leave batches out), or load each as an array of its own, in one call: "
+                f"dataset=[NAME, NAME], select=[{{{dim or 'lat'!r}: 3}}, {{{dim or 'lat'!r}: 17}}]"
             ) from None
         start.append(low)
         stop.append(max(low, high))

@@ -271,9 +271,8 @@ class BlockReader(SourceReader):
         """The values themselves, where they are in memory already and can be sent from there."""
         if not self._has_views:
             return None
-        selection = self._layout.selection
-        view = self._source.view(selection.to_file(block.region))
-        return None if view is None else selection.drop_axes(view)
+        view = self._source.view(self._layout.selection.to_file(block.region))
+        return None if view is None else view.reshape(block.region.shape)  # without the axes that the selection drops
 
     @cached_property
     def _has_views(self) -> bool:

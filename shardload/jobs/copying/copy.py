@@ -435,7 +435,7 @@ class CopySource(FileSource):
             self._grids.append(Grid(array.spec.shape, cell, (0,) * len(cell)))
         path, access = request.source, request.options.access
         arrays = [ArrayToRead(path, array.info, access, array.state) for array in plan.sources]
-        self.kept = KeptSources(arrays, SINCE_FOUND, "rank 0 found")
+        self.kept = KeptSources(arrays, SINCE_FOUND)
         self.n_decoded = 0
         self.n_missing = [0] * len(plan.sources)
 

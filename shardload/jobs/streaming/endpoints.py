@@ -72,7 +72,7 @@ class StreamSource(FileSource):
         super().__init__(rank, plan.arrays[0].options.checksums, tuning)
         self._plan = plan
         arrays = [ArrayToRead(array.handle, array.info, array.options.access, array.state) for array in plan.arrays]
-        self.kept = KeptSources(arrays, SINCE_STREAM, "the stream was planned for")
+        self.kept = KeptSources(arrays, SINCE_STREAM)
         self.n_decoded = self.nbytes_read = 0
         self._incomplete: set[int] = set()  # arrays of which a warning has said that chunks are missing
 

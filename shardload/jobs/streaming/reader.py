@@ -221,7 +221,8 @@ class RoundReader:
             versions: Mapping[str, Sequence[Any]] = {}
             with self._session.errors:
                 self._source.check(staged.moves)
-                versions = self._source.kept.versions_not_in(self._versions)
+                versions_read = self._source.kept.versions_read.items()
+                versions = {key: version for key, version in versions_read if self._versions.get(key) != [*version]}
             counts = [self._source.n_decoded, self._source.nbytes_read, len(versions)]
             decoded, nbytes, n_versions = self._session.agree(counts)
             if n_versions:

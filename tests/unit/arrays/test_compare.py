@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.arrays.verification import Truth, first_difference, sample_regions
+from shardload.arrays.verification import Truth, first_difference
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.memory import MemorySource
 from shardload.planning.region import Grid, Region
+from shardload.planning.samples import sample_regions
 from shardload.planning.schedule import SourceLayout
 from shardload.planning.selection import select_axes
 

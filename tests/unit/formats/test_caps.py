@@ -46,6 +46,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
+from shardload.jobs.loading.plan import staging_of
 from shardload.planning.region import Region
 from tests.unit.files import (
     change_json,
@@ -435,13 +436,13 @@ def test_few_of_the_elements_of_many_chunks(tmp_path: Path) -> None:
     """Wrong if only what is selected of a chunk counted: all of it is decoded, and waits in a slot."""
     path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 64), (32, 32, 64))  # chunks of 256 KiB
     plan = shardload.plan(path, AbstractMesh((2,), ("a",)), P("a"), select=(..., 3), staging="16MiB")
-    staging = plan._layout.staging(plan.staging_nbytes)
+    staging = staging_of([plan])
     assert staging.n_blocks * staging.slot_nbytes <= 16 << 20
     tiny = shardload.plan(
         hdf5_of(tmp_path / "b.h5", (2**20, 2**10), (1, 1)), AbstractMesh((2,), ("a",)), P("a"), staging="64MiB"
     )
     assert math.prod(tiny.schedule.blocks.cell) <= 1 << 14
-    staging = tiny._layout.staging(tiny.staging_nbytes)
+    staging = staging_of([tiny])
     assert staging.n_slots * staging.slot_nbytes <= 64 << 20
 
 
@@ -514,5 +515,5 @@ def test_slots_of_what_a_rank_needs(tmp_path: Path) -> None:
     """Wrong if, where a rank needs a narrow part of a block, its slots had room for all chunks of the block: 1.5 GiB here."""
     path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 1024), (64, 64, 4))
     plan = shardload.plan(path, AbstractMesh((64, 64), ("a", "b")), P(None, "a", "b"), readers="direct", staging="256MiB")
-    staging = plan._layout.staging(plan.staging_nbytes)
+    staging = staging_of([plan])
     assert staging.n_slots * staging.slot_nbytes <= 256 << 20

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.comm.group import Group
 from shardload.errors import ConfigError
+from shardload.jobs.loading.plan import staging_of
 from shardload.options import DEFAULTS, STAGING_NBYTES, Options
 
 MIB = 1 << 20
@@ -89,7 +90,7 @@ def test_several_arrays_share_the_largest(path: str, monkeypatch: pytest.MonkeyP
     with_memory(monkeypatch, 1 << 40)
     both = plan(path, {"a": "small", "b": "large"})
     assert [one.staging_nbytes // MIB for one in both.leaves] == [704, 704]
-    assert both.staging_nbytes == 704 * MIB and both.leaves[0]._layout.staging(both.staging_nbytes)
+    assert both.staging_nbytes == 704 * MIB and staging_of(both.leaves[:1])
     assert ["because of chunks" in " ".join(str(one).split()) for one in both.leaves] == [False, True]
 
 

@@ -23,7 +23,7 @@ ARRAY = xr.DataArray(np.arange(140).reshape(SHAPE), dims=DIMS, coords=COORDS)
 
 def selected(select: dict[str, Any]) -> np.ndarray[Any, Any]:
     selection = select_axes(positional_index(select, DIMS, COORDS), SHAPE)
-    return selection.drop_axes(ARRAY.values[selection.region.slices()])
+    return ARRAY.values[selection.region.slices()].reshape(selection.shape)
 
 
 @st.composite
