@@ -191,7 +191,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ),
         (
             {"select": {"time": [3, 1, 2]}},
-            r"select has \[3, 1, 2\] on axis 0, 'time'.* Pass select={'time': slice\(1, 4\)}, and",
+            r"select has \[3, 1, 2\] on axis 0, 'time'.* pass a slice around them, and pick of the result",
         ),
     ],
 )

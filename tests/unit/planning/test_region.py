@@ -198,7 +198,7 @@ def test_no_select_is_all() -> None:
             ValueError,
             r"select has \[3, 1\] on axis 0; .* dataset=\[NAME, NAME\], select=\[\{'lat': 3\}, \{'lat': 17\}\]",
         ),
-        ((..., np.array([2, 1])), (4, 5), ValueError, r"on axis 1; .* for several positions load each"),
+        ((..., np.array([2, 1])), (4, 5), ValueError, r"on axis 1; .* For several positions pass a slice"),
         (np.array(1.5), (4,), ValueError, r"select has array\(1.5\) on axis 0"),
         ((None, 0), (4, 5), ValueError, r"select has None on axis 0; each axis takes a slice with step 1 or an integer"),
         ([0, 2], (4, 5), ValueError, r"select has \[0, 2\] on axis 0"),
