@@ -150,7 +150,7 @@ def unclaimed(path: str, formats: Sequence[str]) -> SourceError:
 def _what_it_is(path: str) -> str:
     """The message about what a file is that no format claims."""
     if "://" in path:
-        advice = "Open it with zarr-python and pass the array"
+        advice = "Open it with zarr-python and pass the array, with allow_external=True"
         if "reference" in path.lower().split("://")[0].split("::"):
             advice = "Pass the file of references itself"
         return f"'{path}' is a URL of an unknown kind: those of S3, Google, Azure and HTTP can be loaded. {advice}."

@@ -44,7 +44,6 @@ from shardload.storage.target import (
     mark,
     rename,
     sync_folder,
-    temporary_of,
 )
 from shardload.system.undo import Undo
 
@@ -305,19 +304,6 @@ def locked_path(path: str) -> str | None:
     return path[: -len(_LOCK_SUFFIX)] if head.startswith(_LOCK_BEGINS) or not head else None
 
 
-def temporaries_of(lock: str) -> list[str]:
-    """The temporary of the append that made a lock, if it exists. A file of changes is none: nobody may remove it unseen."""
-    path, words = lock.removesuffix(_LOCK_SUFFIX), os.fsdecode(head_of(lock)).split()
-    temporary = f"{path}.{words[2]}.unfinished" if len(words) > 2 else ""
-    is_ours = temporary_of(temporary) == (path, "unfinished")  # a lock of others leads anywhere
-    return [temporary] if is_ours and os.path.lexists(temporary) else []
-
-
-def how_to_remove(paths: Sequence[str]) -> str:
-    """What to type to remove files and folders."""
-    return shlex.join(["rm", *(["-r"] if any(map(os.path.isdir, paths)) else []), *paths])
-
-
 class AppendLock:
     """The right to append to `path`, a path without links.
 
@@ -343,10 +329,10 @@ class AppendLock:
         except FileExistsError:
             words = head_of(self.path).decode(errors="replace").split()
             process = f" (process {words[-1]} of {words[-2]})" if len(words) >= 6 else ""
-            remove = how_to_remove([self.path, *temporaries_of(self.path)])
             raise ConfigError(
                 f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{process}. "
-                f"Wait for it; if none runs there any more, remove what it left: {remove}"
+                f"Wait for it; if none runs there any more, type: rm {shlex.quote(self.path)} "
+                "(`shardload info` names what else it left)"
             ) from None
         except PermissionError:
             raise ConfigError(f"'{path}' cannot grow: no right to write in its folder '{os.path.dirname(path)}'") from None

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardload.errors import SourceError
-from shardload.storage.changes import changes_of, how_to_remove, locked_path, temporaries_of
+from shardload.storage.changes import changes_of, locked_path
 from shardload.storage.local import head_of
 from shardload.storage.target import FOLDER_MARK, GROWTH_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
@@ -49,8 +48,6 @@ class Leftover:
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
     goes_on : bool
         Whether a copy can go on with it.
-    parts : list of str
-        What goes with it: of a file that keeps other appends away, the temporary of that append.
     """
 
     path: str
@@ -58,7 +55,6 @@ class Leftover:
     kind: str
     is_whole: bool = False
     goes_on: bool = False
-    parts: Sequence[str] = ()
 
     @property
     def description(self) -> str:
@@ -79,7 +75,7 @@ class Leftover:
         """What to do under this `condition`: in words, and what to type."""
         if self.kind == "changes":
             return [("complete it", f"shardload info {shlex.quote(self.target)}")]
-        remove = "remove what it left" if self.parts else "remove it", how_to_remove([self.path, *self.parts])
+        remove = "remove it", shlex.join(["rm", *(["-r"] if os.path.isdir(self.path) else []), self.path])
         if self.goes_on:
             return [("go on with it", f"shardload copy IN {shlex.quote(self.target)} --resume"), remove]
         if not self.is_whole:
@@ -103,7 +99,7 @@ def find_leftover(path: str) -> Leftover | None:
     path = path.rstrip("/")
     locked = locked_path(path)
     if locked is not None:
-        return Leftover(path, locked, "appending", parts=temporaries_of(path))
+        return Leftover(path, locked, "appending")
     parsed = temporary_of(path)
     if parsed is None or not os.path.exists(path):
         return None
@@ -128,7 +124,7 @@ def find_leftover(path: str) -> Leftover | None:
 
 
 def leftovers_beside(path: str) -> list[Leftover]:
-    """What saves and appends to `path` have left beside it, or are writing now; without what goes with another of them."""
+    """What saves and appends to `path` have left beside it, or are writing now."""
     final = os.path.realpath(path)
     folder, name = os.path.split(final)
     try:
@@ -136,9 +132,7 @@ def leftovers_beside(path: str) -> list[Leftover]:
     except OSError:  # the folder does not exist, or may not be listed
         return []
     leftovers = [leftover for entry in entries if (leftover := find_leftover(os.path.join(folder, entry)))]
-    leftovers = [leftover for leftover in leftovers if leftover.target == final]
-    parts = {part for leftover in leftovers for part in leftover.parts}
-    return [leftover for leftover in leftovers if leftover.path not in parts]
+    return [leftover for leftover in leftovers if leftover.target == final]
 
 
 def whole_beside(path: str) -> str:

@@ -45,7 +45,6 @@ State = tuple[int, ...] | None
 _NO_STORE = "there is no Zarr store: none of zarr.json, .zarray, .zgroup and .zmetadata"
 _MANY_FOLDERS = 8  # from so many on, the first one is asked for alone, and says which format it is
 _UNFINISHED = f"is no store yet: a save to it goes on, or was killed ('{FOLDER_MARK}' is there, and no metadata of the root)"
-_MOST_LAYERS = 16  # file systems on top of each other
 # Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
 # which may be two characters, Python takes a hundred bytes.
 MOST_METADATA_NBYTES, _MOST_VALUES = 1 << 25, 1 << 21
@@ -345,37 +344,23 @@ def watch(node: ArrayNode, store: WatchedStore, path: str, settings: Any = None)
 
 def watched(array: Any, allow_external: bool = False) -> Any:
     """An open array, read through a `WatchedStore`."""
-    store = WatchedStore(array.store, _fence_of(array.store, f"the {type(array.store).__name__} handed in", allow_external))
+    store = WatchedStore(array.store, _fence_of(array.store, allow_external))
     below = array.async_array if hasattr(array, "async_array") else array._async_array
     return watch(ArrayNode.of(array), store, array.path, getattr(below, "config", None) or below._config)
 
 
-# It is known where these stores read: in a file, memory, or through their layers. ObjectStore needs its own library.
-_KNOWN_STORES = (zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
-
-
-def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
-    """Where files of `store` may be; SourceError if that cannot be checked."""
-    if allow_external:
+def _fence_of(store: Any, allow_external: bool) -> Fence:
+    """Where files of a store that was handed in may be; SourceError if that is not known."""
+    below = _unwrapped(store)
+    if allow_external or isinstance(below, zarr.storage.MemoryStore | zarr.storage.ZipStore):
         return Fence()
-    store = _unwrapped(store)
-    if type(store) is zarr.storage.LocalStore:  # one derived of it may read anywhere
-        return Fence.around_store(os.fspath(store.root))
-    layers = {kind.__name__ for layer in _layers(store) for kind in type(layer).__mro__}  # neither library need be installed
-    if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
-        reason = (
-            f"a {type(store).__name__} may read files anywhere, and symbolic links are not looked at there. Pass the path of "
-            "the folder or file, or the store below it, or"
-        )
-    elif "ReferenceFileSystem" in layers:
-        reason = "it names a place for each chunk, which may be anywhere;"
-    elif layers & {"LocalFileSystem", "LocalStore"}:
-        reason = (
-            "it reads a folder through another layer, where symbolic links are not looked at. Pass the path of the folder, or"
-        )
-    else:
-        return Fence()
-    raise SourceError(f"'{name}' cannot be loaded: {reason} {TARGET_HINT}.")
+    if type(below) is zarr.storage.LocalStore:  # one derived of it may read anywhere
+        return Fence.around_store(os.fspath(below.root))
+    kind = type(below).__name__
+    raise SourceError(
+        f"an array of a {kind} was handed in, which may read files anywhere. Pass the path or URL of the store in place of the "
+        f"array, or {TARGET_HINT}"
+    )
 
 
 def _unwrapped(store: Any) -> Any:
@@ -383,15 +368,3 @@ def _unwrapped(store: Any) -> Any:
     while type(store) in (zarr.storage.WrapperStore, zarr.storage.LoggingStore):
         store = store._store
     return store
-
-
-def _layers(store: Any) -> list[Any]:
-    """The layers through which a store of fsspec or obstore reads."""
-    layers: list[Any] = []
-    layer = getattr(store, "fs", None) if isinstance(store, zarr.storage.FsspecStore) else None
-    if type(store).__name__ == "ObjectStore":
-        layer = getattr(store, "store", None)
-    while layer is not None and len(layers) < _MOST_LAYERS:
-        layers.append(layer)
-        layer = getattr(layer, "sync_fs", None) or getattr(layer, "fs", None)
-    return layers
