@@ -1,8 +1,8 @@
 """How do many processes write an HDF5 or netCDF4 file, without parallel HDF5? One makes the metadata, all write chunks.
 
 1. One rank creates the file on a `Ledger`: the HDF5 library writes its metadata there.
-2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Contiguous arrays and
-   chunks without filters get their places when they are made, because their sizes are known.
+2. For each chunk the library is asked to write that many bytes, and the ledger notes where. Contiguous arrays get their places
+   when they are made.
 3. Any rank writes chunks at these offsets into the temporary file (`LedgerSink.writer`).
 4. `Hdf5Sink.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
    compares the place of every chunk with what was noted.
@@ -29,7 +29,7 @@ from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.filters import Hdf5Encoder
 from shardload.formats.hdf5.ledger import Ledger, limit_cache
 from shardload.formats.hdf5.opened import file_in_memory
-from shardload.formats.sink import ArraySpec, PlacedChunks, Places, Sink, Ticket, Writer, with_dims
+from shardload.formats.sink import ArraySpec, PlacedChunks, Sink, Ticket, Writer, with_dims
 from shardload.planning.region import unravel
 from shardload.storage.changes import GrowingFile
 from shardload.storage.local import Fence, LocalFolder
@@ -268,9 +268,9 @@ class Hdf5Sink(LedgerSink):
             with self.calls():
                 self.describe(self.open_library("w", track_order=self.is_netcdf or None))
                 for placed in early:
-                    placed.note_all(self.library[placed.stored_name].id)
+                    placed.note_whole(self.library[placed.stored_name].id)
             _reserve(file, early)
-        self.ticket = Ticket(file.temporary, {placed.name: Places.of(placed.offsets) for placed in early})
+        self.ticket = Ticket(file.temporary, {placed.name: int(placed.offsets[0]) for placed in early})
         return self
 
     @contextmanager
@@ -381,13 +381,10 @@ class Hdf5PlacedChunks(PlacedChunks):
         """Note the places of chunks."""
         self.offsets[numbers], self.sizes[numbers], self._masks[numbers] = offsets, sizes, masks
 
-    def note_all(self, dataset: h5py.h5d.DatasetID) -> None:
-        """Note the places that HDF5 gave all chunks when it made the array."""
+    def note_whole(self, dataset: h5py.h5d.DatasetID) -> None:
+        """Note the place that HDF5 gave a contiguous array when it made it."""
         step_done()
-        if self.grid:
-            self._each(dataset, self.note)
-        else:
-            self.offsets[:], self.sizes[:] = dataset.get_offset() or 0, dataset.get_storage_size()
+        self.offsets[:], self.sizes[:] = dataset.get_offset() or 0, dataset.get_storage_size()
 
     def compare(self, dataset: h5py.h5d.DatasetID) -> None:
         """SourceError unless HDF5 finds the chunks where they are, and no others."""
