@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Self
 
@@ -395,13 +395,19 @@ class Hdf5PlacedChunks(PlacedChunks):
             return
         n_found, wrong = 0, list[tuple[int, int]]()  # number and offset
 
-        def compare(numbers: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
+        def compare(starts: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
             nonlocal n_found
+            starts = starts - self._origin
+            is_new = np.all(starts >= 0, axis=1)
+            numbers = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
+            offsets, sizes, masks = offsets[is_new], sizes[is_new], masks[is_new]
             n_found += len(numbers)
             is_wrong = (offsets != self.offsets[numbers]) | (sizes != self.sizes[numbers]) | (masks != self._masks[numbers])
             wrong.extend(zip(numbers[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
 
-        self._each(dataset, compare)
+        # Of a file that grows step by step, each step would list all before it.
+        few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= FEW else None
+        list_chunks(h5py.Dataset(dataset), compare, few)
         if wrong:
             number, offset = min(wrong)
             raise self._misplaced(unravel(number, self.grid), offset, self.offsets[number])
@@ -416,16 +422,3 @@ class Hdf5PlacedChunks(PlacedChunks):
             dataset=self.name,
             chunk=index,
         )
-
-    def _each(self, dataset: h5py.h5d.DatasetID, take: Callable[[Ints, Ints, Ints, Ints], None]) -> None:
-        """Give `take` what HDF5 says of all stored chunks from `origin` on, some at a time: numbers, offsets, sizes, masks."""
-
-        def number(starts: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
-            starts = starts - self._origin
-            is_new = np.all(starts >= 0, axis=1)
-            numbers = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
-            take(numbers, offsets[is_new], sizes[is_new], masks[is_new])
-
-        # Of a file that grows step by step, each step would list all before it.
-        few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= FEW else None
-        list_chunks(h5py.Dataset(dataset), number, few)
