@@ -561,7 +561,7 @@ def save(
         as long as such a one with its padding, and of which nothing says if it has some, there is a `PaddingWarning`.
     plan : Plan or TreePlan, optional, or dict by name
         The same, by the plan with which the array was loaded from which this one was computed. For an object of xarray, axes
-        are matched by their names, and coordinates that `to_xarray` left out are taken from the plan.
+        are matched by their names.
     like : str, optional, or dict by name
         An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes and attributes are taken,
         where they are not passed. Its coordinates, and what its attributes name, are not saved unless they are passed, too: a

@@ -485,9 +485,8 @@ class FileTarget:
         if self._verify != INDEX:
             chunk.crc = int(deflate.crc32(memoryview(stored.data).cast("B")))
         if not encoder.is_placed_by_root:
-            places, spec = self._ticket.places[encoder.name], encoder.spec
-            is_contiguous = spec.chunks is None
-            chunk.offset = places[0] + chunk.number * spec.dtype.itemsize if is_contiguous else places[chunk.number]
+            first = chunk.number if encoder.spec.chunks is None else 0  # the element of a contiguous array
+            chunk.offset = self._ticket.offsets[encoder.name] + first * encoder.spec.dtype.itemsize
 
     def _put_if_placed(self, chunk: Chunk) -> None:
         if chunk.offset < 0:

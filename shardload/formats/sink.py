@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -313,7 +312,7 @@ class Encoder:
         Functions that encode the bytes of a chunk, in order. Each takes a flat array of bytes and returns something bytes-like.
     is_placed_by_root : bool
         True if the rank that created the file says where a chunk goes, because that depends on the sizes of other chunks.
-        Otherwise `Ticket.places` says it.
+        Otherwise `Ticket.offsets` says it.
 
     Attributes
     ----------
@@ -450,44 +449,6 @@ class Growing(Encoder):
         return []
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where the chunks of an array are that all have the same size: in runs of chunks at equal distances.
-
-    Attributes
-    ----------
-    first : list of int
-        Number of the first chunk of each run.
-    offset : list of int
-        Where that chunk begins.
-    step : int
-        Bytes from one chunk of a run to the next.
-
-    Examples
-    --------
-    >>> places = Places.of(np.array([100, 108, 116, 300, 308]))
-    >>> places, [places[k] for k in range(5)]
-    (Places(first=[0, 3], offset=[100, 300], step=8), [100, 108, 116, 300, 308])
-    """
-
-    first: list[int]
-    offset: list[int]
-    step: int
-
-    @classmethod
-    def of(cls, offsets: Ints) -> Places:
-        """The places of chunks, given in the order of their numbers."""
-        steps = np.diff(offsets)
-        step = int(np.min(steps[steps > 0], initial=2**62)) if len(steps) else 0
-        first = np.flatnonzero(np.concatenate([[True], steps != step]))[: len(offsets)]
-        return cls(first.tolist(), offsets[first].tolist(), step)
-
-    def __getitem__(self, number: int) -> int:
-        """Where the chunk begins."""
-        k = bisect_right(self.first, number) - 1
-        return self.offset[k] + (number - self.first[k]) * self.step
-
-
 class PlacedChunks:
     """Where the chunks of one array have been placed. A chunk without a place has size 0.
 
@@ -533,12 +494,12 @@ class Ticket:
     temporary : str
         Path of the temporary file or folder. It has a random word, which its content has, too: so a rank notices if it sees
         another file there.
-    places : mapping
-        Where the chunks are, of each array for which this is known when the file is created. A contiguous array is one chunk.
+    offsets : mapping
+        Where each contiguous array begins; 0 for an array whose chunks are objects of their own.
     """
 
     temporary: str
-    places: Mapping[str, Places] = field(default_factory=dict)
+    offsets: Mapping[str, int] = field(default_factory=dict)
 
 
 class Writer:

@@ -69,12 +69,12 @@ def write_all(
                 stored = one.encode(region, values[name][region.slices()])
                 if one.spec.chunks is None:
                     first = ravel(region.start, one.spec.shape) if region.size else 0
-                    at = ticket.places[name][0] + first * one.spec.dtype.itemsize
+                    at = ticket.offsets[name] + first * one.spec.dtype.itemsize
                     puts += [(name, first, at, stored)] if region.size else []
                 elif one.is_placed_by_root:
                     asked.setdefault(name, []).append((one.number(region), stored))
                 else:
-                    puts.append((name, one.number(region), ticket.places[name][one.number(region)], stored))
+                    puts.append((name, one.number(region), ticket.offsets[name], stored))
             for name, found in asked.items():
                 numbers, sizes, masks = zip(*((n, s.nbytes, s.mask) for n, s in found), strict=True)
                 offsets = catalog.allocate(name, numbers, sizes, masks)
@@ -120,7 +120,7 @@ def put_whole(sink: Sink, writer: Writer, catalog: Sink, name: str, values: Arra
     one = sink.arrays[name]
     stored, number = one.encode(region, values[region.slices()]), one.number(region)
     if not one.is_placed_by_root:
-        offset = catalog.ticket.places[name][number]
+        offset = catalog.ticket.offsets[name]
     else:
         offset = int(catalog.allocate(name, [number], [stored.nbytes], [stored.mask])[0])
     writer.put(name, number, offset, stored)

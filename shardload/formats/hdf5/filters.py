@@ -280,8 +280,7 @@ class Hdf5Encoder(Encoder):
             steps = self._add_filters()
         known_steps = [step for step in steps if step is not None]
         self._by_library, self._local = len(known_steps) < len(steps), threading.local()
-        # Without filters all chunks have one size, so HDF5 gives each its place when the dataset is made.
-        is_placed_by_root = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
+        is_placed_by_root = spec.chunks is not None
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
         steps_here = () if self._by_library else known_steps
         codec = codec_text(filters_of(self.creation))

@@ -192,7 +192,7 @@ def _details(path: str, dataset: OpenDataset) -> Json:
         raise ConfigError(f"{where} holds {dtype} in a form that append does not write; append with h5py")
     creation = dataset.creation
     if creation.get_alloc_time() == h5py.h5d.ALLOC_TIME_EARLY:
-        if dataset.maxshape == dataset.shape:  # so does `save` make it, and a copy would be like it
+        if dataset.maxshape == dataset.shape:  # which a copy alone does not change
             raise ConfigError(f"{where} has no axis that can grow (its maxshape is {dataset.maxshape}). {HOW_TO_GROW}")
         raise unfit(where, "places for all of its chunks from the beginning (early allocation)")
     if are_edges_plain(creation):

@@ -1,8 +1,8 @@
 """How do many processes write an HDF5 or netCDF4 file, without parallel HDF5? One makes the metadata, all write chunks.
 
 1. One rank creates the file on a `Ledger`: the HDF5 library writes its metadata there.
-2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Contiguous arrays and
-   chunks without filters get their places when they are made, because their sizes are known.
+2. For each chunk the library is asked to write that many bytes, and the ledger notes where. Contiguous arrays get their places
+   when they are made.
 3. Any rank writes chunks at these offsets into the temporary file (`LedgerSink.writer`).
 4. `Hdf5Sink.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
    compares the place of every chunk with what was noted.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Self
 
@@ -29,7 +29,7 @@ from shardload.formats.hdf5.file import open_explained
 from shardload.formats.hdf5.filters import Hdf5Encoder
 from shardload.formats.hdf5.ledger import Ledger, limit_cache
 from shardload.formats.hdf5.opened import file_in_memory
-from shardload.formats.sink import ArraySpec, PlacedChunks, Places, Sink, Ticket, Writer, with_dims
+from shardload.formats.sink import ArraySpec, PlacedChunks, Sink, Ticket, Writer, with_dims
 from shardload.planning.region import unravel
 from shardload.storage.changes import GrowingFile
 from shardload.storage.local import Fence, LocalFolder
@@ -268,9 +268,9 @@ class Hdf5Sink(LedgerSink):
             with self.calls():
                 self.describe(self.open_library("w", track_order=self.is_netcdf or None))
                 for placed in early:
-                    placed.note_all(self.library[placed.stored_name].id)
+                    placed.note_whole(self.library[placed.stored_name].id)
             _reserve(file, early)
-        self.ticket = Ticket(file.temporary, {placed.name: Places.of(placed.offsets) for placed in early})
+        self.ticket = Ticket(file.temporary, {placed.name: int(placed.offsets[0]) for placed in early})
         return self
 
     @contextmanager
@@ -381,13 +381,10 @@ class Hdf5PlacedChunks(PlacedChunks):
         """Note the places of chunks."""
         self.offsets[numbers], self.sizes[numbers], self._masks[numbers] = offsets, sizes, masks
 
-    def note_all(self, dataset: h5py.h5d.DatasetID) -> None:
-        """Note the places that HDF5 gave all chunks when it made the array."""
+    def note_whole(self, dataset: h5py.h5d.DatasetID) -> None:
+        """Note the place that HDF5 gave a contiguous array when it made it."""
         step_done()
-        if self.grid:
-            self._each(dataset, self.note)
-        else:
-            self.offsets[:], self.sizes[:] = dataset.get_offset() or 0, dataset.get_storage_size()
+        self.offsets[:], self.sizes[:] = dataset.get_offset() or 0, dataset.get_storage_size()
 
     def compare(self, dataset: h5py.h5d.DatasetID) -> None:
         """SourceError unless HDF5 finds the chunks where they are, and no others."""
@@ -398,13 +395,19 @@ class Hdf5PlacedChunks(PlacedChunks):
             return
         n_found, wrong = 0, list[tuple[int, int]]()  # number and offset
 
-        def compare(numbers: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
+        def compare(starts: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
             nonlocal n_found
+            starts = starts - self._origin
+            is_new = np.all(starts >= 0, axis=1)
+            numbers = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
+            offsets, sizes, masks = offsets[is_new], sizes[is_new], masks[is_new]
             n_found += len(numbers)
             is_wrong = (offsets != self.offsets[numbers]) | (sizes != self.sizes[numbers]) | (masks != self._masks[numbers])
             wrong.extend(zip(numbers[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
 
-        self._each(dataset, compare)
+        # Of a file that grows step by step, each step would list all before it.
+        few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= FEW else None
+        list_chunks(h5py.Dataset(dataset), compare, few)
         if wrong:
             number, offset = min(wrong)
             raise self._misplaced(unravel(number, self.grid), offset, self.offsets[number])
@@ -419,16 +422,3 @@ class Hdf5PlacedChunks(PlacedChunks):
             dataset=self.name,
             chunk=index,
         )
-
-    def _each(self, dataset: h5py.h5d.DatasetID, take: Callable[[Ints, Ints, Ints, Ints], None]) -> None:
-        """Give `take` what HDF5 says of all stored chunks from `origin` on, some at a time: numbers, offsets, sizes, masks."""
-
-        def number(starts: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
-            starts = starts - self._origin
-            is_new = np.all(starts >= 0, axis=1)
-            numbers = np.ravel_multi_index(tuple((starts[is_new] // self._chunks).T), self.grid)
-            take(numbers, offsets[is_new], sizes[is_new], masks[is_new])
-
-        # Of a file that grows step by step, each step would list all before it.
-        few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= FEW else None
-        list_chunks(h5py.Dataset(dataset), number, few)

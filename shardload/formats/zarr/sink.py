@@ -32,7 +32,6 @@ from shardload.formats.sink import (
     Decode,
     Encoder,
     PlacedChunks,
-    Places,
     Sink,
     Ticket,
     Writer,
@@ -211,7 +210,7 @@ class ZarrSink(Sink):
         with as_write_error(self.path):
             address = self.folder.create()
         self._shards = {name: _Shards(array) for name, array in self.arrays.items() if array.is_placed_by_root}
-        self.ticket = Ticket(address, {name: Places([0], [0], 0) for name in self.arrays if name not in self._shards})
+        self.ticket = Ticket(address, {name: 0 for name in self.arrays if name not in self._shards})
         return self
 
     def allocate(self, name: str, numbers: Sequence[int] | Ints, nbytes: Sequence[int] | Ints, masks: Any = 0) -> Ints:

@@ -28,7 +28,7 @@ from shardload.jobs.contents import Contents, arrays_in
 from shardload.jobs.joining.join import concat
 from shardload.jobs.loading.call import LoadCall, look_at
 from shardload.jobs.loading.endpoints import ArrayLoad
-from shardload.jobs.loading.labelled import UNPADDED, as_unpadded, import_xarray, to_xarray
+from shardload.jobs.loading.labelled import UNPADDED, as_unpadded, import_xarray, pad_variable, to_xarray
 from shardload.jobs.loading.request import read_requests
 from shardload.jobs.trees import ArrayTree, Place
 from shardload.options import check_names, with_defaults
@@ -275,7 +275,7 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
     coords, indexes = dict(unpadded.variables), dict(unpadded.xindexes)
     tails = {dim: (0, dataset.sizes[dim] - n) for dim, n in unpadded.sizes.items() if dataset.sizes.get(dim, n) != n}
     for name, variable in unpadded.variables.items() if tails else ():
-        from shardload.jobs.dataset.padded_index import PaddedIndex, pad_variable  # imports xarray
+        from shardload.jobs.dataset.padded_index import PaddedIndex  # imports xarray
 
         coords[name] = pad_variable(variable, {dim: tail for dim, tail in tails.items() if dim in variable.dims})
         if name in tails and name in indexes:

@@ -6,27 +6,9 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
-from xarray import Variable
 from xarray.indexes import Index, PandasIndex
 
-from shardload.jobs.loading.labelled import UNPADDED
-
-_EXACT = 2**53  # up to which floating point numbers are all integers
-
-
-def pad_variable(variable: Variable, tails: Mapping[Any, tuple[int, int]]) -> Variable:
-    """A variable with NaN or NaT behind its values. It keeps its encoding, in which `save` finds the units of dates, and notes
-    there the type of integers and booleans.
-
-    Integers that floating point numbers would round, as identifiers, become objects of Python.
-    """
-    padded = variable.to_base_variable()
-    if tails:  # xarray does not pad a single number, not even by nothing
-        if padded.dtype.kind in "iu" and ((padded.values > _EXACT) | (padded.values < -_EXACT)).any():
-            padded = padded.astype(object)
-        padded = padded.pad(tails)
-        padded.encoding = variable.encoding | ({UNPADDED: variable.dtype} if variable.dtype.kind in "iub" else {})
-    return padded
+from shardload.jobs.loading.labelled import pad_variable
 
 
 class PaddedIndex(Index):

@@ -27,6 +27,7 @@ from shardload.values.decoding import ATTRIBUTES, VALID_RANGE
 
 _NAMES_OF_COORDINATES = "coordinates"  # an attribute that objects of xarray do not have: their coordinates say it
 UNPADDED = "unpadded_dtype"  # an encoding of a coordinate: its type, before it went on with NaN
+_EXACT = 2**53  # up to which floating point numbers are all integers
 _ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, plan.plans)"
 
 
@@ -35,7 +36,7 @@ def to_xarray(tree: Any, plan: Any) -> Any:
 
     The values are not copied, and stay sharded. Coordinates are those that the plan knows (at most 16 MiB each), cut as the
     array was selected. Attributes that were applied by `decode` are in ``encoding``, as xarray has them. Along an axis with
-    padding, floating point coordinates go on with NaN; others are left out, and so are all along an axis with a halo. A
+    padding, coordinates go on with NaN (`save` writes integers again); along an axis with a halo, they are left out. A
     coordinate that is shorter than its axis, because the file is not complete, goes on with NaN.
 
     Collective: no.
@@ -296,8 +297,7 @@ def haloed_axes(plan: Plan) -> set[str]:
 def coordinates_of(xarray: Any, plan: Plan, n: Mapping[str, int], haloed: Set[str]) -> dict[str, Any]:
     """The coordinates that a plan knows, by name: variables of xarray, cut as its array is selected, for axes of lengths `n`.
 
-    Along an axis with padding, floating point coordinates go on with NaN, and others are left out. So are all that have an axis
-    of `haloed` in the file.
+    Along an axis with padding, they go on with NaN. Those that have an axis of `haloed` in the file are left out.
     """
     _check_version(plan)
     dims, selection = _dims(plan), plan._layout.source.selection
@@ -306,9 +306,10 @@ def coordinates_of(xarray: Any, plan: Plan, n: Mapping[str, int], haloed: Set[st
         if coord.values is None:
             continue
         axes = _axes_of_coordinate(name, coord.dims, coord.values.shape, plan)
-        cut = None if axes is None else _cut(coord.values, axes, dims, selection, n)
-        if axes is not None and cut is not None and haloed.isdisjoint(axes):
-            coordinates[name] = xarray.Variable(*cut, *_split(coord.attrs))
+        if axes is not None and haloed.isdisjoint(axes):
+            cut = xarray.Variable(*_cut(coord.values, axes, dims, selection, n), *_split(coord.attrs))
+            tails = {dim: (0, n[dim] - size) for dim, size in cut.sizes.items() if n[dim] != size}
+            coordinates[name] = pad_variable(cut, tails)
     return coordinates
 
 
@@ -357,10 +358,25 @@ def _copied(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: deepcopy(value) for key, value in attrs.items() if not isinstance(value, Note)}
 
 
+def pad_variable(variable: Any, tails: Mapping[Any, tuple[int, int]]) -> Any:
+    """A variable with NaN or NaT behind its values. It keeps its encoding, in which `save` finds the units of dates, and notes
+    there the type of integers and booleans.
+
+    Integers that floating point numbers would round, as identifiers, become objects of Python.
+    """
+    padded = variable.to_base_variable()
+    if tails:  # xarray does not pad a single number, not even by nothing
+        if padded.dtype.kind in "iu" and ((padded.values > _EXACT) | (padded.values < -_EXACT)).any():
+            padded = padded.astype(object)
+        padded = padded.pad(tails)
+        padded.encoding = variable.encoding | ({UNPADDED: variable.dtype} if variable.dtype.kind in "iub" else {})
+    return padded
+
+
 def as_unpadded(variable: Any) -> np.ndarray[Any, Any]:
     """The values of a coordinate whose padding was cut off: integers again, if they were that (`UNPADDED`) and are whole."""
     values: np.ndarray[Any, Any] = variable.data
-    if UNPADDED not in variable.encoding:
+    if UNPADDED not in variable.encoding or values.dtype.kind in "mM":  # numbers of which somebody made dates
         return values
     try:
         with np.errstate(invalid="ignore"):
@@ -372,8 +388,8 @@ def as_unpadded(variable: Any) -> np.ndarray[Any, Any]:
 
 def _cut(
     values: np.ndarray[Any, Any], axes: tuple[str, ...], dims: list[str], selection: Selection, n: Mapping[str, int]
-) -> tuple[list[str], np.ndarray[Any, Any]] | None:
-    """The names of the axes and the values of a coordinate of a selected and padded array; None if it cannot be padded."""
+) -> tuple[list[str], np.ndarray[Any, Any]]:
+    """The names of the axes and the values of a coordinate of a selected array, without padding."""
     region = selection.region
     lacking = [(0, max(0, region.stop[dims.index(name)] - size)) for name, size in zip(axes, values.shape, strict=True)]
     if any(tail for _, tail in lacking):  # of an axis that can grow, and has grown in the array alone
@@ -383,10 +399,4 @@ def _cut(
         axis = dims.index(name)
         index.append(slice(region.start[axis], region.stop[axis]) if name in n else region.start[axis])
     cut = np.array(values[tuple(index)])  # a copy: the caller may write to it
-    names = [name for name in axes if name in n]
-    padding = [(0, n[name] - size) for name, size in zip(names, cut.shape, strict=True)]
-    if any(tail for _, tail in padding):
-        if cut.dtype.kind != "f":
-            return None
-        cut = np.pad(cut, padding, constant_values=np.nan)
-    return names, cut
+    return [name for name in axes if name in n], cut

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.arrays.assemble import addressable_shards
 from shardload.arrays.local_shards import DeviceSource
 from shardload.comm.group import Group
 from shardload.engine.file_target import Chunk, FileTarget, WriteCounts
@@ -48,7 +47,6 @@ from shardload.transfer.moves import ArrayMove
 from shardload.values.dates import as_dates, count_alike, has_dates, in_numbers, is_dates, numbers_of_dates
 
 Array = np.ndarray[Any, Any]
-_NOWHERE = np.iinfo(np.int64).max  # the bits of a value that another process has
 _ROWS_OF_ORDER = 1024  # the last rows of a coordinate, which say in what direction it goes
 
 
@@ -83,6 +81,9 @@ def _make(request: SaveRequest, existing: Any, group: Group) -> tuple[SaveReques
     """See `save.planned`."""
     request = replace(request, arrays=[_in_numbers(array, request.path, existing["arrays"]) for array in request.arrays])
     axes, dimensions = _check(request, existing["arrays"])
+    for array in request.arrays:
+        if array.name in existing["orders"]:
+            _check_order(array, request, *existing["orders"][array.name])
     n_new = {array.name: array.shape[axes[array.name]] for array in request.arrays}
     # Here, because whoever loads needs neither the libraries nor their compressors.
     if "state" not in existing:
@@ -95,7 +96,7 @@ def _make(request: SaveRequest, existing: Any, group: Group) -> tuple[SaveReques
         sink = Hdf5Growth(request.path, existing, axes, n_new, dimensions, page_nbytes(group.machine.n_nodes))
     growing = cast(Mapping[str, Growing], sink.arrays)
     arrays = [replace(array, dtype=growing[array.name].spec.dtype) for array in request.arrays]
-    request = replace(request, arrays=arrays, orders=existing["orders"])
+    request = replace(request, arrays=arrays)
     first = {
         name: tuple(array.old * (k == array.axis) for k in range(len(array.spec.shape))) for name, array in growing.items()
     }
@@ -106,7 +107,6 @@ def append(path: Any, tree: Any, keywords: Mapping[str, Any], comm: Any) -> Appe
     """See `shardload.append`. Collective."""
     started = time.perf_counter()
     with planned("append", path, tree, keywords, comm, _read, _make) as (group, request, plan, digest):
-        _check_orders(request, group)
         return cast(AppendReport, _Appending(group, request, plan, digest).run(started))
 
 
@@ -120,7 +120,7 @@ def _read(request: SaveRequest) -> Any:
     None; ``"scopes"``, for each axis a text that all arrays with this axis have, or None; in HDF5 ``"is_dimension"``. Of arrays
     that grow also ``"dtype"``, ``"attrs"``, ``"packed"``, ``"bounds"``, in HDF5 ``"maxshape"``, and what the sink needs. If
     rows are replaced, ``"shape"`` is that of the rows that stay, and ``"stored_shape"`` that of the file. ``"orders"``: see
-    `SaveRequest`. Only HDF5 has a ``"state"``.
+    `_with_orders`. Only HDF5 has a ``"state"``.
 
     Raises
     ------
@@ -156,7 +156,8 @@ def _read(request: SaveRequest) -> Any:
 
 
 def _with_orders(request: SaveRequest, existing: dict[str, Any]) -> dict[str, Any]:
-    """How arrays are stored; with the ``"orders"`` of the coordinates of the axis, as `SaveRequest` has them.
+    """How arrays are stored; with the ``"orders"`` of the coordinates of the axis: whether each rises (None: it has one
+    value), the last value that stays, and its attributes.
 
     If rows are replaced, the shape of all arrays with that axis has the length of what stays.
     """
@@ -206,32 +207,14 @@ def _n_before(at: Any, where: str, dim: str, values: Array, facts: Mapping[str, 
     return int(np.count_nonzero(values < low - slack if rises else values > low + slack))
 
 
-def _check_orders(request: SaveRequest, group: Group) -> None:
-    """ConfigError on all ranks unless each coordinate of the axis goes on as it did. Collective."""
-    error: ConfigError | None = None
-    for array in request.arrays:
-        if array.name in request.orders:
-            values = np.asarray(array.x) if array.is_everywhere else _gathered(array, group)
-            try:
-                _check_order(array, request, values[: array.shape[0]], *request.orders[array.name])
-            except ConfigError as order_error:
-                error = error or order_error
-    if request.orders:
-        group.agree(error)
-
-
-def _gathered(array: SavedArray, group: Group) -> Array:
-    """The values of a sharded coordinate, of which each process has some. Collective."""
-    bits = np.full(array.x.shape, _NOWHERE)
-    for shard in addressable_shards(array.x):
-        values = np.asarray(shard.data)
-        bits[shard.index] = values.astype("f8" if values.dtype.kind == "f" else "i8").view("i8")
-    return group.least_ints(bits).view("f8" if array.dtype.kind == "f" else "i8")
-
-
-def _check_order(
-    array: SavedArray, request: SaveRequest, new: Array, rises: bool | None, last: Any, attrs: Mapping[str, Any]
-) -> None:
+def _check_order(array: SavedArray, request: SaveRequest, rises: bool | None, last: Any, attrs: Mapping[str, Any]) -> None:
+    """ConfigError unless a coordinate of the axis goes on as it did; also if no process has all of it."""
+    if not (array.is_everywhere or array.x.is_fully_replicated or array.x.is_fully_addressable):
+        raise ConfigError(
+            f"'{array.name}' is cut over processes, and is the coordinate of the axis that grows: its values must go on from "
+            "those of the file. Pass it whole: a NumPy array of all values, the same on every rank"
+        )
+    new = np.asarray(array.x)[: array.shape[0]]
     values = np.concatenate([[last], new]).astype(np.asarray(last).dtype)
     if rises is None:  # a single row so far: new ones that ascend begin before it, or go on from it
         rises = bool(len(values) < 2 or values[1] > values[0] or values[-1] > values[-2])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Self
 
@@ -123,9 +123,6 @@ class SaveRequest:
         Of an append: the axis along which the arrays grow.
     at : object
         Of an append: from which value of its coordinate on rows are replaced; None: none are.
-    orders : mapping
-        Of an append: of each coordinate of that axis whether it rises (None: it has one value), the last value that stays, and
-        its attributes.
     left_out : str
         What the arrays in `like` have and the new file will not have, in words for a warning.
     """
@@ -139,7 +136,6 @@ class SaveRequest:
     dim: str | int = ""
     left_out: str = ""
     at: Any = None
-    orders: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Any, tree: Any, keywords: Mapping[str, Any], call: str = "save") -> SaveRequest:

@@ -3,7 +3,7 @@
 The opposite direction of `loading.labelled`. xarray is not imported: whoever has such an object has imported it.
 
 1. Each axis gets its length without padding, by its name: from plans, shapes, and arrays that a load returned (`Lengths`).
-2. NumPy values are cut to it. Coordinates that `to_xarray` left out, because no integers can pad them, come from the plan.
+2. NumPy values are cut to it.
 3. xarray's own encoder says what a file has of them: numbers for dates, and attributes. It never sees values that are sharded.
 4. What a caller passed for all arrays at once and coordinates cannot have (chunks of three axes) is for the others.
 """
@@ -22,7 +22,7 @@ from shardload.arrays.padding import Extent, extent_of, loaded_as
 from shardload.errors import ConfigError
 from shardload.formats.contract.array import refusal
 from shardload.formats.sink import UNITS, units_of
-from shardload.jobs.loading.labelled import as_unpadded, axes_of, coordinates_of, haloed_axes
+from shardload.jobs.loading.labelled import as_unpadded, axes_of
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.trees import ArrayTree
 from shardload.options import AUTO, OPTIONS
@@ -82,7 +82,6 @@ def of_xarray(
         if hasattr(index, "n_unpadded"):  # that of `load_dataset`: it has the values whose type NaN has changed
             _note(lengths, index.unpadded.dim, index.n, index.n_unpadded)
             content.variables |= index.unpadded.create_variables({name: content.variables[name]})
-    _add_left_out(content, plans)
     if grow_along is not None:
         content.variables = {name: x for name, x in content.variables.items() if grow_along in x.dims}
     shapes = {
@@ -251,25 +250,6 @@ def _lengths(content: _Content, shape: Any, plans: Mapping[str, Plan]) -> Length
         for dim, n_padded, n_unpadded in zip(variable.dims, variable.shape, extent.shape, strict=True):
             _note(lengths, dim, n_padded, n_unpadded)
     return lengths
-
-
-def _add_left_out(content: _Content, plans: Mapping[str, Plan]) -> None:
-    """Add coordinates that `to_xarray` left out because they cannot be padded."""
-    xarray = sys.modules["xarray"]
-    for plan in plans.values():
-        if plan.shape == plan.shape_padded:
-            continue
-        dims = axes_of(plan)
-        padded = dict(zip(dims, plan.shape_padded, strict=True))
-        haloed = haloed_axes(plan)
-        coords_with_padding = coordinates_of(xarray, plan, padded, haloed)
-        for name, coord in coordinates_of(xarray, plan, dict(zip(dims, plan.shape, strict=True)), haloed).items():
-            is_axis_present = any(
-                all(x.sizes.get(dim) == padded[dim] for dim in coord.dims) for x in content.variables.values()
-            )
-            if name not in coords_with_padding and name not in content.variables and is_axis_present:
-                content.variables[name] = coord
-                content.coords.add(name)
 
 
 def _cut_axes(variable: Any) -> list[str]:

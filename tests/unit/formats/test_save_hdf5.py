@@ -26,7 +26,7 @@ from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec, Compression, Encoder, Places, Stored
+from shardload.formats.sink import ArraySpec, Compression, Encoder, Stored
 from shardload.planning.region import Region
 from shardload.storage import target
 from tests.tiers import some_of
@@ -118,7 +118,7 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
 
     target_reserve = target.reserve
     values = {"z": ramp((30, 40, 50), "f4"), "plain": ramp((40, 50, 60), "f8"), "run": ramp((50, 60, 70), "i2")}
-    specs = {"z": spec("f4", "gzip", (7, 8, 9), (30, 40, 50)), "plain": spec("f8", None, (8, 10, 12), (40, 50, 60))}
+    specs = {"z": spec("f4", "gzip", (7, 8, 9), (30, 40, 50)), "plain": spec("f8", None, None, (40, 50, 60))}
     specs["run"] = spec("i2", None, None, (50, 60, 70))
     save(tmp_path / "without.h5", values, specs)
     monkeypatch.setattr(target, "reserve", reserve)
@@ -128,10 +128,9 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
     with h5py.File(tmp_path / "x.h5") as file:
         for name, expected in values.items():
             np.testing.assert_array_equal(file[name][...], expected)
-        plain = [file["plain"].id.get_chunk_info(k) for k in range(file["plain"].id.get_num_chunks())]
-        run = file["run"].id.get_offset()
-        assert start == min(run, *(one.byte_offset for one in plain))
-        assert stop == max(run + values["run"].nbytes, *(one.byte_offset + one.size for one in plain))
+        runs = [(file[name].id.get_offset(), values[name].nbytes) for name in ("plain", "run")]
+        assert start == min(offset for offset, _ in runs)
+        assert stop == max(offset + nbytes for offset, nbytes in runs)
     assert (tmp_path / "x.h5").stat().st_size == (tmp_path / "without.h5").stat().st_size
     asked.clear()
     save(tmp_path / "gzip.h5", {"z": values["z"]}, {"z": specs["z"]})
@@ -160,12 +159,6 @@ def test_chunks_are_where_the_library_says(tmp_path: Path) -> None:
             k = info.chunk_offset[0] // 6000
             assert (info.byte_offset, info.size, info.filter_mask) == (noted[k], lengths[k], 0)
             assert file["x"].id.read_direct_chunk((6000 * k,))[1] == bytes([k]) * lengths[k]
-
-
-@pytest.mark.parametrize("offsets", [[7], [7, 7 + 5], [0, 8, 16, 300, 308, 100, 108], [9, 3, 1]], ids=str)
-def test_places(offsets: list[int]) -> None:
-    places = Places.of(np.array(offsets))
-    assert [places[k] for k in range(len(offsets))] == offsets
 
 
 def test_the_file_has_the_oldest_version(tmp_path: Path) -> None:
