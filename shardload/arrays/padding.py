@@ -229,16 +229,12 @@ def make_mask(extent: Extent, sharding: Any) -> jax.Array:
         The sharding of the mask.
     """
     shape = extent.shape_global
-    values_of_region: dict[Region, Array] = {}  # replicas have the same values
 
     def shard(index: tuple[slice, ...] | None) -> Array:
-        region = region_of(index, shape)
-        if region not in values_of_region:
-            values: Any = np.True_
-            for axis, bounds in enumerate(zip(region.start, region.stop, strict=True)):
-                values = np.logical_and.outer(values, extent.places(axis, *bounds) >= 0)
-            values_of_region[region] = np.asarray(values)
-        return values_of_region[region]
+        region, values = region_of(index, shape), np.asarray(True)
+        for axis, bounds in enumerate(zip(region.start, region.stop, strict=True)):
+            values = np.logical_and.outer(values, extent.places(axis, *bounds) >= 0)
+        return values
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(bool))
 

@@ -122,6 +122,6 @@ def _advice(plan: StreamPlan, f: Figures) -> Iterator[str]:
     if plan.batch_nbytes < n_ranks << 20:
         yield f"batch: {format_nbytes(plan.batch_nbytes)} is little for what each batch costs; try --batch {4 * plan.batch}"
     if work < step:
-        yield f"prefetch: {cost}, less than the step, but not evenly; try --prefetch {2 * plan.prefetch + 2}"
+        yield f"prefetch: {cost}, less than the step, but not evenly; try --prefetch {2 * plan.sampling.prefetch + 2}"
     else:
         yield f"cores: {cost}, more than the step; more cores or faster decoding (shardload copy --compression lz4) help"

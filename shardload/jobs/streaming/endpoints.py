@@ -78,7 +78,6 @@ class StreamSource(FileSource):
 
     def open(self, moves: Sequence[StreamMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
-        opened.push(lambda kind, *_: self._count(moves) if kind is None else None)
         reads = (any(each_move.flow.blocks_of(self._rank) for each_move in (move, *move.later)) for move in moves)
         return [self.kept.open(move.array) if is_read else None for move, is_read in zip(moves, reads, strict=True)]
 
@@ -89,24 +88,19 @@ class StreamSource(FileSource):
                 each_move.is_expected = True
                 yield from each_move.flow.outgoing(self._rank)
 
-    def _count(self, moves: Sequence[StreamMove]) -> None:
-        for move in moves:
-            if move.producer is not None:
-                counters = move.producer.counters
-                self.n_decoded += counters.chunks_decoded
-                self.nbytes_read += counters.nbytes_read
-
     def _open_array(self, number: int) -> Source:
         array = self._plan.arrays[number]
         opened = open_source(array.handle, array.info.dataset, array.options.access, array.info)
         return as_planned(opened, array.info, "the stream was planned for")
 
     def check(self, moves: Sequence[Any]) -> None:
-        """Raise SourceError if a file has changed since it was opened, or if chunks that a round has read are missing, and
-        `missing` forbids it. Those of a round that is only begun do not count yet.
+        """Count what a round has read. Raise SourceError if a file has changed since it was opened, or if chunks that the round
+        has read are missing, and `missing` forbids it. Those of a round that is only begun do not count yet.
         """
         for move in moves:
             counters, array = Counters() if move.producer is None else move.producer.counters, move.stream_array
+            self.n_decoded += counters.chunks_decoded
+            self.nbytes_read += counters.nbytes_read
             if counters.chunks_missing and (move.array not in self._incomplete or array.options.missing == "error"):
                 self._incomplete.add(move.array)
                 missing = counters.chunks_missing, counters.first_missing
@@ -318,7 +312,7 @@ def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> dict[int, _LeafShard]
         if leaf.has_window_axis:
             start.insert(1, 0)
             stop.insert(1, len(leaf.places))
-        first = 0 if plan.has_batch_axis else 1
+        first = len(start) - len(leaf.shape)  # without a batch: behind the axis of the samples
         region = Region(tuple(start[first:]), tuple(stop[first:]))
         shape = (of_samples.shape[0], len(leaf.places), *of_samples.shape[1:])
         scale = None if held is None or leaf.scale is None else (_part(leaf.scale[0], held), _part(leaf.scale[1], held))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import split_path
 from shardload.jobs.consistency import State
-from shardload.options import Options
+from shardload.options import OPTIONS, Options
 from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
 from shardload.planning.schedule import Schedule, SourceLayout
@@ -37,13 +37,35 @@ _ROUND_NBYTES = 8 << 20  # of each reader: less is not worth two agreements
 # Of each reader: small ones take up to half a millisecond each, and the first batch waits for a whole round.
 _ROUND_BLOCKS = 256
 _USE_NBYTES = 130  # measured, at most: what the order of an epoch takes for each step of each sample
-_MANY_NBYTES = 16 << 20  # less is no line of a plan
 _RUN_NBYTES = 1 << 18  # of a piece that holds steps of a shuffled stream: all are let go together
 
 
 def file_of(handle: Any, info: ArrayInfo) -> str:
     """Which file an array is in. `ArrayInfo.path` of a URL lacks the query, by which two files may differ."""
     return split_path(handle)[0] if is_remote(handle) else info.path
+
+
+OF_LEAVES = ("window", "scale")  # options that each array of a batch has for itself
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The options of a stream that no load has, without `OF_LEAVES`. `shardload.stream` says what they mean."""
+
+    along: str | int
+    batch: int | None
+    shuffle: int | None
+    epochs: int | None
+    remainder: str
+    border: str
+    gaps: str
+    pool: int | str
+    prefetch: int
+
+    @classmethod
+    def check(cls, keywords: Mapping[str, Any]) -> Sampling:
+        """Check the options. ConfigError names the one that is wrong."""
+        return cls(**{field.name: OPTIONS[field.name].check(keywords[field.name]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,22 +221,14 @@ class StreamPlan(PrintedReport):
         What a batch has.
     sample_order : SampleOrder
         In which order.
-    batch : int
-        Samples of a batch.
-    has_batch_axis : bool
-        False for single steps.
-    epochs : int or None
-        How often all samples are given; None: without end.
-    remainder : str
-        What becomes of samples that do not fill a batch: ``"drop"``, ``"pad"`` or ``"error"``.
+    sampling : Sampling
+        The options of the stream.
     pool_nbytes : int
         Bytes from which the order was made, of the whole job.
     n_ranks, n_threads : int
         Ranks of the job, and cores of each.
     staging_nbytes : int
         Cap on the buffers through which blocks go, of each rank.
-    prefetch : int
-        Batches that are made ahead.
     names : tuple of str
         The place of each leaf in the tree, for people.
     stacks : tuple of Stack
@@ -224,17 +238,18 @@ class StreamPlan(PrintedReport):
     arrays: Sequence[StreamArray]
     leaves: Sequence[Leaf]
     sample_order: SampleOrder
-    batch: int
-    has_batch_axis: bool
-    epochs: int | None
-    remainder: str
+    sampling: Sampling
     pool_nbytes: int
     n_ranks: int
     n_threads: int
     staging_nbytes: int
-    prefetch: int
     names: tuple[str, ...]
     stacks: tuple[Stack, ...]
+
+    @property
+    def batch(self) -> int:
+        """Samples of a batch."""
+        return self.sampling.batch or 1
 
     @property
     def n_samples(self) -> int:
@@ -243,7 +258,7 @@ class StreamPlan(PrintedReport):
 
     def n_batches(self, n_samples: int) -> int:
         """The batches of so many samples."""
-        return -(-n_samples // self.batch) if self.remainder == "pad" else n_samples // self.batch
+        return -(-n_samples // self.batch) if self.sampling.remainder == "pad" else n_samples // self.batch
 
     @cached_property
     def in_place(self) -> dict[tuple[int, int], int]:
@@ -316,7 +331,7 @@ class StreamPlan(PrintedReport):
             names = ", ".join(self.names[k] for k in stack.leaves)
             lines.append(f"  {names} as one: {list(stack.shape)}, {spec_text(stack.sharding.spec)}")
         n = self.n_batches(self.n_samples)
-        endless = "without end" if self.epochs is None else counted(self.epochs, "epoch")
+        endless = "without end" if self.sampling.epochs is None else counted(self.sampling.epochs, "epoch")
         lines.append(f"  {self.n_samples:,} samples, {n:,} batches of {self.batch} an epoch, {endless}")
         if order.seed is None:
             lines.append("  order: ascending")
@@ -335,13 +350,12 @@ class StreamPlan(PrintedReport):
         in_store = any(array.info.is_in_store for array in self.arrays)
         ahead = f", {format_nbytes(MOST_AHEAD_NBYTES)} fetched ahead" if in_store else ""
         lines.append(
-            f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.prefetch + 1} x "
+            f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.sampling.prefetch + 1} x "
             f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
             f"{ahead}"
         )
         order_nbytes = _USE_NBYTES * self.n_samples * sum(len(array.offsets) for array in self.arrays)
-        if order_nbytes >= _MANY_NBYTES:
-            lines.append(f"  to plan an epoch: up to {format_nbytes(order_nbytes)} more on each rank, for its order")
+        lines.append(f"  to plan an epoch: up to {format_nbytes(order_nbytes)} more on each rank, for its order")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -473,7 +487,7 @@ class EpochRounds:
         """Most bytes of steps that all ranks hold for later batches. A run of them is let go as a whole."""
         change = np.zeros(self.n_batches + 1, dtype=np.int64)
         begins = [round_.batch for round_ in self.rounds]
-        if self._plan.prefetch:  # a round begins when the first batch of the one before is made
+        if self._plan.sampling.prefetch:  # a round begins when the first batch of the one before is made
             begins = [0, *begins][: len(begins)]
         begin_of = [np.empty(len(readings), dtype=np.int64) for readings in self.readings]
         for batch, round_ in zip(begins, self.rounds, strict=True):

@@ -157,7 +157,7 @@ class RoundReader:
         """Make the session. Collective."""
         plan, group = self.plan, self._group
         self._opened.callback(group.free)
-        if not plan.prefetch:  # else a farewell tells the others, also at the end of the program
+        if not plan.sampling.prefetch:  # else a farewell tells the others, also at the end of the program
             group.watch_departures()
         with watched(group, f"the beginning of {self._title}", self._timeout):
             _ = group.machine
@@ -254,7 +254,7 @@ class RoundReader:
 
     def _coming(self, epoch: EpochRounds, round_: RoundReadings) -> Round | None:
         """The round after `round_`, if it may begin: without prefetch never, because it takes memory."""
-        may_begin = self.plan.prefetch and self._pending and self.n_made >= epoch.first_batch + round_.batch
+        may_begin = self.plan.sampling.prefetch and self._pending and self.n_made >= epoch.first_batch + round_.batch
         return self._round(epoch, self._pending[0]) if may_begin and not self._session.errors else None
 
     def _needed_for(self, epoch: EpochRounds, round_: RoundReadings) -> str:
@@ -317,7 +317,7 @@ def _runs(plan: StreamPlan, epoch: int, sample: int, n_left: int | None) -> Iter
     given, and how many were before.
     """
     n_before = 0
-    while n_left != 0 and (plan.epochs is None or epoch < plan.epochs):
+    while n_left != 0 and (plan.sampling.epochs is None or epoch < plan.sampling.epochs):
         n_batches = plan.n_batches(plan.n_samples - sample)
         n_batches = n_batches if n_left is None else min(n_left, n_batches)
         if n_batches:

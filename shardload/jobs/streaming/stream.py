@@ -40,9 +40,9 @@ class Stream:
 
     def __len__(self) -> int:
         """Batches of all epochs. TypeError if there is no end: by that progress bars know."""
-        if self.plan.epochs is None:
+        if self.plan.sampling.epochs is None:
             raise TypeError("a stream with epochs=None has no end, so it has no length: pass epochs=1")
-        return self.plan.epochs * self.plan.n_batches(self.plan.n_samples)
+        return self.plan.sampling.epochs * self.plan.n_batches(self.plan.n_samples)
 
     def order(self, epoch: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The anchors of all samples of an epoch, in the order in which they are given: steps of the selection."""
@@ -58,8 +58,8 @@ class Stream:
             raise TypeError(f"a batch of a stream is taken by its number, such as 0, not by {number!r}")
         number = integer  # NumPy's overflow where the order is hashed
         epoch, k = divmod(number, max(1, n_epoch))
-        if number < 0 or not n_epoch or (self.plan.epochs is not None and epoch >= self.plan.epochs):
-            numbers = "0 or more" if self.plan.epochs is None else f"0 to {len(self) - 1}"
+        if number < 0 or not n_epoch or (self.plan.sampling.epochs is not None and epoch >= self.plan.sampling.epochs):
+            numbers = "0 or more" if self.plan.sampling.epochs is None else f"0 to {len(self) - 1}"
             raise IndexError(f"batch {number} of a stream; expected {numbers}, in the order in which they are given")
         with StreamIterator(self, epoch, k * self.plan.batch, 1) as batches:
             return next(batches)
@@ -127,7 +127,7 @@ class StreamIterator:
         try:
             if self._batches is None:
                 reader = self._stream._make_reader(self._epoch, self._sample, self._n_batches)
-                self.report, prefetch = reader.report, self._stream.plan.prefetch if self._n_batches is None else 0
+                self.report, prefetch = reader.report, self._stream.plan.sampling.prefetch if self._n_batches is None else 0
                 self._batches = ReadAhead(reader, prefetch) if prefetch else Inline(reader)
             batch = self._batches.next()
         except BaseException as error:
@@ -185,7 +185,7 @@ class StreamIterator:
             raise ConfigError(
                 f"this state is after sample {sample} of epoch {epoch}, but an epoch has {plan.n_samples} samples"
             )
-        if plan.remainder == "error" and n_left % plan.batch:
+        if plan.sampling.remainder == "error" and n_left % plan.batch:
             raise ConfigError(
                 f"this state is after sample {sample} of an epoch of {plan.n_samples}; the {n_left} that are left are no whole "
                 f"batches of {plan.batch}, which remainder='error' forbids. Pass the batch that was passed then, or "
