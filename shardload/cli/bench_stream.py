@@ -104,7 +104,7 @@ def _lines(plan: StreamPlan, f: Figures) -> list[str]:
 
 def _advice(plan: StreamPlan, f: Figures) -> Iterator[str]:
     """What to change, with the reason and the number."""
-    n_ranks, step = int(f["n_ranks"]), f["step"]
+    n_ranks = int(f["n_ranks"])
     work = f["cpu_per_batch"] * n_ranks / min(f["n_cores"], n_ranks)  # of a batch, if all ranks are on this node
     cost = f"a batch takes {1e3 * work:.1f} ms on {f['n_cores']:.0f} cores"
     if f["stalled"] <= _STALLED:
@@ -121,7 +121,4 @@ def _advice(plan: StreamPlan, f: Figures) -> Iterator[str]:
         yield f"chunks: {ahead}; cut the other axes into {n_ranks} parts or more (shardload copy --chunks)"
     if plan.batch_nbytes < n_ranks << 20:
         yield f"batch: {format_nbytes(plan.batch_nbytes)} is little for what each batch costs; try --batch {4 * plan.batch}"
-    if work < step:
-        yield f"prefetch: {cost}, less than the step, but not evenly; try --prefetch {2 * plan.sampling.prefetch + 2}"
-    else:
-        yield f"cores: {cost}, more than the step; more cores or faster decoding (shardload copy --compression lz4) help"
+    yield f"cores: {cost}; more cores, faster decoding (shardload copy --compression lz4) or a larger --prefetch help"

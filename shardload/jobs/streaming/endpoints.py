@@ -22,7 +22,7 @@ from shardload.engine.session import Round
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.jobs.consistency import SINCE_STREAM, KeptSources, as_planned
-from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
+from shardload.jobs.streaming.plan import EpochRounds, Leaf, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow, CutFlow
 from shardload.planning.region import Region
@@ -45,14 +45,6 @@ class StreamMove(FileMove):
         super().__init__(array, BatchFlow(flows), stream_array.info, stream_array.source)
         self.stream_array, self.flows, self.epoch, self.places = stream_array, flows, epoch, places
         self.later, self.is_expected = list[StreamMove](), False
-
-
-def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
-    """What moves in a round."""
-    return [
-        StreamMove(array, plan.arrays[array], epoch.flows(array, places), epoch, places)
-        for array, places in round_.readings.items()
-    ]
 
 
 class StreamSource(FileSource):

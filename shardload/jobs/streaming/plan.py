@@ -433,28 +433,25 @@ class EpochRounds:
         arrays = np.repeat(np.arange(len(self.readings)), list(map(len, self.readings)))
         order = np.lexsort((arrays, batches))
         batches, arrays = batches[order], arrays[order]
-        sizes = np.array([(array.chunk_steps * array.step_nbytes, array.schedule.rest.n_cells) for array in plan.arrays])
-        nbytes, n_blocks = np.cumsum(sizes[arrays], axis=0).T
-        n_readers = max(array.schedule.owners.n for array in plan.arrays)
+        places = [np.flatnonzero(arrays == number) for number in range(len(plan.arrays))]
+        n_blocks = np.array([array.schedule.rest.n_cells for array in plan.arrays])
+        nbytes = np.array([array.chunk_steps * array.step_nbytes for array in plan.arrays])
+        parts = np.maximum(nbytes * _ROUND_BLOCKS, n_blocks * _ROUND_NBYTES)  # of what is enough for a reader in a round
+        n_readers, enough = max(array.schedule.owners.n for array in plan.arrays), plan.n_ranks * _ROUND_BLOCKS * _ROUND_NBYTES
+        blocks_before, parts_before = (np.append(0, np.cumsum(sizes[arrays])) for sizes in (n_blocks, parts))
         rounds: list[RoundReadings] = []
-        begin, done = 0, [0] * len(self.readings)
+        begin = 0
         while begin < len(arrays):
-            done_nbytes, done_blocks = (nbytes[begin - 1], n_blocks[begin - 1]) if begin else (0, 0)
-            worth_sharing = 1 + int(np.searchsorted(n_blocks, done_blocks + n_readers))
-            full = 1 + min(
-                int(np.searchsorted(nbytes, done_nbytes + _ROUND_NBYTES * plan.n_ranks)),
-                int(np.searchsorted(n_blocks, done_blocks + _ROUND_BLOCKS * plan.n_ranks)),
-            )
-            end = max(worth_sharing, full)
+            worth_sharing = int(np.searchsorted(blocks_before, blocks_before[begin] + n_readers))
+            end = max(worth_sharing, int(np.searchsorted(parts_before, parts_before[begin] + enough)))
             if not begin and not self.first_batch:  # the program waits for it
                 end = min(end, int(np.searchsorted(batches, batches[0], side="right")))
             elif end < len(arrays):  # whole batches if that is worth it: then ranks read what they need, and equally many
                 whole = int(np.searchsorted(batches, batches[end]))
                 end = whole if whole >= worth_sharing else end
-            stop = [k + n for k, n in zip(done, np.bincount(arrays[begin:end], minlength=len(done)).tolist(), strict=True)]
-            readings = {array: range(*places) for array, places in enumerate(zip(done, stop, strict=True)) if range(*places)}
-            rounds.append(RoundReadings(int(batches[begin]), readings))
-            begin, done = end, stop
+            spans = [range(*np.searchsorted(where, (begin, end)).tolist()) for where in places]
+            rounds.append(RoundReadings(int(batches[begin]), {array: span for array, span in enumerate(spans) if span}))
+            begin = end
         return rounds
 
     def one_by_one(self, round_: RoundReadings) -> list[RoundReadings]:

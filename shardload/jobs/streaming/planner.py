@@ -206,17 +206,14 @@ class StreamPlanner:
         held_nbytes = int(min(n_steps, order.n_steps) * step_nbytes)
         if held_nbytes <= room:
             return
-        need = (
+        fits = int(room / max(1.0, step_nbytes)) * stored_nbytes
+        fix = "Start more ranks, cut a batch over more of them, pass a smaller batch or prefetch, or write shorter chunks"
+        if order.seed is not None and fits >= _LEAST_POOL * order.block * stored_nbytes:
+            fix = f"Pass pool={int(fits)} (another order), or start more ranks"
+        raise ConfigError(
             f"a rank may use {format_nbytes(self._ranks.memory_nbytes)} of memory, but this stream takes "
             f"{format_nbytes(held_nbytes)} for steps, beside {format_nbytes(plan.staging_nbytes)} of staging and "
-            f"{plan.sampling.prefetch + 1} batches of {format_nbytes(int(batch_nbytes))}. "
-        )
-        fits = int(room / max(1.0, step_nbytes)) * stored_nbytes
-        if order.seed is not None and fits >= _LEAST_POOL * order.block * stored_nbytes:
-            raise ConfigError(f"{need}Pass pool={int(fits)} (another order), or start more ranks")
-        raise ConfigError(
-            f"{need}Start more ranks, cut a batch over more of them, pass a smaller batch or prefetch, or write shorter chunks "
-            "(shardload copy --chunks)"
+            f"{plan.sampling.prefetch + 1} batches of {format_nbytes(int(batch_nbytes))}. {fix}"
         )
 
     def _check_samples(self, plan: StreamPlan) -> None:

@@ -41,7 +41,7 @@ from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
 from shardload.formats.lookup import import_format
 from shardload.jobs.consistency import check_same_objects, is_open
-from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
+from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
 from shardload.units import counted, format_nbytes
@@ -148,8 +148,7 @@ class RoundReader:
         self._versions: dict[str, Any] = {}  # see `check_same_objects`: of all ranks
         self.n_ready = self.n_made = 0
         self.report = StreamReport()
-        n_others = len(plan.arrays) - 1
-        self._title = f"the stream of {plan.arrays[0].info}" + (f" and {n_others} more" if n_others else "")
+        self._title = f"the stream of {plan.arrays[0].info}"
 
     # --- rounds: collective
 
@@ -246,7 +245,10 @@ class RoundReader:
         if round_ not in self._ahead:
             moves: list[StreamMove] = []
             with self._session.errors:
-                moves = moves_of(self.plan, epoch, round_)
+                moves = [
+                    StreamMove(array, self.plan.arrays[array], epoch.flows(array, places), epoch, places)
+                    for array, places in round_.readings.items()
+                ]
             # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
             is_shared = self._group.size > 1 and not all(flow.stays for move in moves for flow in move.flows)
             self._ahead[round_] = Round(moves, self.plan.staging, is_shared)
