@@ -249,7 +249,7 @@ class BatchTarget:
         """Memory for a shard of a batch, padded where there is no sample or no element."""
         leaf, slots = self._plan.leaves[leaf_number], shard.slots(len(epoch.anchors) - number * self._plan.batch)
         out = aligned_empty(shard.shape, leaf.dtype)
-        if shard.is_padded or slots.stop - slots.start < shard.shape[0]:
+        if shard.held is None or shard.held.shape != shard.shape[2:] or slots.stop - slots.start < shard.shape[0]:
             out[...] = pad_value(0 if leaf.pad is None else leaf.pad, leaf.dtype)
         return out
 
@@ -280,11 +280,6 @@ class _LeafShard:
     shape: tuple[int, ...]
     held: Region | None
     scale: tuple[Array, Array] | None
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether it has elements that the array has not."""
-        return self.held is None or self.held.shape != self.shape[2:]
 
     def slots(self, n_samples: int) -> slice:
         """The slots of the shard that a batch of `n_samples` fills."""

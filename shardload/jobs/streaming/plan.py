@@ -107,21 +107,9 @@ class StreamArray:
         return self.cuts[0]
 
     @property
-    def region_schedule(self) -> Schedule:
-        """The same blocks as those of a load that nothing cuts, for the sizes of buffers."""
-        blocks, owners = self.schedule.blocks, self.schedule.owners
-        whole = Shards(blocks.shape, (1,) * len(blocks.shape), np.zeros((1, 1), dtype=np.int64))
-        return Schedule(blocks, whole, self.source.dtype.itemsize, self.schedule.n_ranks, owners)
-
-    @property
     def chunk_steps(self) -> int:
         """Steps of a column."""
         return self.schedule.blocks.cell[self.schedule.axis]
-
-    @property
-    def phase(self) -> int:
-        """Steps of the first column that lie before the selection."""
-        return self.schedule.blocks.phase[self.schedule.axis]
 
     @property
     def start(self) -> int:
@@ -142,11 +130,6 @@ class StreamArray:
     def stored_step_nbytes(self) -> int:
         """Bytes of one step of all of the array in the file's dtype."""
         return math.prod(self.schedule.rest.shape) * self.source.file_dtype.itemsize
-
-    @property
-    def n_columns(self) -> int:
-        """Columns of the selection."""
-        return self.schedule.blocks.counts[self.schedule.axis]
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +266,11 @@ class StreamPlan(PrintedReport):
     @cached_property
     def staging(self) -> Staging:
         """The buffers of each rank: no more than the blocks that it reads in a round."""
-        needs = [(array.region_schedule, array.source) for array in self.arrays]
+        needs = []
+        for array in self.arrays:  # the same blocks as those of a load that nothing cuts
+            blocks, owners, shape = array.schedule.blocks, array.schedule.owners, array.schedule.blocks.shape
+            whole = Shards(shape, (1,) * len(shape), np.zeros((1, 1), dtype=np.int64))
+            needs.append((Schedule(blocks, whole, array.source.dtype.itemsize, self.n_ranks, owners), array.source))
         staging = plan_staging(needs, self.staging_nbytes, self.n_threads)
         block_nbytes = min(schedule.max_block_size * schedule.itemsize for schedule, _ in needs)
         return replace(staging, n_slots=min(staging.n_slots, 1 + -(-_ROUND_NBYTES // max(1, block_nbytes))))
@@ -315,8 +302,8 @@ class StreamPlan(PrintedReport):
     def cost(self) -> tuple[float, int, int]:
         """Of epoch 0: how often each chunk is decoded, the rounds, and the most bytes of steps that all ranks hold."""
         epoch = EpochRounds(self, 0, 0)
-        n_read, n_columns = sum(map(len, epoch.readings)), sum(array.n_columns for array in self.arrays)
-        return n_read / max(1, n_columns), len(epoch.rounds), epoch.most_held_nbytes
+        n_columns = sum(array.schedule.blocks.counts[array.schedule.axis] for array in self.arrays)
+        return sum(map(len, epoch.readings)) / max(1, n_columns), len(epoch.rounds), epoch.most_held_nbytes
 
     def __str__(self) -> str:
         """Text for a person."""
@@ -420,7 +407,7 @@ class EpochRounds:
                 offsets=array.offsets,
                 chunk=array.chunk_steps,
                 horizon=plan.horizon,
-                phase=array.phase,
+                phase=array.schedule.blocks.phase[array.schedule.axis],
             )
             for array in plan.arrays
         ]

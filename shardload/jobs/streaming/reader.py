@@ -165,7 +165,10 @@ class RoundReader:
         self._session = self._opened.enter_context(session)
         self._source = StreamSource(plan, group.rank)
         self._opened.push(lambda kind, *_: self._source.kept.close(kind))
-        _register_end()
+        # As the last, which is called first: before what closes files and shared memory.
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+        call_before_finalize(_end_all)
 
     def first_batch_of_next_round(self) -> int | None:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
@@ -541,13 +544,6 @@ class ReadAhead:
 
 
 _open: weakref.WeakSet[Inline | ReadAhead] = weakref.WeakSet()
-
-
-def _register_end() -> None:
-    """Register `_end_all` as the last, which is called first: before what closes files and shared memory."""
-    atexit.unregister(_end_all)
-    atexit.register(_end_all)
-    call_before_finalize(_end_all)
 
 
 def _end_all() -> None:

@@ -78,7 +78,32 @@ class Stream:
         ConfigError
             If Grain is not installed.
         """
-        return _grain_dataset(self)
+        try:
+            import grain
+        except ImportError as error:
+            raise ConfigError("to_grain needs Grain, which cannot be imported here: pip install grain") from error
+        stream = self
+
+        class GrainBatches(StreamIterator, grain.DatasetIterator):  # type: ignore[misc, unused-ignore]
+            """The batches from a state on."""
+
+            def __init__(self) -> None:
+                grain.DatasetIterator.__init__(self)
+                StreamIterator.__init__(self, stream)
+
+        class GrainDataset(grain.IterDataset):  # type: ignore[misc, unused-ignore]
+            """All batches."""
+
+            def __iter__(self) -> Iterator[Any]:
+                return GrainBatches()
+
+            def __reduce__(self) -> NoReturn:
+                raise ConfigError(
+                    "a stream is read by the ranks of an MPI job, not by processes that Grain starts, and it is read ahead "
+                    "already (prefetch=2): leave mp_prefetch out"
+                )
+
+        return GrainDataset()
 
     def __repr__(self) -> str:
         return f"<{self.plan!r}>"
@@ -206,32 +231,3 @@ class StreamIterator:
         batches, self._batches = self._batches, None
         if batches is not None:
             batches.close(error)
-
-
-def _grain_dataset(stream: Stream) -> Any:
-    """The batches of a stream as a ``grain.IterDataset``. ConfigError if Grain is not installed."""
-    try:
-        import grain
-    except ImportError as error:
-        raise ConfigError("to_grain needs Grain, which cannot be imported here: pip install grain") from error
-
-    class GrainBatches(StreamIterator, grain.DatasetIterator):  # type: ignore[misc, unused-ignore]
-        """The batches from a state on."""
-
-        def __init__(self) -> None:
-            grain.DatasetIterator.__init__(self)
-            StreamIterator.__init__(self, stream)
-
-    class GrainDataset(grain.IterDataset):  # type: ignore[misc, unused-ignore]
-        """All batches."""
-
-        def __iter__(self) -> Iterator[Any]:
-            return GrainBatches()
-
-        def __reduce__(self) -> NoReturn:
-            raise ConfigError(
-                "a stream is read by the ranks of an MPI job, not by processes that Grain starts, and it is read ahead already "
-                "(prefetch=2): leave mp_prefetch out"
-            )
-
-    return GrainDataset()
