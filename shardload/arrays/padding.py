@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.assemble import addressable_shards, plain_jax, put_shard
 from shardload.arrays.sharding import cuts_of, ids_text, read_spec, region_of
 from shardload.errors import ConfigError
-from shardload.planning.region import Array, IntArray, Region
+from shardload.planning.region import Array, IntArray
 
 
 @dataclass(frozen=True)
@@ -230,16 +230,12 @@ def make_mask(extent: Extent, sharding: Any) -> jax.Array:
         The sharding of the mask.
     """
     shape = extent.shape_global
-    values_of_region: dict[Region, Array] = {}  # replicas have the same values
 
     def shard(index: tuple[slice, ...] | None) -> Array:
-        region = region_of(index, shape)
-        if region not in values_of_region:
-            values: Any = np.True_
-            for axis, bounds in enumerate(zip(region.start, region.stop, strict=True)):
-                values = np.logical_and.outer(values, extent.places(axis, *bounds) >= 0)
-            values_of_region[region] = np.asarray(values)
-        return values_of_region[region]
+        region, values = region_of(index, shape), np.asarray(True)
+        for axis, bounds in enumerate(zip(region.start, region.stop, strict=True)):
+            values = np.logical_and.outer(values, extent.places(axis, *bounds) >= 0)
+        return values
 
     return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(bool))
 

@@ -159,14 +159,6 @@ class Runs:
         """The first step of each run, and the one behind its last."""
         return list(zip(self.start.tolist(), self.stop.tolist(), strict=True))
 
-    @cached_property
-    def of_column(self) -> list[list[tuple[int, int]]]:
-        """The runs of each column: their numbers and parts."""
-        runs_of_column: list[list[tuple[int, int]]] = [[] for _ in range(int(self.column.max(initial=-1)) + 1)]
-        for run, (column, part) in enumerate(zip(self.column.tolist(), self.part.tolist(), strict=True)):
-            runs_of_column[column].append((run, part))
-        return runs_of_column
-
 
 def _differs(numbers: IntArray) -> np.ndarray[Any, np.dtype[np.bool]]:
     """True where a number differs from the one before it, and for the first."""
@@ -245,7 +237,8 @@ class CutFlow:
         """Which parts of a block of the round go where."""
         schedule = self.schedule
         place, cell = divmod(block, schedule.rest.n_cells)
-        for run, part in self.runs.of_column[place]:
+        first, stop = np.searchsorted(self.runs.column, (place, place + 1)).tolist()
+        for run, part in enumerate(self.runs.part[first:stop].tolist(), first):
             for tile, common in schedule.tiles_met[cell]:
                 region = schedule.with_steps(common, *self.runs.steps[run])
                 for holder in schedule.shards.holders(part * schedule.n_tiles + tile):

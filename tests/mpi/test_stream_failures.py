@@ -429,8 +429,13 @@ def test_what_is_no_state(path: Path, prefetch: int) -> None:
             iter(data).set_state(good | {"sample": sample})
     with iter(data) as batches:
         next(batches)
-        with pytest.raises(ConfigError, match="has given batches"):
-            batches.set_state(good)
+        with pytest.raises(ConfigError, match="no state of a stream"):
+            batches.set_state({})
+        next(batches)
+        batches.set_state(good)  # back to the beginning
+        for _ in range(2):
+            check_batch(next(batches), batches.index)
+        assert batches.index.tolist() == data.order(0)[BATCH : 2 * BATCH].tolist()
 
 
 @PREFETCH

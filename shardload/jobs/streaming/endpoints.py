@@ -21,7 +21,7 @@ from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round
 from shardload.formats.contract.format import Source
 from shardload.jobs.consistency import SINCE_STREAM, ArrayToRead, KeptSources
-from shardload.jobs.streaming.plan import EpochRounds, Leaf, RoundReadings, Stack, StreamArray, StreamPlan
+from shardload.jobs.streaming.plan import EpochRounds, Leaf, Stack, StreamArray, StreamPlan
 from shardload.options import pad_value
 from shardload.planning.batch_flow import BatchFlow, CutFlow
 from shardload.planning.region import Region
@@ -44,14 +44,6 @@ class StreamMove(FileMove):
         super().__init__(array, BatchFlow(flows), stream_array.info, stream_array.source)
         self.stream_array, self.flows, self.epoch, self.places = stream_array, flows, epoch, places
         self.later, self.is_expected = list[StreamMove](), False
-
-
-def moves_of(plan: StreamPlan, epoch: EpochRounds, round_: RoundReadings) -> list[StreamMove]:
-    """What moves in a round."""
-    return [
-        StreamMove(array, plan.arrays[array], epoch.flows(array, places), epoch, places)
-        for array, places in round_.readings.items()
-    ]
 
 
 class StreamSource(FileSource):
@@ -78,7 +70,6 @@ class StreamSource(FileSource):
 
     def open(self, moves: Sequence[StreamMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
-        opened.push(lambda kind, *_: self._count(moves) if kind is None else None)
         reads = (any(each_move.flow.blocks_of(self._rank) for each_move in (move, *move.later)) for move in moves)
         return [self.kept.open(move.array) if is_read else None for move, is_read in zip(moves, reads, strict=True)]
 
@@ -89,19 +80,14 @@ class StreamSource(FileSource):
                 each_move.is_expected = True
                 yield from each_move.flow.outgoing(self._rank)
 
-    def _count(self, moves: Sequence[StreamMove]) -> None:
-        for move in moves:
-            if move.producer is not None:
-                counters = move.producer.counters
-                self.n_decoded += counters.chunks_decoded
-                self.nbytes_read += counters.nbytes_read
-
     def check(self, moves: Sequence[Any]) -> None:
-        """Raise SourceError if a file has changed since it was opened, or if chunks that a round has read are missing, and
-        `missing` forbids it. Those of a round that is only begun do not count yet.
+        """Count what a round has read. Raise SourceError if a file has changed since it was opened, or if chunks that the round
+        has read are missing, and `missing` forbids it. Those of a round that is only begun do not count yet.
         """
         for move in moves:
             counters, array = Counters() if move.producer is None else move.producer.counters, move.stream_array
+            self.n_decoded += counters.chunks_decoded
+            self.nbytes_read += counters.nbytes_read
             if counters.chunks_missing and (move.array not in self._incomplete or array.options.missing == "error"):
                 self._incomplete.add(move.array)
                 missing = counters.chunks_missing, counters.first_missing
@@ -258,7 +244,7 @@ class BatchTarget:
         """Memory for a shard of a batch, padded where there is no sample or no element."""
         leaf, slots = self._plan.leaves[leaf_number], shard.slots(len(epoch.anchors) - number * self._plan.batch)
         out = aligned_empty(shard.shape, leaf.dtype)
-        if shard.is_padded or slots.stop - slots.start < shard.shape[0]:
+        if shard.held is None or shard.held.shape != shard.shape[2:] or slots.stop - slots.start < shard.shape[0]:
             out[...] = pad_value(0 if leaf.pad is None else leaf.pad, leaf.dtype)
         return out
 
@@ -290,11 +276,6 @@ class _LeafShard:
     held: Region | None
     scale: tuple[Array, Array] | None
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether it has elements that the array has not."""
-        return self.held is None or self.held.shape != self.shape[2:]
-
     def slots(self, n_samples: int) -> slice:
         """The slots of the shard that a batch of `n_samples` fills."""
         return slice(min(self.first, n_samples), min(self.first + self.shape[0], n_samples))
@@ -313,7 +294,7 @@ def _shards_of(plan: StreamPlan, leaf: Leaf, rank: int) -> dict[int, _LeafShard]
         if leaf.has_window_axis:
             start.insert(1, 0)
             stop.insert(1, len(leaf.places))
-        first = 0 if plan.has_batch_axis else 1
+        first = len(start) - len(leaf.shape)  # without a batch: behind the axis of the samples
         region = Region(tuple(start[first:]), tuple(stop[first:]))
         shape = (of_samples.shape[0], len(leaf.places), *of_samples.shape[1:])
         scale = None if held is None or leaf.scale is None else (_part(leaf.scale[0], held), _part(leaf.scale[1], held))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import split_path
 from shardload.jobs.consistency import State
-from shardload.options import Options
+from shardload.options import OPTIONS, Options
 from shardload.planning.batch_flow import BatchSchedule, CutFlow, Runs, share_blocks
 from shardload.planning.sample_order import ORDER_VERSION, Readings, SampleOrder
 from shardload.planning.schedule import Schedule, SourceLayout
@@ -37,13 +37,35 @@ _ROUND_NBYTES = 8 << 20  # of each reader: less is not worth two agreements
 # Of each reader: small ones take up to half a millisecond each, and the first batch waits for a whole round.
 _ROUND_BLOCKS = 256
 _USE_NBYTES = 130  # measured, at most: what the order of an epoch takes for each step of each sample
-_MANY_NBYTES = 16 << 20  # less is no line of a plan
 _RUN_NBYTES = 1 << 18  # of a piece that holds steps of a shuffled stream: all are let go together
 
 
 def file_of(handle: Any, info: ArrayInfo) -> str:
     """Which file an array is in. `ArrayInfo.path` of a URL lacks the query, by which two files may differ."""
     return split_path(handle)[0] if is_remote(handle) else info.path
+
+
+OF_LEAVES = ("window", "scale")  # options that each array of a batch has for itself
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The options of a stream that no load has, without `OF_LEAVES`. `shardload.stream` says what they mean."""
+
+    along: str | int
+    batch: int | None
+    shuffle: int | None
+    epochs: int | None
+    remainder: str
+    border: str
+    gaps: str
+    pool: int | str
+    prefetch: int
+
+    @classmethod
+    def check(cls, keywords: Mapping[str, Any]) -> Sampling:
+        """Check the options. ConfigError names the one that is wrong."""
+        return cls(**{field.name: OPTIONS[field.name].check(keywords[field.name]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,21 +107,9 @@ class StreamArray:
         return self.cuts[0]
 
     @property
-    def region_schedule(self) -> Schedule:
-        """The same blocks as those of a load that nothing cuts, for the sizes of buffers."""
-        blocks, owners = self.schedule.blocks, self.schedule.owners
-        whole = Shards(blocks.shape, (1,) * len(blocks.shape), np.zeros((1, 1), dtype=np.int64))
-        return Schedule(blocks, whole, self.source.dtype.itemsize, self.schedule.n_ranks, owners)
-
-    @property
     def chunk_steps(self) -> int:
         """Steps of a column."""
         return self.schedule.blocks.cell[self.schedule.axis]
-
-    @property
-    def phase(self) -> int:
-        """Steps of the first column that lie before the selection."""
-        return self.schedule.blocks.phase[self.schedule.axis]
 
     @property
     def start(self) -> int:
@@ -120,11 +130,6 @@ class StreamArray:
     def stored_step_nbytes(self) -> int:
         """Bytes of one step of all of the array in the file's dtype."""
         return math.prod(self.schedule.rest.shape) * self.source.file_dtype.itemsize
-
-    @property
-    def n_columns(self) -> int:
-        """Columns of the selection."""
-        return self.schedule.blocks.counts[self.schedule.axis]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,22 +204,14 @@ class StreamPlan(PrintedReport):
         What a batch has.
     sample_order : SampleOrder
         In which order.
-    batch : int
-        Samples of a batch.
-    has_batch_axis : bool
-        False for single steps.
-    epochs : int or None
-        How often all samples are given; None: without end.
-    remainder : str
-        What becomes of samples that do not fill a batch: ``"drop"``, ``"pad"`` or ``"error"``.
+    sampling : Sampling
+        The options of the stream.
     pool_nbytes : int
         Bytes from which the order was made, of the whole job.
     n_ranks, n_threads : int
         Ranks of the job, and cores of each.
     staging_nbytes : int
         Cap on the buffers through which blocks go, of each rank.
-    prefetch : int
-        Batches that are made ahead.
     names : tuple of str
         The place of each leaf in the tree, for people.
     stacks : tuple of Stack
@@ -224,17 +221,18 @@ class StreamPlan(PrintedReport):
     arrays: Sequence[StreamArray]
     leaves: Sequence[Leaf]
     sample_order: SampleOrder
-    batch: int
-    has_batch_axis: bool
-    epochs: int | None
-    remainder: str
+    sampling: Sampling
     pool_nbytes: int
     n_ranks: int
     n_threads: int
     staging_nbytes: int
-    prefetch: int
     names: tuple[str, ...]
     stacks: tuple[Stack, ...]
+
+    @property
+    def batch(self) -> int:
+        """Samples of a batch."""
+        return self.sampling.batch or 1
 
     @property
     def n_samples(self) -> int:
@@ -243,7 +241,7 @@ class StreamPlan(PrintedReport):
 
     def n_batches(self, n_samples: int) -> int:
         """The batches of so many samples."""
-        return -(-n_samples // self.batch) if self.remainder == "pad" else n_samples // self.batch
+        return -(-n_samples // self.batch) if self.sampling.remainder == "pad" else n_samples // self.batch
 
     @cached_property
     def in_place(self) -> dict[tuple[int, int], int]:
@@ -268,7 +266,11 @@ class StreamPlan(PrintedReport):
     @cached_property
     def staging(self) -> Staging:
         """The buffers of each rank: no more than the blocks that it reads in a round."""
-        needs = [(array.region_schedule, array.source) for array in self.arrays]
+        needs = []
+        for array in self.arrays:  # the same blocks as those of a load that nothing cuts
+            blocks, owners, shape = array.schedule.blocks, array.schedule.owners, array.schedule.blocks.shape
+            whole = Shards(shape, (1,) * len(shape), np.zeros((1, 1), dtype=np.int64))
+            needs.append((Schedule(blocks, whole, array.source.dtype.itemsize, self.n_ranks, owners), array.source))
         staging = plan_staging(needs, self.staging_nbytes, self.n_threads)
         block_nbytes = min(schedule.max_block_size * schedule.itemsize for schedule, _ in needs)
         return replace(staging, n_slots=min(staging.n_slots, 1 + -(-_ROUND_NBYTES // max(1, block_nbytes))))
@@ -300,8 +302,8 @@ class StreamPlan(PrintedReport):
     def cost(self) -> tuple[float, int, int]:
         """Of epoch 0: how often each chunk is decoded, the rounds, and the most bytes of steps that all ranks hold."""
         epoch = EpochRounds(self, 0, 0)
-        n_read, n_columns = sum(map(len, epoch.readings)), sum(array.n_columns for array in self.arrays)
-        return n_read / max(1, n_columns), len(epoch.rounds), epoch.most_held_nbytes
+        n_columns = sum(array.schedule.blocks.counts[array.schedule.axis] for array in self.arrays)
+        return sum(map(len, epoch.readings)) / max(1, n_columns), len(epoch.rounds), epoch.most_held_nbytes
 
     def __str__(self) -> str:
         """Text for a person."""
@@ -316,7 +318,7 @@ class StreamPlan(PrintedReport):
             names = ", ".join(self.names[k] for k in stack.leaves)
             lines.append(f"  {names} as one: {list(stack.shape)}, {spec_text(stack.sharding.spec)}")
         n = self.n_batches(self.n_samples)
-        endless = "without end" if self.epochs is None else counted(self.epochs, "epoch")
+        endless = "without end" if self.sampling.epochs is None else counted(self.sampling.epochs, "epoch")
         lines.append(f"  {self.n_samples:,} samples, {n:,} batches of {self.batch} an epoch, {endless}")
         if order.seed is None:
             lines.append("  order: ascending")
@@ -335,13 +337,12 @@ class StreamPlan(PrintedReport):
         in_store = any(array.info.is_in_store for array in self.arrays)
         ahead = f", {format_nbytes(MOST_AHEAD_NBYTES)} fetched ahead" if in_store else ""
         lines.append(
-            f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.prefetch + 1} x "
+            f"  memory of the job: {format_nbytes(held_nbytes)} of steps, {self.sampling.prefetch + 1} x "
             f"{format_nbytes(self.batch_nbytes)} of batches; of each rank up to {format_nbytes(self.staging_nbytes)} of buffers"
             f"{ahead}"
         )
         order_nbytes = _USE_NBYTES * self.n_samples * sum(len(array.offsets) for array in self.arrays)
-        if order_nbytes >= _MANY_NBYTES:
-            lines.append(f"  to plan an epoch: up to {format_nbytes(order_nbytes)} more on each rank, for its order")
+        lines.append(f"  to plan an epoch: up to {format_nbytes(order_nbytes)} more on each rank, for its order")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -406,7 +407,7 @@ class EpochRounds:
                 offsets=array.offsets,
                 chunk=array.chunk_steps,
                 horizon=plan.horizon,
-                phase=array.phase,
+                phase=array.schedule.blocks.phase[array.schedule.axis],
             )
             for array in plan.arrays
         ]
@@ -419,28 +420,25 @@ class EpochRounds:
         arrays = np.repeat(np.arange(len(self.readings)), list(map(len, self.readings)))
         order = np.lexsort((arrays, batches))
         batches, arrays = batches[order], arrays[order]
-        sizes = np.array([(array.chunk_steps * array.step_nbytes, array.schedule.rest.n_cells) for array in plan.arrays])
-        nbytes, n_blocks = np.cumsum(sizes[arrays], axis=0).T
-        n_readers = max(array.schedule.owners.n for array in plan.arrays)
+        places = [np.flatnonzero(arrays == number) for number in range(len(plan.arrays))]
+        n_blocks = np.array([array.schedule.rest.n_cells for array in plan.arrays])
+        nbytes = np.array([array.chunk_steps * array.step_nbytes for array in plan.arrays])
+        parts = np.maximum(nbytes * _ROUND_BLOCKS, n_blocks * _ROUND_NBYTES)  # of what is enough for a reader in a round
+        n_readers, enough = max(array.schedule.owners.n for array in plan.arrays), plan.n_ranks * _ROUND_BLOCKS * _ROUND_NBYTES
+        blocks_before, parts_before = (np.append(0, np.cumsum(sizes[arrays])) for sizes in (n_blocks, parts))
         rounds: list[RoundReadings] = []
-        begin, done = 0, [0] * len(self.readings)
+        begin = 0
         while begin < len(arrays):
-            done_nbytes, done_blocks = (nbytes[begin - 1], n_blocks[begin - 1]) if begin else (0, 0)
-            worth_sharing = 1 + int(np.searchsorted(n_blocks, done_blocks + n_readers))
-            full = 1 + min(
-                int(np.searchsorted(nbytes, done_nbytes + _ROUND_NBYTES * plan.n_ranks)),
-                int(np.searchsorted(n_blocks, done_blocks + _ROUND_BLOCKS * plan.n_ranks)),
-            )
-            end = max(worth_sharing, full)
+            worth_sharing = int(np.searchsorted(blocks_before, blocks_before[begin] + n_readers))
+            end = max(worth_sharing, int(np.searchsorted(parts_before, parts_before[begin] + enough)))
             if not begin and not self.first_batch:  # the program waits for it
                 end = min(end, int(np.searchsorted(batches, batches[0], side="right")))
             elif end < len(arrays):  # whole batches if that is worth it: then ranks read what they need, and equally many
                 whole = int(np.searchsorted(batches, batches[end]))
                 end = whole if whole >= worth_sharing else end
-            stop = [k + n for k, n in zip(done, np.bincount(arrays[begin:end], minlength=len(done)).tolist(), strict=True)]
-            readings = {array: range(*places) for array, places in enumerate(zip(done, stop, strict=True)) if range(*places)}
-            rounds.append(RoundReadings(int(batches[begin]), readings))
-            begin, done = end, stop
+            spans = [range(*np.searchsorted(where, (begin, end)).tolist()) for where in places]
+            rounds.append(RoundReadings(int(batches[begin]), {array: span for array, span in enumerate(spans) if span}))
+            begin = end
         return rounds
 
     def one_by_one(self, round_: RoundReadings) -> list[RoundReadings]:
@@ -473,7 +471,7 @@ class EpochRounds:
         """Most bytes of steps that all ranks hold for later batches. A run of them is let go as a whole."""
         change = np.zeros(self.n_batches + 1, dtype=np.int64)
         begins = [round_.batch for round_ in self.rounds]
-        if self._plan.prefetch:  # a round begins when the first batch of the one before is made
+        if self._plan.sampling.prefetch:  # a round begins when the first batch of the one before is made
             begins = [0, *begins][: len(begins)]
         begin_of = [np.empty(len(readings), dtype=np.int64) for readings in self.readings]
         for batch, round_ in zip(begins, self.rounds, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +23,8 @@ from shardload.formats.labelling import COORDINATE_NBYTES
 from shardload.jobs.consistency import State
 from shardload.jobs.loading.planner import PlannedRanks, lay_out_shards, max_block_nbytes, source_layout_of, staging_for
 from shardload.jobs.loading.request import Request
-from shardload.jobs.streaming.plan import Leaf, Stack, StreamArray, StreamPlan, file_of
-from shardload.options import AUTO, OPTIONS, pad_value
+from shardload.jobs.streaming.plan import Leaf, Sampling, Stack, StreamArray, StreamPlan, file_of
+from shardload.options import AUTO, pad_value
 from shardload.planning.batch_flow import BatchSchedule
 from shardload.planning.region import Array, Grid, IntArray, plan_blocks
 from shardload.planning.sample_order import SampleOrder, block_steps, spread_in
@@ -42,28 +42,7 @@ _LONGEST = 1.5  # of the differences of a coordinate, times the median: what is 
 Window = int | tuple[int, ...]
 Steps = np.ndarray[tuple[int], np.dtype[np.float64]]  # values of a coordinate
 IGNORE = "ignore"  # of `gaps`
-OF_LEAVES = ("window", "scale")  # options that each array of a batch has for itself
 SAMPLES, WINDOW, STACK = "samples", "the axis of the window", "the new axis of stack"  # of a batch, before those of a step
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The options of a stream that no load has, without `OF_LEAVES`. `shardload.stream` says what they mean."""
-
-    along: str | int
-    batch: int | None
-    shuffle: int | None
-    epochs: int | None
-    remainder: str
-    border: str
-    gaps: str
-    pool: int | str
-    prefetch: int
-
-    @classmethod
-    def check(cls, keywords: Mapping[str, Any]) -> Sampling:
-        """Check the options. ConfigError names the one that is wrong."""
-        return cls(**{field.name: OPTIONS[field.name].check(keywords[field.name]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,11 +133,6 @@ def stream_axis(along: str | int, info: ArrayInfo, selection: Selection) -> int:
     return int(kept_axes.index(axis))
 
 
-def _typed(nbytes: int) -> str:
-    """A size as a user types it."""
-    return f"'{nbytes >> 20}MiB'" if nbytes >= 1 << 24 else str(nbytes)
-
-
 class StreamPlanner:
     """Makes the plan of a stream.
 
@@ -201,15 +175,11 @@ class StreamPlanner:
             leaves=leaves,
             stacks=tuple(self._stack(name, members, leaves) for name, members in self._stacks),
             sample_order=order,
-            batch=self._batch,
-            has_batch_axis=self._sampling.batch is not None,
-            epochs=self._sampling.epochs,
-            remainder=self._sampling.remainder,
+            sampling=self._sampling,
             pool_nbytes=pool_nbytes,
             n_ranks=self._ranks.n,
             n_threads=self._ranks.n_threads,
             staging_nbytes=max(staging_nbytes),
-            prefetch=self._sampling.prefetch,
             names=tuple(leaf.where.removeprefix("array ") for leaf in self._leaves),
         )
         self._check_samples(plan)
@@ -226,7 +196,7 @@ class StreamPlanner:
         for leaf in plan.leaves:
             shards = plan.arrays[leaf.array].cuts[leaf.cut].shards
             batch_nbytes += math.prod(leaf.shape) * leaf.dtype.itemsize * shards.most_held / shards.n_shards
-        room -= int((plan.prefetch + 1) * batch_nbytes)
+        room -= int((plan.sampling.prefetch + 1) * batch_nbytes)
         if order.seed is None:
             n_steps = 2 * max(array.chunk_steps for array in plan.arrays) + order.last - order.first
         elif order.spread < order.n_blocks:
@@ -236,17 +206,14 @@ class StreamPlanner:
         held_nbytes = int(min(n_steps, order.n_steps) * step_nbytes)
         if held_nbytes <= room:
             return
-        need = (
+        fits = int(room / max(1.0, step_nbytes)) * stored_nbytes
+        fix = "Start more ranks, cut a batch over more of them, pass a smaller batch or prefetch, or write shorter chunks"
+        if order.seed is not None and fits >= _LEAST_POOL * order.block * stored_nbytes:
+            fix = f"Pass pool={int(fits)} (another order), or start more ranks"
+        raise ConfigError(
             f"a rank may use {format_nbytes(self._ranks.memory_nbytes)} of memory, but this stream takes "
             f"{format_nbytes(held_nbytes)} for steps, beside {format_nbytes(plan.staging_nbytes)} of staging and "
-            f"{plan.prefetch + 1} batches of {format_nbytes(int(batch_nbytes))}. "
-        )
-        fits = int(room / max(1.0, step_nbytes)) * stored_nbytes
-        if order.seed is not None and fits >= _LEAST_POOL * order.block * stored_nbytes:
-            raise ConfigError(f"{need}Pass pool={_typed(int(fits))} (another order), or start more ranks")
-        raise ConfigError(
-            f"{need}Start more ranks, cut a batch over more of them, pass a smaller batch or prefetch, or write shorter chunks "
-            "(shardload copy --chunks)"
+            f"{plan.sampling.prefetch + 1} batches of {format_nbytes(int(batch_nbytes))}. {fix}"
         )
 
     def _check_samples(self, plan: StreamPlan) -> None:
@@ -257,7 +224,7 @@ class StreamPlanner:
                 f"batch of {batch}. Select more steps, or pass a smaller batch or window, or remainder='pad'. Windows reach "
                 f"over gaps ({len(order.breaks)} here) with gaps='ignore', and over ends of blocks with border='reread'"
             )
-        if plan.remainder == "error" and n % batch:
+        if plan.sampling.remainder == "error" and n % batch:
             raise ConfigError(
                 f"{n} samples are {n // batch} batches of {batch}, and {n % batch} are left, which remainder='error' forbids: "
                 "pass remainder='drop' or 'pad', or a batch that divides them"
@@ -351,7 +318,7 @@ class StreamPlanner:
             raise ConfigError(
                 f"pool is {format_nbytes(pool)}, less than a block of {block} steps, {format_nbytes(block_nbytes)} (a chunk "
                 f"has {chunk} steps, and a window goes from {first:+d} to {last:+d}). Pass "
-                f"pool={_typed(_LEAST_POOL * block_nbytes)} for {_LEAST_POOL} blocks, or write shorter chunks "
+                f"pool={_LEAST_POOL * block_nbytes} for {_LEAST_POOL} blocks, or write shorter chunks "
                 "(shardload copy --chunks)"
             )
         looks_at_gaps = first != last and sampling.gaps != IGNORE

@@ -43,7 +43,7 @@ from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PeerError, ShardloadError, SourceError, StallError
 from shardload.formats.lookup import import_format
 from shardload.jobs.consistency import check_same_objects, is_open
-from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource, moves_of
+from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
 from shardload.units import counted, format_nbytes
@@ -152,8 +152,7 @@ class RoundReader:
         self._versions: dict[str, Any] = {}  # see `check_same_objects`: of all ranks
         self.n_ready = self.n_made = 0
         self.report = StreamReport()
-        n_others = len(plan.arrays) - 1
-        self._title = f"the stream of {plan.arrays[0].info}" + (f" and {n_others} more" if n_others else "")
+        self._title = f"the stream of {plan.arrays[0].info}"
 
     # --- rounds: collective
 
@@ -161,7 +160,7 @@ class RoundReader:
         """Make the session. Collective."""
         plan, group = self.plan, self._group
         self._opened.callback(group.free)
-        if not plan.prefetch:  # else a farewell tells the others, also at the end of the program
+        if not plan.sampling.prefetch:  # else a farewell tells the others, also at the end of the program
             group.watch_departures()
         with watched(group, f"the beginning of {self._title}", self._timeout):
             _ = group.machine
@@ -170,7 +169,10 @@ class RoundReader:
         self._session = self._opened.enter_context(session)
         self._source = StreamSource(plan, group.rank)
         self._opened.push(self._source.kept.close)
-        _register_end()
+        # As the last, which is called first: before what closes files and shared memory.
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+        call_before_finalize(_end_all)
 
     def first_batch_of_next_round(self) -> int | None:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
@@ -251,7 +253,10 @@ class RoundReader:
         if round_ not in self._ahead:
             moves: list[StreamMove] = []
             with self._session.errors:
-                moves = moves_of(self.plan, epoch, round_)
+                moves = [
+                    StreamMove(array, self.plan.arrays[array], epoch.flows(array, places), epoch, places)
+                    for array, places in round_.readings.items()
+                ]
             # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
             is_shared = self._group.size > 1 and not all(flow.stays for move in moves for flow in move.flows)
             self._ahead[round_] = Round(moves, self.plan.staging, is_shared)
@@ -259,7 +264,7 @@ class RoundReader:
 
     def _coming(self, epoch: EpochRounds, round_: RoundReadings) -> Round | None:
         """The round after `round_`, if it may begin: without prefetch never, because it takes memory."""
-        may_begin = self.plan.prefetch and self._pending and self.n_made >= epoch.first_batch + round_.batch
+        may_begin = self.plan.sampling.prefetch and self._pending and self.n_made >= epoch.first_batch + round_.batch
         return self._round(epoch, self._pending[0]) if may_begin and not self._session.errors else None
 
     def _needed_for(self, epoch: EpochRounds, round_: RoundReadings) -> str:
@@ -324,7 +329,7 @@ def _runs(plan: StreamPlan, epoch: int, sample: int, n_left: int | None) -> Iter
     given, and how many were before.
     """
     n_before = 0
-    while n_left != 0 and (plan.epochs is None or epoch < plan.epochs):
+    while n_left != 0 and (plan.sampling.epochs is None or epoch < plan.sampling.epochs):
         n_batches = plan.n_batches(plan.n_samples - sample)
         n_batches = n_batches if n_left is None else min(n_left, n_batches)
         if n_batches:
@@ -559,13 +564,6 @@ class ReadAhead:
 
 
 _open: weakref.WeakSet[Inline | ReadAhead] = weakref.WeakSet()
-
-
-def _register_end() -> None:
-    """Register `_end_all` as the last, which is called first: before what closes files and shared memory."""
-    atexit.unregister(_end_all)
-    atexit.register(_end_all)
-    call_before_finalize(_end_all)
 
 
 def _end_all() -> None:

@@ -31,15 +31,13 @@ from shardload.jobs.loading.call import LoadCall, look_at
 from shardload.jobs.loading.execution import warn_of_packed
 from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
-from shardload.jobs.streaming.plan import StreamPlan, file_of
+from shardload.jobs.streaming.plan import OF_LEAVES, Sampling, StreamPlan, file_of
 from shardload.jobs.streaming.planner import (
     IGNORE,
-    OF_LEAVES,
     SAMPLES,
     STACK,
     WINDOW,
     LeafRequest,
-    Sampling,
     StreamPlanner,
     offsets_of,
     stream_axis,

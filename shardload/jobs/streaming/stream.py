@@ -40,9 +40,9 @@ class Stream:
 
     def __len__(self) -> int:
         """Batches of all epochs. TypeError if there is no end: by that progress bars know."""
-        if self.plan.epochs is None:
+        if self.plan.sampling.epochs is None:
             raise TypeError("a stream with epochs=None has no end, so it has no length: pass epochs=1")
-        return self.plan.epochs * self.plan.n_batches(self.plan.n_samples)
+        return self.plan.sampling.epochs * self.plan.n_batches(self.plan.n_samples)
 
     def order(self, epoch: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The anchors of all samples of an epoch, in the order in which they are given: steps of the selection."""
@@ -58,19 +58,11 @@ class Stream:
             raise TypeError(f"a batch of a stream is taken by its number, such as 0, not by {number!r}")
         number = integer  # NumPy's overflow where the order is hashed
         epoch, k = divmod(number, max(1, n_epoch))
-        if number < 0 or not n_epoch or (self.plan.epochs is not None and epoch >= self.plan.epochs):
-            numbers = "0 or more" if self.plan.epochs is None else f"0 to {len(self) - 1}"
+        if number < 0 or not n_epoch or (self.plan.sampling.epochs is not None and epoch >= self.plan.sampling.epochs):
+            numbers = "0 or more" if self.plan.sampling.epochs is None else f"0 to {len(self) - 1}"
             raise IndexError(f"batch {number} of a stream; expected {numbers}, in the order in which they are given")
-        reader = self._make_reader(epoch, k * self.plan.batch, 1)
-        source = Inline(reader)
-        try:
-            batch = source.next()
-        except BaseException as error:
-            source.close(error)
-            let_go(error)
-            raise
-        source.close()
-        return self._build([] if batch is None else batch.arrays)
+        with StreamIterator(self, epoch, k * self.plan.batch, 1) as batches:
+            return next(batches)
 
     def __iter__(self) -> StreamIterator:
         """The batches from the first one on. Collective: yes, as is each `next`."""
@@ -86,7 +78,32 @@ class Stream:
         ConfigError
             If Grain is not installed.
         """
-        return _grain_dataset(self)
+        try:
+            import grain
+        except ImportError as error:
+            raise ConfigError("to_grain needs Grain, which cannot be imported here: pip install grain") from error
+        stream = self
+
+        class GrainBatches(StreamIterator, grain.DatasetIterator):  # type: ignore[misc, unused-ignore]
+            """The batches from a state on."""
+
+            def __init__(self) -> None:
+                grain.DatasetIterator.__init__(self)
+                StreamIterator.__init__(self, stream)
+
+        class GrainDataset(grain.IterDataset):  # type: ignore[misc, unused-ignore]
+            """All batches."""
+
+            def __iter__(self) -> Iterator[Any]:
+                return GrainBatches()
+
+            def __reduce__(self) -> NoReturn:
+                raise ConfigError(
+                    "a stream is read by the ranks of an MPI job, not by processes that Grain starts, and it is read ahead "
+                    "already (prefetch=2): leave mp_prefetch out"
+                )
+
+        return GrainDataset()
 
     def __repr__(self) -> str:
         return f"<{self.plan!r}>"
@@ -105,9 +122,8 @@ class StreamIterator:
         What the batches have cost until now.
     """
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._epoch = self._sample = 0
+    def __init__(self, stream: Stream, epoch: int = 0, sample: int = 0, n_batches: int | None = None) -> None:
+        self._stream, self._epoch, self._sample, self._n_batches = stream, epoch, sample, n_batches
         self._batches: Inline | ReadAhead | None = None
         self._is_closed = self._is_at_end = False
         self.report = StreamReport()
@@ -135,8 +151,8 @@ class StreamIterator:
             raise ConfigError("this iterator is closed: make a new one, iter(stream), and give it the state")
         try:
             if self._batches is None:
-                reader = self._stream._make_reader(self._epoch, self._sample)
-                self.report, prefetch = reader.report, self._stream.plan.prefetch
+                reader = self._stream._make_reader(self._epoch, self._sample, self._n_batches)
+                self.report, prefetch = reader.report, self._stream.plan.sampling.prefetch if self._n_batches is None else 0
                 self._batches = ReadAhead(reader, prefetch) if prefetch else Inline(reader)
             batch = self._batches.next()
         except BaseException as error:
@@ -164,15 +180,13 @@ class StreamIterator:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where another iterator was, on any mesh and number of ranks. Before the first batch.
+        """Go on where another iterator was, on any mesh and number of ranks. After a batch, on all ranks after the same one.
 
         Raises
         ------
         ConfigError
             If it is the state of another stream; it names the difference.
         """
-        if self._batches is not None:
-            raise ConfigError("this iterator has given batches already: set the state of a new one, iter(stream)")
         parts, plan = state if isinstance(state, Mapping) else {}, self._stream.plan
         epoch, sample = _integer(parts.get("epoch")), _integer(parts.get("sample"))
         expected, fingerprint = plan.fingerprint, parts.get("stream")
@@ -196,13 +210,14 @@ class StreamIterator:
             raise ConfigError(
                 f"this state is after sample {sample} of epoch {epoch}, but an epoch has {plan.n_samples} samples"
             )
-        if plan.remainder == "error" and n_left % plan.batch:
+        if plan.sampling.remainder == "error" and n_left % plan.batch:
             raise ConfigError(
                 f"this state is after sample {sample} of an epoch of {plan.n_samples}; the {n_left} that are left are no whole "
                 f"batches of {plan.batch}, which remainder='error' forbids. Pass the batch that was passed then, or "
                 "remainder='drop' or 'pad'"
             )
-        self._epoch, self._sample = epoch, sample
+        self._end()
+        self._epoch, self._sample, self._is_closed, self._is_at_end = epoch, sample, False, False
 
     def close(self) -> None:
         """End the threads, close the files, and free the communicator. All ranks should do it after the same batch.
@@ -216,48 +231,3 @@ class StreamIterator:
         batches, self._batches = self._batches, None
         if batches is not None:
             batches.close(error)
-
-
-def _grain_dataset(stream: Stream) -> Any:
-    """The batches of a stream as a ``grain.IterDataset``. ConfigError if Grain is not installed."""
-    try:
-        import grain
-    except ImportError as error:
-        raise ConfigError("to_grain needs Grain, which cannot be imported here: pip install grain") from error
-
-    class GrainBatches(grain.DatasetIterator):  # type: ignore[misc, unused-ignore]
-        """The batches from a state on."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._batches = iter(stream)
-
-        def __next__(self) -> Any:
-            return next(self._batches)
-
-        def get_state(self) -> dict[str, Any]:
-            return self._batches.get_state()
-
-        def set_state(self, state: dict[str, Any]) -> None:
-            fresh = iter(stream)
-            fresh.set_state(state)
-            self._batches.close()
-            self._batches = fresh
-
-        def close(self) -> None:
-            super().close()
-            self._batches.close()
-
-    class GrainDataset(grain.IterDataset):  # type: ignore[misc, unused-ignore]
-        """All batches."""
-
-        def __iter__(self) -> Iterator[Any]:
-            return GrainBatches()
-
-        def __reduce__(self) -> NoReturn:
-            raise ConfigError(
-                "a stream is read by the ranks of an MPI job, not by processes that Grain starts, and it is read ahead already "
-                "(prefetch=2): leave mp_prefetch out"
-            )
-
-    return GrainDataset()
