@@ -112,15 +112,6 @@ def number_text(value: float, digits: int) -> str:
     return f"{value:,.0f}" if "e+" in text else text
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks as ranges.
-
-    >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
-    ('ranks 0-2,5', 'rank 3')
-    """
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Integers, short.
 

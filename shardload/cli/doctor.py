@@ -45,7 +45,7 @@ from shardload.comm.mpi import launched, library_name, mpi_problem, task, thread
 from shardload.errors import ShardloadError, printable
 from shardload.system.gpus import gpu_files, visible_gpus
 from shardload.system.terminal import WIDTH, Column, fit_table, own_stdout, width_of, wrap
-from shardload.units import counted, format_nbytes, ranges, ranks_text
+from shardload.units import counted, first_ranks, format_nbytes, ranges
 
 # Variables that show how the job was started, or that change its behaviour.
 _VARIABLES = (
@@ -328,7 +328,7 @@ def as_text(rows: Sequence[Row], findings: Sequence[Finding], checks: Sequence[C
     for check in checks:
         lines += wrap(f"{'ok' if check['ok'] else 'FAILED'}: {check['name']}: {check['text']}", width, "", "  ")
     for finding in findings:
-        where = "" if len(finding["ranks"]) == len(rows) else f" ({ranks_text(finding['ranks'])})"
+        where = "" if len(finding["ranks"]) == len(rows) else f" ({first_ranks(finding['ranks'])})"
         lines += wrap(f"{finding['level']}: {finding['text']}{where}", width, "", "  ")
         lines += wrap(finding["fix"], width, "  -> ")
     job = f"{counted(len(rows), 'rank')} on {counted(len({row['node'][0] for row in rows}), 'node')}, "

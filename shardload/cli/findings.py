@@ -82,9 +82,10 @@ def _jax(rows: Sequence[Row]) -> Iterator[Finding]:
 
 def _nodes(rows: Sequence[Row]) -> Iterator[Finding]:
     n_users = Counter((row["node"][0], gpu) for row in rows for gpu in row["gpus"])
-    if sharing := [row for row in rows if any(n_users[row["node"][0], gpu] > 1 for gpu in row["gpus"])]:
+    shared = [user for user, n in n_users.items() if n > 1]
+    if sharing := [row for row in rows if any((row["node"][0], gpu) in shared for gpu in row["gpus"])]:
         visible = sharing[0].get("CUDA_VISIBLE_DEVICES", "not set")
-        text = f"ranks use the same GPUs, such as {sharing[0]['gpus'][0]} (CUDA_VISIBLE_DEVICES: {visible})"
+        text = f"ranks use the same GPUs, such as {shared[0][1]} (CUDA_VISIBLE_DEVICES: {visible})"
         fix = "as many ranks a node as GPUs: srun --ntasks-per-node=4 --gpus-per-task=1; set no CUDA_VISIBLE_DEVICES for all; "
         fix += "start JAX with shardload.initialize(), which shares out the GPUs"
         yield _finding("gpu-shared", ERROR, sharing, text, fix)

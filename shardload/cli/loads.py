@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import IO, Any
@@ -31,16 +31,19 @@ def run_plan(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_jso
     """Plan, and print the plan."""
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     load_plan = plan(file, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **options)
-    if isinstance(load_plan, TreePlan):
-        totals = {name: getattr(load_plan, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
-        print(to_json(_described(load_plan) | totals) if as_json else load_plan.describe(width_of(out)), file=out)
-    else:
-        print(to_json(_described(load_plan)) if as_json else describe_plan(load_plan, width_of(out)), file=out)
-    leaves = load_plan.leaves if isinstance(load_plan, TreePlan) else [load_plan]
-    if not as_json and (wide := [leaf for leaf in leaves if is_wide(leaf.dtype)]):
+    if as_json:
+        print(to_json(_described(load_plan)), file=out)
+        return
+    text = load_plan.describe(width_of(out)) if isinstance(load_plan, TreePlan) else describe_plan(load_plan, width_of(out))
+    print(text, file=out)
+    if wide := [leaf for leaf in _leaves(load_plan) if is_wide(leaf.dtype)]:
         fix = f"JAX_ENABLE_X64=1 in the environment, or --dtype {_NARROW.get(wide[0].dtype.kind, 'int32')} if its values fit"
         text = f"'{wide[0].info.dataset}' would be {wide[0].dtype}: the load needs JAX's 64-bit types, by {fix}"
         print("\n" + "\n".join(wrap(printable(text), width_of(out), "", "  ")), file=out)
+
+
+def _leaves(load_plan: Plan | TreePlan) -> Sequence[Plan]:
+    return load_plan.leaves if isinstance(load_plan, TreePlan) else [load_plan]
 
 
 _NARROW = {"f": "float32", "c": "complex64", "u": "uint32"}
@@ -50,7 +53,8 @@ def _described(load_plan: Plan | TreePlan) -> dict[str, Any]:
     """The fields of a plan for JSON: of its array, or of each array of a tree and the names of those that were left out."""
     if isinstance(load_plan, TreePlan):
         arrays = [{"where": where, **_described(leaf)} for where, leaf in zip(load_plan.where, load_plan.leaves, strict=True)]
-        return {"arrays": arrays, "left_out": [info.dataset for info in load_plan.left_out]}
+        totals = {name: getattr(load_plan, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes")}
+        return {"arrays": arrays, "left_out": [info.dataset for info in load_plan.left_out], **totals}
     names = ("shape", "shape_global", "chunks", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers", "why")
     document = {"path": load_plan.info.path, "dataset": load_plan.info.dataset, "dtype": load_plan.dtype}
     document |= {name: getattr(load_plan, name) for name in names} | {"needs_64_bits": is_wide(load_plan.dtype)}
@@ -82,8 +86,19 @@ def run_verify(out: IO[str], file: str, axes: Mapping[str, int], spec: Any, as_j
     with mesh_of(axes) as mesh:
         load_plan = plan(file, mesh, spec if isinstance(spec, dict) else PartitionSpec(*spec), **options)
         load_plan.execute()
-    if group_of().rank == 0:
-        print(_as_json(load_plan, n_devices) if as_json else "\n".join(_lines(load_plan, n_devices, width_of(out))), file=out)
+    report: Any = load_plan.report
+    if group_of().rank:
+        return
+    if as_json:
+        print(to_json({"ok": True, "n_devices": n_devices, **_described(load_plan), "report": asdict(report)}), file=out)
+        return
+    lines = []
+    for leaf, array in zip(_leaves(load_plan), report.arrays or (report,), strict=True):
+        size = f"{' x '.join(map(str, leaf.shape)) or 'scalar'} {leaf.dtype} as {leaf.decomposition}"
+        where = f"{counted(n_devices, 'device')} of {counted(leaf.n_ranks, 'rank')}"
+        lines += [f"{printable(str(leaf.info))}: {size} on {where}", str(array.proven)]
+    lines += [f"all: {report.proven}"] if report.arrays else []
+    print("\n".join(part for line in lines for part in wrap(line, width_of(out), "", "  ")), file=out)
 
 
 @contextmanager
@@ -99,32 +114,6 @@ def mesh_of(axes: Mapping[str, int]) -> Iterator[Mesh]:
         yield _mesh(axes, n_devices)
     finally:
         jax.config.update("jax_enable_x64", before)
-
-
-def _lines(load_plan: Plan | TreePlan, n_devices: int, width: int) -> list[str]:
-    """Lines for people: what each array is, and what was proven of it; last, what was proven of all together."""
-    report: Any = load_plan.report
-    leaves: Any = [(load_plan, report.proven)]
-    if is_tree := isinstance(load_plan, TreePlan):
-        leaves = zip(load_plan.leaves, (array.proven for array in report.arrays), strict=True)
-    lines = []
-    for leaf, proven in leaves:
-        shape = " x ".join(map(str, leaf.shape)) or "scalar"
-        description = (
-            f"{shape} {leaf.dtype} as {leaf.decomposition} on {counted(n_devices, 'device')} of {counted(leaf.n_ranks, 'rank')}"
-        )
-        lines += wrap(f"{printable(str(leaf.info))}: {description}", width, "", "  ")
-        lines += wrap(str(proven), width, "", "  ")
-    return [*lines, *(wrap(f"all: {report.proven}", width, "", "  ") if is_tree else [])]
-
-
-def _as_json(load_plan: Plan | TreePlan, n_devices: int) -> str:
-    report = asdict(load_plan.report) if load_plan.report else {}
-    arrays = report.pop("arrays", ())
-    document = _described(load_plan)
-    for of_array, array in zip(document.get("arrays", ()), arrays, strict=True):
-        of_array["proven"] = array["proven"]
-    return to_json({"ok": True, "n_devices": n_devices, **document, "proven": report.pop("proven", None), "report": report})
 
 
 def _have_devices(n: int, axes: Mapping[str, int]) -> None:

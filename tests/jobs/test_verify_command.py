@@ -55,7 +55,7 @@ def test_json_is_one_document(file: str) -> None:
     found = json.loads(job.stdout)
     assert (found["ok"], found["dataset"], found["shape"], found["n_devices"]) == (True, "/rho", [8, 12, 20], 4)
     assert (found["n_ranks"], found["readers"], found["n_readers"]) == (2, "parallel", 1)
-    assert (found["proven"]["how"], found["proven"]["n_elements"]) == ("full", VALUES.size)
+    assert (found["report"]["proven"]["how"], found["report"]["proven"]["n_elements"]) == ("full", VALUES.size)
     assert found["report"]["chunks_decoded"] == 27
 
 

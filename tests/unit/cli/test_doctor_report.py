@@ -94,7 +94,7 @@ def test_findings_with_where_and_what_to_type() -> None:
     text = as_text(job(), findings, [*CHECKS, failed])
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "(ranks 1-2)" in text and "all of them\n" in text, "where, unless it is everywhere"
+    assert "(ranks 1, 2)" in text and "all of them\n" in text, "where, unless it is everywhere"
     assert "  -> srun --gpus-per-task=1" in lines
     assert "ok: scatter: 1.0 MiB" in lines and "FAILED: all-reduce: on rank 2 of 4: no" in lines
     assert lines[-1] == "FAILED: 4 ranks on 2 nodes, 4 devices"

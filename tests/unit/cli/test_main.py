@@ -288,7 +288,7 @@ def test_verify_of_several_arrays(file: str) -> None:
     assert out.count("'/fields/density' in") == 2 and "all: verified by full" in out
     found = json.loads(ok("verify", f"{file}:/fields/*", "--mesh", "n=1", "--spec", "n", "--json"))
     assert found["ok"] and "['density']" in [one["where"] for one in found["arrays"]]
-    assert all(one["proven"]["n_elements"] > 0 for one in found["arrays"])
+    assert all(one["proven"]["n_elements"] > 0 for one in found["report"]["arrays"])
 
 
 def test_plan_json(file: str) -> None:
