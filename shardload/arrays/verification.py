@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ from shardload.planning.region import Array, Region, plan_blocks
 from shardload.planning.samples import sample_regions
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.shards import Shards
-from shardload.transfer.buffers import view_of
 from shardload.transfer.cast import conversion
 from shardload.transfer.checksum import checksum
 from shardload.units import PrintedReport, counted, format_nbytes
@@ -46,7 +44,10 @@ from shardload.units import PrintedReport, counted, format_nbytes
 _MOST_REGIONS = 8  # per process, for "file"
 _MOST_CHUNKS = 1 << 14  # chunks to read at once, however small they are
 _COPIES = 8  # copies of a region: as stored, as read by the library, cast, from the device, compared; and those of the load
-_WRONG_PADDING = "Likelier wrong is this rank: nobody sends padding"
+_WHY_NOT = (
+    "If the array was changed since it was loaded, or is of another file, that is why. Else load it again; if it differs then, "
+    "suspect the memory and the devices of this node, or the storage of the file"
+)
 _COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
 
 
@@ -167,7 +168,7 @@ class Verifier:
         local = LocalShards(array, self.schedule.shards, rank)
         self._check_devices(local, pieces or {}, findings)
         if level in (FILE, FULL) and local.numbers:
-            self._check_file(local, pieces or {}, findings)
+            self._check_file(local, findings)
         findings.seconds = time.perf_counter() - started
         return findings
 
@@ -198,13 +199,11 @@ class Verifier:
                     )
             findings.digests[number] = digest or 0
 
-    def _check_file(self, local: LocalShards, pieces: Mapping[Region, Array], findings: ShardFindings) -> None:
+    def _check_file(self, local: LocalShards, findings: ShardFindings) -> None:
         shards, layout = self.schedule.shards, self.layout
         with closing(self.open_again()) as source:
             source.expect(layout.selection.region)
-            truth = Truth(source, layout)
             for number in local.numbers:
-                piece = pieces.get(local.regions[number])
                 contents = list(shards.contents(number, layout.chunks.shape))
                 n_sources = sum(content.source is not None for content in contents)
                 for content in contents:
@@ -212,28 +211,18 @@ class Verifier:
                         value = fill_value(self.options.pad, layout.dtype, content.fill)
                         for region in self._padding_regions(content.place):
                             padding = np.full(region.shape, value, layout.dtype)
-                            self._compare(local, number, region, padding, "the padding", lambda _: _WRONG_PADDING)
+                            self._compare(local, number, region, padding, "the padding")
                             findings.counted["n_padding"] += region.size
                         continue
                     for region in self._regions(content.source, n_sources * len(local.numbers)):
-                        expected, places = truth.values(region), list(content.places(region))
+                        expected, places = true_values(source, layout, region), list(content.places(region))
                         for place in places:
-                            piece_values = None if piece is None else view_of(piece, place, local.regions[number])
-                            explain = partial(truth.explain, region, expected, piece_values)
-                            self._compare(local, number, place, expected, truth.name, explain)
+                            self._compare(local, number, place, expected, str(source.info))
                         findings.counted["n_boxes"] += 1
                         findings.counted["n_elements"] += region.size * len(places)
                         findings.counted["nbytes_reread"] += region.size * source.dtype.itemsize
 
-    def _compare(
-        self,
-        local: LocalShards,
-        number: int,
-        place: Region,
-        expected: Array,
-        whence: str,
-        explain: Callable[[Array], str],
-    ) -> None:
+    def _compare(self, local: LocalShards, number: int, place: Region, expected: Array, whence: str) -> None:
         """Compare a region of a shard, in the coordinates of the jax.Array, on every device that holds it."""
         for k, device in enumerate(local.devices(number)):
             values = local.view(number, place, k)
@@ -245,7 +234,7 @@ class Verifier:
             raise VerifyError(
                 f"{device} on rank {local.rank}, shard {local.regions[number]} of {self.name}: element {element} is "
                 f"{value_text(values[index])}, but {whence} has {value_text(expected[index])} there; {n:,} of the "
-                f"{place.size:,} elements of {place} differ, this is the first. {explain(values)}",
+                f"{place.size:,} elements of {place} differ, this is the first. {_WHY_NOT}",
                 rank=local.rank,
                 index=element,
             )
@@ -320,52 +309,25 @@ def agree_all(
 # --- which values must an array have, and where does it differ first?
 
 
-class Truth:
-    """The file's values, read by the format's own library alone."""
-
-    def __init__(self, source: Source, layout: SourceLayout) -> None:
-        self._source, self._layout = source, layout
-        self.name = str(source.info)
-
-    def values(self, region: Region) -> Array:
-        """The values of a region of the array, decoded, and cast to the array's dtype."""
-        place = self._layout.selection.to_file(region)
-        info = self._source.info
-        try:
-            raw = np.ascontiguousarray(self._source.plain(place), dtype=self._source.dtype).reshape(region.shape)
-        except Exception as error:
-            raise SourceError(
-                f"{info} could not be read again to verify it (elements {place}): {type(error).__name__}: {error}",
-                path=info.path,
-                dataset=info.dataset,
-            ) from error
-        if raw.dtype.kind == "b":
-            raw = raw.copy()
-            settle_bools(raw)
-        if not self._layout.casts:
-            return raw
-        out = np.empty(region.shape, dtype=self._layout.dtype)
-        conversion(self._layout.decoding)(raw, out, f"{info}, elements {place},")
-        return out
-
-    def explain(self, region: Region, from_file: Array, piece: Array | None, found: Array) -> str:
-        """Say which side is likelier wrong, if the device's values `found` differ from those that were read, `from_file`."""
-        info = self._source.info
-        if first_difference(from_file, self.values(region)) is not None:
-            raise SourceError(
-                f"{info} gives other values each time that {region} of the array is read: somebody writes it, or its storage "
-                "is failing. Nothing that was loaded from it can be trusted",
-                path=info.path,
-                dataset=info.dataset,
-            )
-        if piece is None:
-            return "The file gives the same twice: the array was changed since it was loaded, is of another file, or is corrupt"
-        if first_difference(piece, found) is not None:
-            return "The host's piece differs from the device: likelier wrong is the device, or the way to it"
-        return (
-            "The file gives the same twice, and the host's piece is as on the device: likelier wrong is how the values were "
-            "read or travelled, on the rank that read them"
-        )
+def true_values(source: Source, layout: SourceLayout, region: Region) -> Array:
+    """The file's values of a region, read by the format's own library alone, decoded, and cast to the array's dtype."""
+    info, place = source.info, layout.selection.to_file(region)
+    try:
+        raw = np.ascontiguousarray(source.plain(place), dtype=source.dtype).reshape(region.shape)
+    except Exception as error:
+        raise SourceError(
+            f"{info} could not be read again to verify it (elements {place}): {type(error).__name__}: {error}",
+            path=info.path,
+            dataset=info.dataset,
+        ) from error
+    if raw.dtype.kind == "b":
+        raw = raw.copy()
+        settle_bools(raw)
+    if not layout.casts:
+        return raw
+    out = np.empty(region.shape, dtype=layout.dtype)
+    conversion(layout.decoding)(raw, out, f"{info}, elements {place},")
+    return out
 
 
 def first_difference(expected: Array, found: Array) -> tuple[int, ...] | None:

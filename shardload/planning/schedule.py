@@ -103,18 +103,6 @@ class SourceLayout:
             per_object = tuple(object_shape[k] // n for k, n in zip(selection.kept, cell, strict=True))
         return cls(selection, chunks, chunk_shape, file_dtype, dtype, codec, decoding, per_object)
 
-    @staticmethod
-    def pattern(selection: Selection, chunk_shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """A key that is equal for selections which the chunks cut in the same way, wherever they are: they share a plan.
-
-        >>> from shardload.planning.selection import select_axes
-        >>> [SourceLayout.pattern(select_axes(index, (8, 16)), (4, 4)) for index in (0, 5, (7, slice(4, 16)))]
-        [((16,), (1,), (0,)), ((16,), (1,), (0,)), ((12,), (1,), (0,))]
-        """
-        axes = selection.kept
-        phase = () if chunk_shape is None else tuple(o % chunk_shape[k] for k, o in zip(axes, selection.offset, strict=True))
-        return selection.shape, axes, phase
-
     @property
     def has_chunks(self) -> bool:
         """True if the file has chunks, so that `chunks` are not stand-ins."""

@@ -52,7 +52,7 @@ BY_CHECKSUM = {
 # Two messages of the same size look alike; two notes do not.
 SWAPPED = "two parts take each other's way"
 # What was read is wrong, or what has arrived is written over: only the file can say.
-READ = "likelier wrong is how the values were read or travelled"
+READ = "this is the first. If the array was changed since it was loaded"
 BY_FILE = {
     "a read in the wrong place": ("VerifyError", READ),
     "chunks decoded wrongly": ("VerifyError", READ),

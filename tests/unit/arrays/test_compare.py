@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.arrays.verification import Truth, first_difference
-from shardload.errors import ShardloadError, SourceError
+from shardload.arrays.verification import first_difference, true_values
+from shardload.errors import ShardloadError
 from shardload.formats.memory import MemorySource
 from shardload.planning.region import Grid, Region
 from shardload.planning.samples import sample_regions
@@ -67,36 +67,8 @@ def test_another_seed_gives_other_boxes() -> None:
     assert len(list(sample_regions(shard, None, 4, 0, 8))) == 8
 
 
-class Unsteady(MemorySource):
-    """Gives other values each time."""
-
-    n = 0
-
-    def plain(self, region: Region) -> Any:
-        self.n += 1
-        return super().plain(region) + self.n
-
-
-def truth_of(source: MemorySource, dtype: str = "f4") -> Truth:
-    selection = select_axes((slice(1, 4),), (5, 6))
-    return Truth(source, SourceLayout.cut(selection, None, source.dtype, np.dtype(dtype)))
-
-
-def test_truth_is_selected_swapped_and_cast() -> None:
-    found = truth_of(MemorySource(TABLE.astype(">i8")), "i2").values(Region((1, 2), (3, 4)))
+def test_true_values_are_selected_swapped_and_cast() -> None:
+    source = MemorySource(TABLE.astype(">i8"))
+    layout = SourceLayout.cut(select_axes((slice(1, 4),), (5, 6)), None, source.dtype, np.dtype("i2"))
+    found = true_values(source, layout, Region((1, 2), (3, 4)))
     np.testing.assert_array_equal(found, TABLE[2:4, 2:4].astype("i2"), strict=True)
-
-
-@pytest.mark.parametrize(
-    ("piece", "found", "says"), [(None, 9, "changed since it was loaded"), (5, 9, "device"), (9, 9, "read or travelled")]
-)
-def test_which_side_is_likelier_wrong(piece: float | None, found: float, says: str) -> None:
-    truth, region = truth_of(MemorySource(TABLE)), Region((0, 0), (1, 1))
-    held = None if piece is None else np.full((1, 1), piece, "f4")
-    assert says in truth.explain(region, truth.values(region), held, np.full((1, 1), found, "f4"))
-
-
-def test_a_file_that_changes_is_the_files_fault() -> None:
-    truth, region = truth_of(Unsteady(TABLE)), Region((0, 0), (1, 1))
-    with pytest.raises(SourceError, match="gives other values each time"):
-        truth.explain(region, truth.values(region), None, np.zeros((1, 1), "f4"))
