@@ -31,7 +31,6 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.zarr import growth
 from shardload.formats.zarr.growth import GrowthEncoder, GrowthSink
 from shardload.formats.zarr.source import ZarrSource
-from shardload.jobs.saving.append import _Appending
 from shardload.storage import new_folder
 from shardload.storage.changes import AppendLock
 from shardload.storage.leftovers import find_leftover
@@ -864,11 +863,6 @@ def test_renames_that_a_file_server_made_and_reports_as_failed(
 # --- wrong implementations
 
 
-def _fill(self: Any, name: str, region: Any) -> Array:
-    """The chunk at the edge is begun anew."""
-    return np.zeros(region.shape, self._growing[name].spec.dtype)
-
-
 @pytest.mark.parametrize("kind", ["v3", "v3 shards", "HDF5"])
 def test_old_values_that_cannot_be_read(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Wrong if the error were the library's alone, which names no file, or anything were appended."""
@@ -890,29 +884,6 @@ def test_old_values_that_cannot_be_read(ranks: Any, shared_tmp_path: Path, monke
     monkeypatch.undo()
     assert on_disk(ranks, shared_tmp_path) == [path.name]
     on_root(ranks, lambda: (look_file if kind == "HDF5" else look)(path, values[:7]))
-
-
-def test_a_wrong_length_of_the_edge_is_found(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these gives other values: that the tests above compare them is shown here."""
-    path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
-    for holder, name, wrong in (
-        (_Appending, "_stored", _fill),
-        (_Appending, "_stored", lambda self, name, region: np.full(region.shape, 3, self._growing[name].spec.dtype)),
-        (GrowthEncoder, "files", lambda self: ((a, a, edge) for a, _, edge in _right(self))),
-    ):
-        on_root(ranks, lambda: make(path, values[:5]))
-        with monkeypatch.context() as patch:
-            patch.setattr(holder, name, wrong)
-            shardload.append(path, tree_of(values, 5, P(None, "a")))
-
-        def differs() -> None:
-            with pytest.raises(AssertionError):
-                look(path, values)
-
-        on_root(ranks, differs)
-
-
-_right = GrowthEncoder.files
 
 
 def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -635,19 +635,6 @@ def test_variables_that_differ_between_ranks(
         mine.Free()
 
 
-@pytest.mark.any_version
-@pytest.mark.any_library
-@pytest.mark.mpi(min_size=2)
-def test_communicators_are_given_back(comm: Any) -> None:
-    """Wrong if a communicator's duplicate outlived it: MPICH has 2048. Each rank by itself, for ranks that wait take time."""
-    from mpi4py import MPI
-
-    for _ in range(2200):
-        mine = MPI.COMM_SELF.Dup()
-        GROUP.group_of(mine)
-        mine.Free()
-
-
 def test_communicators_that_cannot_be(comm: Any, files: dict[str, str]) -> None:
     """Wrong if a rank that is not in the communicator hung in it."""
     if not hasattr(comm, "Split"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PeerError
 from tests.mpi.sources import NAME
-from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, ramp, same_error, share, unit
+from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, ramp, same_error, share
 
 SPECS = (P("a", "b"), P("b", "a"), P(None, "a"), P(None, None, ("b", "a")))
 
@@ -207,12 +206,3 @@ def test_meshes_that_cannot_be(files: dict[str, str], comm: Any) -> None:
     if comm.size > 1:
         own = lambda: shardload.load(path, mesh_of(jax.local_devices()), P(), dataset=NAME)  # noqa: E731
         same_error(comm, own, PeerError, "of one process (jax.devices() has those of all)")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_axis_that_does_not_divide(comm: Any, files: dict[str, str], shared_tmp_path: Path) -> None:
-    """Wrong if some rank got less without a word."""
-    n = unit() + 1
-    mesh = mesh_of(names=("a",))
-    text = f"axis 0 of the array on rank 0 has {n} elements, but P('a') splits it over {mesh.size} devices"
-    same_error(comm, lambda: shardload.scatter(ramp((n, 3)), mesh, P("a")), ConfigError, text, "pad=0")

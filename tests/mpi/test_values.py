@@ -315,27 +315,6 @@ def test_selection_padding_and_cast_together(comm: Any, shared_tmp_path: Path, r
         assert shardload.verify(x, path, how="file", **how).n_elements, "in the file's coordinates, before the cast"
 
 
-@pytest.mark.parametrize(
-    ("select", "says"),
-    [
-        (slice(None, None, 2), "step 2"),
-        ((0, 0, 0, 0), "4 axes"),
-        (10**6, "1000000"),
-        ((..., ...), "more than one"),
-        ("x", "'x'"),
-        (None, ""),
-        ([[1, 2]], "[1, 2]"),
-    ],
-)
-def test_selection_that_cannot_be(comm: Any, shared_tmp_path: Path, select: Any, says: str) -> None:
-    """Wrong if something NumPy reads in another way were read in ours."""
-    path = write(comm, shared_tmp_path, ramp(cube()))
-    if select is None:
-        check(shardload.load(path, mesh_of(), P(), select=None), ramp(cube()), mesh_of(), P())
-        return
-    same_error(comm, lambda: shardload.load(path, mesh_of(), P(), select=select), ConfigError, "select", says, "'/x' in")
-
-
 @pytest.mark.parametrize("trace", [jax.jit, jax.vmap, jax.grad], ids=["jit", "vmap", "grad"])
 def test_options_that_are_traced(comm: Any, shared_tmp_path: Path, trace: Any) -> None:
     """Wrong if a number that has no value yet were taken for one, or an error did not show what it is."""

@@ -191,18 +191,3 @@ def test_one_device_without_a_mesh(files: dict[str, str]) -> None:
     if len(jax.devices()) == 1:
         x = jax.device_put(ramp(cube()))
         assert shardload.verify(x, files["chunked"], dataset=NAME).n_elements == x.size
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("spec", [P(), P("a")])
-def test_replicas_that_differ(comm: Any, files: dict[str, str], spec: Any) -> None:
-    """Wrong if each process believed its own."""
-    values, mesh = ramp(cube()), mesh_of()
-    mine = values.copy()
-    if comm.rank == comm.size - 1:
-        mine[-1, -1, -1] = 0.5
-    x = array_of(mine, mesh, spec)
-    if len({str(i) for i in x.sharding.devices_indices_map(x.shape).values()}) == comm.size:
-        return  # two ranks: no replicas
-    for how in ("checksum", "file"):
-        same_error(comm, lambda how=how: shardload.verify(x, files["chunked"], dataset=NAME, how=how), VerifyError, "rank")

@@ -62,6 +62,28 @@ def test_a_group_of_one_needs_no_mpi() -> None:
     assert alone.all_same(asked(), True) and not alone.all_same(asked(), False)
 
 
+@pytest.mark.parametrize("kind", [ShardloadError, ConfigError, SourceError, PeerError, ZeroDivisionError])
+def test_alone_an_error_is_raised_as_it_is(kind: type[Exception]) -> None:
+    """Any other than ours is the cause of a PeerError."""
+    error, is_ours = kind("what went wrong"), issubclass(kind, ShardloadError)
+
+    def fail() -> str:
+        raise error
+
+    for call in (
+        lambda: Group(None).agree(error),
+        lambda: Group(None).agree_same(asked(), error),
+        lambda: Group(None).tell(fail, 0),
+        lambda: Group(None).begin(asked(), fail),
+    ):
+        text = r"^what went wrong$" if is_ours else r"^ZeroDivisionError: what went wrong$"
+        with pytest.raises(kind if is_ours else PeerError, match=text) as caught:
+            call()
+        assert (caught.value if is_ours else caught.value.__cause__) is error
+        assert error.__cause__ is not error, "a chain of causes that never ends"
+        assert not isinstance(caught.value, ShardloadError) or caught.value.rank is None
+
+
 def test_two_loads_never_share_a_tag() -> None:
     group = Group(None)
     tags = [tag for _ in range(8000) for tag in group.next_tags()]

@@ -126,18 +126,6 @@ def write(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[dict[str,
 Write = Callable[[dict[str, Any]], str]
 
 
-def test_the_only_array_needs_no_name(write: Write) -> None:
-    path = write({"g/rho": flat((3, 4))})
-    infos = [find_array(path), find_array(Path(path)), *(find_array(path, n) for n in ("g/rho", "/g/rho", "/g/rho/"))]
-    assert infos == [find_array(path + ":/g/rho")] * 5 == list_arrays(path) * 5
-    assert infos[0].path == path and infos[0].dataset == "/g/rho" and infos[0].shape == (3, 4)
-    for where in (path, Path(path), path + ":g/rho"):
-        source = open_source(where, "g/rho")
-        check_source(source, flat((3, 4)))
-        assert source.info == infos[0]
-        source.close()
-
-
 def test_several_arrays_are_listed_largest_first(write: Write) -> None:
     path = write({f"v{k}": flat((k + 1, 3)) for k in range(10)} | {"w": flat((10, 3), "float64")})
     with pytest.raises(ConfigError) as caught:

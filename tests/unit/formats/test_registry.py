@@ -12,13 +12,7 @@ from shardload.errors import SourceError
 from shardload.formats import registry
 from shardload.formats.access import Access
 from shardload.formats.lookup import find_array
-from tests.unit.files import flat, write_hdf5, write_zarr
-
-
-def test_each_format_is_found_by_the_content_of_a_file(tmp_path: Path) -> None:
-    assert [file_format.name for file_format in registry.formats()] == ["HDF5", "Zarr"]
-    assert find_array(write_hdf5(tmp_path / "a.dat", {"x": flat((3,))})).format == "HDF5"
-    assert find_array(write_zarr(tmp_path / "a.folder", {"x": flat((3,))})).format == "Zarr v3"
+from tests.unit.files import flat, write_hdf5
 
 
 def test_a_format_that_cannot_be_imported_is_an_error_about_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,19 +175,6 @@ def test_format_2(tmp_path: Path, compressor: Any, separator: str) -> None:
     assert (tmp_path / "a.zarr" / "a" / separator.join("110")).exists()
 
 
-@pytest.mark.parametrize("separator", [".", "/"])
-@pytest.mark.parametrize("name", ["default", "v2"])
-def test_names_of_chunk_files(tmp_path: Path, name: str, separator: str) -> None:
-    arrays = {"a": flat((5, 7, 3), first=1), "scalar": np.float32(3.5)}
-    path = write_zarr(tmp_path / "a.zarr", arrays, chunk_key_encoding={"name": name, "separator": separator})
-    for array, data in arrays.items():
-        check(path, array, np.asarray(data))
-    assert (tmp_path / "a.zarr" / "a" / separator.join("c110"[name == "v2" :])).is_file()
-    assert (tmp_path / "a.zarr" / "scalar" / {"default": "c", "v2": "0"}[name]).is_file()
-    (tmp_path / "a.zarr" / "scalar" / {"default": "c", "v2": "0"}[name]).unlink()
-    check(path, "scalar", np.asarray(np.float32(0)))
-
-
 def test_codecs_of_numcodecs_in_format_3(tmp_path: Path) -> None:
     data = flat((5, 7, 3), "int32", first=1)
     path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 3, 2), compressors=None)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -23,26 +22,6 @@ Pair = namedtuple("Pair", "left right")
 
 def said(tree: ArrayTree) -> list[tuple[str, Any, Any]]:
     return [(w, p.path, p.dataset) for w, p in zip(tree.where, tree.places, strict=True)]
-
-
-def test_one_name_is_no_tree() -> None:
-    tree = ArrayTree.join("a.h5", None)
-    assert tree.is_single and tree.build(["x"]) == "x"
-    assert tree.spread("dtype", {"any": "thing"}) == [{"any": "thing"}], "what it means is for the option to say"
-    assert not ArrayTree.join("a.h5", ["x"]).is_single, "a list of one gives a list"
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("halo", (2, 1)), ("edge", ("wrap", 0)), ("select", (0, slice(1, 3))), ("spec", ("a", None)), ("select", (None, None))],
-)
-def test_a_named_tuple_is_a_tree(name: str, values: Any) -> None:
-    """Wrong if the values of two arrays were taken for those of the axes of both; a tuple without names is one value."""
-    option = next((option for option in PER_LOADED_ARRAY if option.name == name), None)
-    is_single = is_one_spec if option is None or option.is_one is None else option.is_one
-    tree = ArrayTree.join("a.h5", Pair("x", "y"))
-    assert tree.spread(name, Pair(*values), is_single) == list(values)
-    assert tree.spread(name, values, is_single) == [values, values]
 
 
 @pytest.mark.parametrize(
@@ -190,11 +169,3 @@ def test_an_error_names_its_array() -> None:
     assert isinstance(memory.__cause__, MemoryError)
     alone = MemoryError("no room")
     assert in_array("", alone) is alone
-
-
-def test_a_path_can_be_an_open_array(tmp_path: Path) -> None:
-    """Wrong if an open array were taken for a tree of its rows."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        made, plain = file.create_dataset("x", data=np.arange(4)), np.zeros((2, 2))
-        (first, second) = ArrayTree.join([made, plain], None).places
-        assert first.path is made and second.path is plain

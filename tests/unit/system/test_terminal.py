@@ -16,7 +16,6 @@ from shardload.system.terminal import (
     own_stdout,
     width_of,
     width_of_prints,
-    wrap,
 )
 
 COLUMNS = (Column("name"), Column("shape"), Column("dtype"), Column("size", is_number=True))
@@ -25,20 +24,6 @@ ROWS = [
     ["/x", "12", "float64", "96 B"],
     ["/y", "", "int8", "1 B"],
 ]
-
-
-@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 200])
-def test_a_table_fits_and_loses_nothing(width: int) -> None:
-    """Wrong if a cell were cut, left out, or said twice, or if a line were wider than its words need."""
-    lines = fit_table(COLUMNS, ROWS, width)
-    longest = max(width, len("    16384 x 16384 x 16384"), len(ROWS[0][0]))
-    assert max(map(len, lines)) <= longest
-    assert all(line == line.rstrip() for line in lines)
-    text = " ".join(" ".join(lines).split())
-    for row in ROWS:
-        for cell in row:
-            assert cell in text, cell
-    assert [line.split()[0] for line in lines if line.startswith("/")] == [row[0] for row in ROWS], "names begin their lines"
 
 
 def test_the_forms_of_a_table() -> None:
@@ -52,17 +37,6 @@ def test_the_forms_of_a_table() -> None:
     ]
     assert fit_table(COLUMNS, ROWS[1:2], 12) == ["name  shape", "/x    12", "    dtype", "    float64;", "    size 96", "    B"]
     assert fit_table(COLUMNS, [], 80) == ["name  shape  dtype  size"]
-
-
-def test_words_are_not_broken() -> None:
-    text = "the shape (64, 64, 64) of P(('a', 'b'), None) is 16 x 15+1 x 3, or 1.0 MiB in 2.5 s (which is prose)"
-    for width in range(24, 60):
-        lines = wrap(text, width, "- ")
-        assert max(map(len, lines)) <= width
-        assert all(line.startswith("- " if k == 0 else "  ") for k, line in enumerate(lines))
-        assert " ".join(line[2:] for line in lines) == text
-    assert wrap("/a/path/without-any/space/that-is-long", 10) == ["/a/path/without-any/space/that-is-long"]
-    assert wrap("", 10, "head ") == ["head"]
 
 
 def test_names_are_no_commands() -> None:

@@ -13,24 +13,9 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from shardload.system.thread_pool import Pool, call_together, done_here
+from shardload.system.thread_pool import Pool, call_together
 
 SECONDS = 20  # no test waits that long unless it fails
-
-
-def test_results_and_exceptions_come_to_who_asked() -> None:
-    error = KeyError("k")
-
-    def fail() -> None:
-        raise error
-
-    pool = Pool(2, "t")
-    products = [pool.submit(lambda a, b: a * b, k, 7) for k in range(40)]
-    failed = pool.submit(fail)
-    assert [future.result(SECONDS) for future in products] == [7 * k for k in range(40)]
-    assert failed.exception(SECONDS) is error
-    assert pool.submit(str, 5).result(SECONDS) == "5", "a thread outlives what it was told to do"
-    pool.close()
 
 
 def test_what_ends_a_thread_elsewhere_is_a_result_here() -> None:
@@ -43,21 +28,6 @@ def test_what_ends_a_thread_elsewhere_is_a_result_here() -> None:
     assert isinstance(pool.submit(leave).exception(SECONDS), SystemExit)
     assert pool.submit(len, "ab").result(SECONDS) == 2
     pool.close()
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_as_many_threads_as_there_may_be_work_at_once(n: int) -> None:
-    together, names = threading.Barrier(n), set()
-
-    def meet() -> None:
-        names.add(threading.current_thread().name)
-        together.wait(SECONDS)
-
-    pool = Pool(n, "shardload-read")
-    for future in [pool.submit(meet) for _ in range(4 * n)]:
-        future.result(SECONDS)
-    pool.close()
-    assert names == {f"shardload-read_{k}" for k in range(n)}
 
 
 def test_threads_are_started_only_when_none_is_free() -> None:
@@ -73,14 +43,6 @@ def test_threads_are_started_only_when_none_is_free() -> None:
     release.release(3)
     assert all(future.result(SECONDS) for future in held)
     pool.close()
-
-
-def test_the_first_that_was_submitted_is_the_first_that_is_done() -> None:
-    pool, seen = Pool(1, "t"), []
-    for future in [pool.submit(seen.append, k) for k in range(100)]:
-        future.result(SECONDS)
-    pool.close()
-    assert seen == list(range(100))
 
 
 @pytest.mark.parametrize("n_started", [0, 1])
@@ -176,17 +138,6 @@ raise SystemExit(5)
 """
     found = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (5, "", "")
-
-
-def test_done_here_is_a_future_of_what_has_been_done() -> None:
-    assert done_here(divmod, 7, 2).result(0) == (3, 1)
-    assert isinstance(done_here(divmod, 7, 0).exception(0), ZeroDivisionError)
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        done_here(interrupted)
 
 
 @pytest.mark.parametrize("starts", [True, False])

@@ -193,32 +193,6 @@ def test_arrays_sent_in_another_order(way: str, monkeypatch: pytest.MonkeyPatch)
     assert all(isinstance(error, PeerError) and "of array" in str(error) for error in failed(loads))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_drops_its_last_array(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a receipt of less than all were believed."""
-    right = exchange._outgoing
-
-    def wrong(arrays: Any, rank: int) -> Iterator[tuple[int, Block]]:
-        return right(arrays[:-1] if rank == 2 else arrays, rank)
-
-    monkeypatch.setattr(exchange, "_outgoing", wrong)
-    assert any(isinstance(error, PeerError) and error.rank == 2 for error in failed(Loads(way)))
-
-
-def test_a_last_array_that_all_ranks_drop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if only what is expected were looked at: every element of every target must have come."""
-    right, incoming = exchange._outgoing, Schedule.incoming
-    loads = Loads("messages", GIVEN[:3])
-    last = loads.given[-1].values.shape
-    monkeypatch.setattr(exchange, "_outgoing", lambda arrays, rank: right(arrays[:-1], rank))
-    monkeypatch.setattr(
-        Schedule,
-        "incoming",
-        lambda self, rank: {} if self.blocks.shape == last else incoming(self, rank),
-    )
-    assert all("0 elements arrived" in str(error) and "of array 2" in str(error) for error in failed(loads))
-
-
 @pytest.mark.parametrize("what", ["the number of another array", "no such array", "an array of other axes"])
 def test_an_offer_of_another_array(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if an offer's array were not compared with what is expected there, or an offer with a wrong one not answered."""

@@ -163,16 +163,6 @@ def test_a_cast_rounds_and_cuts_as_numpy_does(values: Array, to: str) -> None:
     np.testing.assert_array_equal(found.view("u1"), expected.view("u1"))
 
 
-@pytest.mark.parametrize("shown", [TABLE[::-1], TABLE.astype(">f4"), TABLE[:, ::-1]], ids=["flipped", "swapped", "mirrored"])
-def test_values_that_cannot_be_sent_as_they_are_are_staged(shown: Array) -> None:
-    source = FakeSource(TABLE, shows=shown)
-    block = fetch(reader_of(source), whole(rows(0, 8), rank=1))
-    (tile,) = block.tiles
-    assert block.slot is not None and np.shares_memory(tile.data, block.slot)
-    assert not np.shares_memory(tile.data, shown) and tile.data.dtype.isnative
-    np.testing.assert_array_equal(tile.data, TABLE)
-
-
 # --- staging
 
 

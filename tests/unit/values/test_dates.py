@@ -238,18 +238,6 @@ def test_dates_of_all_kinds(date: Any, wanted: Any) -> None:
     assert has_dates(near(date)) == (not isinstance(date, (float, np.int32)))
 
 
-@pytest.mark.parametrize("dtype", ["i4", "u8", "f4", "f8"])
-def test_a_span_ends_before_the_next_one(dtype: str) -> None:
-    """Wrong if a day took the 0:00 of the next one."""
-    for days in (np.arange(400).astype(dtype), np.arange(400).astype(dtype)[::-1]):
-        for low, high, first, last in (
-            ("2000-01-02", "2000-01-03", 1, 2),
-            ("2000-02", "2000-02", 31, 59),
-            ("1999", "2000", 0, 365),
-        ):
-            assert sorted(days[position(between(low, high), days, *DAILY.values())])[:: last - first] == [first, last]
-
-
 def test_near() -> None:
     """Wrong if a distance were in other units, or of a date and the one before the later one were not taken."""
     noon = np.arange(40) + 0.5
