@@ -124,12 +124,13 @@ def test_a_library_that_copies_a_chunk_first_is_noticed(file: WritableFile) -> N
 N_CHUNKS = 2500
 
 
-def many(folder: Path, alignment: int = 1) -> tuple[Sink, Any]:
-    """A sink of many chunks, of which HDF5 holds few back."""
+def many(folder: Path, alignment: int = 1, n_more: int = 0) -> tuple[Sink, Any]:
+    """A sink of many chunks, of which HDF5 holds few back; and of more arrays."""
     values = ramp((N_CHUNKS, 3), "<i4")
     spec = ArraySpec(values.shape, values.dtype, (1, 3), compression=Compression.of("gzip"))
     plain = ArraySpec(values.shape, values.dtype, (1, 3))
-    return make_sink(str(folder / "x.h5"), {"x": spec, "y": plain}, alignment=alignment), values
+    more = {f"z{k}": ArraySpec((1,), values.dtype) for k in range(n_more)}
+    return make_sink(str(folder / "x.h5"), {"x": spec, "y": plain} | more, alignment=alignment), values
 
 
 @pytest.mark.parametrize("alignment", quick_ones([1, 512], 512))
@@ -155,7 +156,7 @@ def test_a_file_whose_index_is_put_and_read_back(tmp_path: Path, alignment: int,
 def fail_in(folder: str, call: str, when: int, code: int) -> None:
     """What `test_metadata_that_cannot_be_put` runs in a process of its own: HDF5 in disorder ends it with a signal."""
     ledger_module._CACHE_NBYTES = 8192
-    sink, _ = many(Path(folder))
+    sink, _ = many(Path(folder), n_more=200)
     was, calls = getattr(os, call), []
 
     def fails(*arguments: Any) -> Any:
