@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -262,7 +262,7 @@ class ArrayToRead:
     values: Source | None = None
     naming: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    @property
+    @cached_property
     def file(self) -> str | None:
         """Equal for arrays of one file; None if the array is not in a file that is opened here."""
         return file_of(os.fspath(self.handle)) if isinstance(self.handle, (str, os.PathLike)) else None
@@ -290,11 +290,15 @@ class KeptSources:
 
     def __init__(self, arrays: Sequence[ArrayToRead], what_changed: str = "") -> None:
         self._arrays, self._what_changed = arrays, what_changed
-        self._n_arrays = Counter(array.file for array in arrays if array.file is not None)
         self._files: dict[str, OpenFile] = {}
         self.file_states: dict[str, State] = {}
         self.versions_read: dict[str, Sequence[Any]] = {}
         self._opened: dict[int, tuple[Source, State]] = {}
+
+    @cached_property
+    def _n_arrays(self) -> Counter[str | None]:
+        """How many arrays each file has: looked up by the first that opens one, since it may look at the file system."""
+        return Counter(array.file for array in self._arrays)
 
     def open(self, number: int) -> Source:
         """The source of an array. SourceError if it is not as it was planned, or in another version of the file."""
