@@ -145,15 +145,18 @@ def facts(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def facts_of_jax() -> dict[str, Any]:
     """What this process sees of JAX. The first call starts JAX's devices, and so waits for the other processes."""
-    devices = jax.local_devices()
-    return {
-        "jax_process": jax.process_index(),
-        "jax_processes": jax.process_count(),
-        "platform": devices[0].platform if devices else jax.default_backend(),
-        "devices": [int(device.id) for device in devices],
-        "n_devices": jax.device_count(),
-        "gpus": [_uuid(device.local_hardware_id) for device in devices if device.platform in ("gpu", "cuda")],
-    }
+    try:
+        devices = jax.local_devices()
+        return {
+            "jax_process": jax.process_index(),
+            "jax_processes": jax.process_count(),
+            "platform": devices[0].platform if devices else jax.default_backend(),
+            "devices": [int(device.id) for device in devices],
+            "n_devices": jax.device_count(),
+            "gpus": [_uuid(device.local_hardware_id) for device in devices if device.platform in ("gpu", "cuda")],
+        }
+    except Exception as error:  # JAX, its plugins or its drivers: report whatever they raise
+        return {"jax_problem": f"{type(error).__name__}: {error}"}
 
 
 def _uuid(ordinal: int) -> str:
@@ -175,12 +178,12 @@ def _examine(row: dict[str, Any], deadline: Deadline) -> tuple[list[Row], list[F
     deadline.at = "JAX to start on all ranks"
     try:
         initialize()
-        row |= facts_of_jax()
-    except Exception as error:  # JAX, its plugins or its drivers: report whatever they raise
-        is_ours = isinstance(error, ShardloadError)
-        if is_ours and row["mpi_size"] == 1 < row["n_tasks"]:  # neither MPI nor JAX connects the tasks
+    except ShardloadError as error:
+        if row["mpi_size"] == 1 < row["n_tasks"]:  # neither MPI nor JAX connects the tasks
             return [row], diagnose([row]), []
-        row["jax_problem"] = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        row["jax_problem"] = str(error)
+    else:
+        row |= facts_of_jax()
     deadline.at = f"the facts of the other ranks; here JAX: {row['jax_problem'] or 'started'}"
     group = group_of()
     row |= {"rank": group.rank, "node": list(group.node.ranks)}
