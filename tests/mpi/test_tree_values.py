@@ -277,7 +277,7 @@ WRONG = [
     ({"select": {"t": 10**6, "s": 0}}, ("array ['t']", "1000000")),
     ({"select": {"t": near(3), "s": 0}}, ("array ['s']", "names the axis 's'")),
     ({"select": near(3)}, ("array ['s']", "near(3) on axis 0", "pass select={'lat': shardload.near(VALUE)}")),
-    ({"decode": "yes"}, ("decode is 'yes'", "'valid'")),
+    ({"decode": "yes"}, ("decode is 'yes'", "expected None, True or False")),
     ({"decode": {"t": True, "s": 1}}, ("array ['s']", "decode is 1")),
     ({"decode": {"t": True, "x": True}}, ("decode does not match the arrays: only decode has ['x']",)),
     ({"decode": [True, False]}, ("decode does not match the arrays",)),
