@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import permutations
 from typing import Any
 
@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.assemble import addressable_shards, plain_jax, put_shard
 from shardload.arrays.sharding import cuts_of, ids_text, read_spec, region_of
 from shardload.errors import ConfigError
-from shardload.planning.region import Array, IntArray
+from shardload.planning.region import Array, IntArray, Region
 
 
 @dataclass(frozen=True)
@@ -231,13 +231,14 @@ def make_mask(extent: Extent, sharding: Any) -> jax.Array:
     """
     shape = extent.shape_global
 
-    def shard(index: tuple[slice, ...] | None) -> Array:
-        region, values = region_of(index, shape), np.asarray(True)
+    @cache  # replicas have the same values
+    def values_of(region: Region) -> Array:
+        values = np.asarray(True)
         for axis, bounds in enumerate(zip(region.start, region.stop, strict=True)):
             values = np.logical_and.outer(values, extent.places(axis, *bounds) >= 0)
         return values
 
-    return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(bool))
+    return jax.make_array_from_callback(shape, sharding, lambda index: values_of(region_of(index, shape)), dtype=np.dtype(bool))
 
 
 # --- the file's elements alone
