@@ -22,7 +22,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -353,9 +353,10 @@ class KeptSources:
     def close(self, kind: type[BaseException] | None = None, *_error: object) -> None:
         """Close all, but not after a stall (the error `kind`): a thread may hang in a read, and the library would wait."""
         if kind is None or not issubclass(kind, StallError):
-            for source, _ in self._opened.values():
-                source.close()
-            for file in self._files.values():
-                file.close()
+            with ExitStack() as closing_all:  # if one cannot be closed, the others are
+                for file in self._files.values():
+                    closing_all.callback(file.close)
+                for source, _ in self._opened.values():
+                    closing_all.callback(source.close)
         self._opened.clear()
         self._files.clear()

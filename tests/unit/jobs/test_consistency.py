@@ -15,13 +15,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.errors import SourceError
+from shardload.formats.access import STRICT
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, open_source
 from shardload.formats.memory import MemorySource
-from shardload.jobs.consistency import check_same, check_unchanged, contents_of, is_open, to_sums
+from shardload.jobs.consistency import ArrayToRead, KeptSources, check_same, check_unchanged, contents_of, is_open, to_sums
 from shardload.planning.region import Grid
 from shardload.planning.selection import select_axes
-from tests.unit.files import read_small, write_hdf5
+from tests.unit.files import raising, read_small, write_hdf5
 
 
 def added(states: list[tuple[int, ...] | None]) -> list[int]:
@@ -185,3 +186,15 @@ def test_an_open_array_that_cannot_be_read(tmp_path: Path, driver: str) -> None:
     names_it = pytest.raises(SourceError, match=r"chunk \(1,\) of '/a' in .*a.h5' could not be read")
     with h5py.File(tmp_path / "a.h5", driver=driver) as file, names_it:
         contents(file["a"])
+
+
+def test_an_array_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the others stayed open until the garbage collector came: who writes them next would find them locked."""
+    paths = [write_hdf5(tmp_path / f"{name}.h5", {"x": np.arange(9.0)}) for name in "abc"]
+    kept = KeptSources([ArrayToRead(path, find_array(path, "/x"), STRICT) for path in paths])
+    sources = [kept.open(number) for number in range(3)]
+    monkeypatch.setattr(sources[1], "close", raising(OSError("Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        kept.close()
+    for path, source in zip(paths, sources, strict=True):
+        assert (source.state() is None) == (source is not sources[1]), path
