@@ -285,7 +285,7 @@ def main() -> None:
     given = parser.parse_args()
     names = CALLS.split()
     if os.environ.get("SHARDLOAD_MPI") == "0":
-        shardload.initialize(comm.bcast(f"127.0.0.1:{free_port()}"), comm.size, comm.rank)
+        jax.distributed.initialize(comm.bcast(f"127.0.0.1:{free_port()}"), comm.size, comm.rank)
     else:
         shardload.initialize()
         names += ["threads", "threads", "threads_at_once"]

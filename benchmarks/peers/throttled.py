@@ -71,7 +71,7 @@ def main() -> None:
         slow_down()
         shardload.initialize()
     else:  # the kernel slows the messages down
-        shardload.initialize(address, comm.size, comm.rank)
+        jax.distributed.initialize(address, comm.size, comm.rank)
     jax.devices()
     gc.collect()
     gc.freeze()

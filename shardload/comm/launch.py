@@ -64,15 +64,6 @@ def split_address(address: str) -> tuple[str, str]:
     return host.strip("[]"), port
 
 
-def is_port(text: str) -> bool:
-    """True for the number of a port.
-
-    >>> is_port("61440"), is_port("0"), is_port("65536"), is_port("")
-    (True, False, False, False)
-    """
-    return text.isdecimal() and 0 < int(text) < 65536
-
-
 def addresses_of(host: str) -> list[str]:
     """The addresses that this machine finds under a name, in the order in which it would try them; may be empty."""
     try:
@@ -204,23 +195,18 @@ _MEET_SECONDS = 900.0  # how long ranks wait for each other to start JAX; a load
 _LAST_WORDS_SECONDS = 1.0  # for other ranks, which may be about to print the same error
 
 
-def initialize(
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    *,
-    local_device_ids: list[int] | None = None,
-) -> None:
+def initialize(*, local_device_ids: list[int] | None = None) -> None:
     """Start JAX's distributed runtime to match how this job was launched, and check that MPI and JAX see the same job.
 
-    1. With `coordinator_address`: as the arguments say, without looking at MPI or Slurm.
-    2. Under MPI (mpiexec, mpirun, ``srun --mpi=pmi2`` or ``pmix``): one JAX process per rank, process index equal to the rank.
-    3. Under srun without MPI (``SHARDLOAD_MPI=0``; or no MPI can be loaded, and task 0 warns): one JAX process per task.
-    4. In a single process: nothing to start.
+    1. Under MPI (mpiexec, mpirun, ``srun --mpi=pmi2`` or ``pmix``): one JAX process per rank, process index equal to the rank.
+    2. Under srun without MPI (``SHARDLOAD_MPI=0``; or no MPI can be loaded, and task 0 warns): one JAX process per task.
+    3. In a single process: nothing to start.
+
+    Processes that were started in another way call ``jax.distributed.initialize(address, num_processes, process_id)`` instead.
 
     JAX's coordinator, in process 0, does not authenticate clients. So it listens on the loopback interface if all processes are
     on one machine, else on the one interface that the others reach, or that ``JAX_COORDINATOR_BIND_ADDRESS`` names (its port
-    counts beside `coordinator_address` alone). Proxies (``http_proxy`` and its like) are not asked for it.
+    does not count). Proxies (``http_proxy`` and its like) are not asked for it.
 
     If mpi4py was told not to start MPI (``mpi4py.rc.initialize``), and nobody has, the first call that needs MPI starts it.
 
@@ -238,10 +224,6 @@ def initialize(
 
     Parameters
     ----------
-    coordinator_address : str, optional
-        ``"host:port"`` of process 0. Requires `num_processes` and `process_id`.
-    num_processes, process_id : int, optional
-        The number of processes, and the index of this one.
     local_device_ids : list of int, optional
         GPUs that this process uses, of those that it sees; by default chosen as above.
 
@@ -261,24 +243,6 @@ def initialize(
         n_processes = distributed.global_state.num_processes or 1
         if comm is not None and n_processes > 1:
             _refuse_mismatch(comm.size, n_processes)
-        return
-    if (coordinator_address, num_processes, process_id) != (None, None, None):
-        if coordinator_address is None or num_processes is None or process_id is None:
-            raise ConfigError(
-                "initialize() was given only some of these: pass coordinator_address='host:port', num_processes= "
-                "and process_id= together, or none of them under mpiexec or srun"
-            )
-        host, port = split_address(str(coordinator_address))
-        if not host or not is_port(port):
-            raise ConfigError(f"coordinator_address is {coordinator_address!r}; expected 'host:port', as in 'node1:61440'")
-        are_numbers = isinstance(num_processes, int) and isinstance(process_id, int)
-        if not are_numbers or not 0 <= process_id < num_processes:
-            raise ConfigError(
-                f"num_processes is {num_processes!r} and process_id {process_id!r}; expected how many processes there are, and "
-                "which of them this one is, from 0 on: numbers, as int(os.environ['SLURM_PROCID'])"
-            )
-        bind = os.environ.get(_BIND) or _listen_at(coordinator_address, process_id)
-        _start(coordinator_address, num_processes, process_id, local_device_ids, bind)
         return
     if comm is not None and comm.size > 1:
         _start_from_mpi(comm, local_device_ids)
@@ -451,11 +415,11 @@ def _without_proxies() -> Iterator[None]:
 def _refuse_taken_port(address: str, bind: str | None) -> None:
     """Raise ConfigError if another process has the port: JAX would end this process with a segmentation fault."""
     host, port = split_address(bind) if bind else ("", split_address(address)[1])
-    if is_port(port) and not is_free(int(port), host):
+    if not is_free(int(port), host):
         raise ConfigError(
             f"JAX cannot be started at {address}: another process of this machine ({socket.gethostname()}) has port {port}. "
-            "Pass another port in coordinator_address= (under srun without MPI the port follows from the job's and the step's "
-            "number: start the step again), or end the other process: 'ss -ltnp' lists who listens"
+            "Start the step again (its port follows from the job's and the step's number), or end the other process: "
+            "'ss -ltnp' lists who listens"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -324,25 +325,29 @@ def test_several_jax_processes_without_mpi(field: str, without_mpi: dict[str, st
     does_all_without_mpi(said)
 
 
-def test_given_coordinator(field: str) -> None:
-    """Wrong if a coordinator that was named were not used: here is no launcher that could tell."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    env = {"SHARDLOAD_MPI": "0", "SHARDLOAD_RANKS_PER_NODE": "0,1,0,1"}
-    said = together(field, [["given", address, "4", str(k)] for k in range(4)], [env] * 4)
-    does_all_without_mpi(said, n_nodes=2)
+def tasks_of_srun(n: int) -> list[dict[str, str]]:
+    """What srun would tell each task of a step on one node, and that they are to do without MPI."""
+    step = {"SLURM_JOB_ID": str(random.SystemRandom().randrange(1 << 20)), "SLURM_STEP_ID": "0", "SHARDLOAD_MPI": "0"}
+    step |= {"SLURM_STEP_NUM_TASKS": str(n), "SLURM_STEP_TASKS_PER_NODE": str(n)}
+    return [step | {"SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)} for k in range(n)]
+
+
+def test_tasks_of_srun_without_mpi(field: str) -> None:
+    """Wrong if the tasks did not find each other, or did not send values from node to node."""
+    envs = [task | {"SHARDLOAD_RANKS_PER_NODE": "0,1,0,1"} for task in tasks_of_srun(4)]
+    does_all_without_mpi(together(field, [["initialize"]] * 4, envs), n_nodes=2)
 
 
 def test_preemption_and_where_the_coordinator_listens(field: str) -> None:
     """Wrong if JAX's preemption service were there, which catches SIGTERM, or anybody could come to the coordinator."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    (said,) = singleton(field, "signals", address)
-    assert said == {"catches": False, "listens": ["127.0.0.1"]}
+    for (said,) in together(field, [["signals"]] * 2, tasks_of_srun(2)):
+        (host,) = said["listens"]
+        assert not said["catches"] and host.startswith("127.")
 
 
 def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
     """Wrong if one that is idle, in a load or in a collective of JAX's went on when it is told to end."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    started = [start(field, ["waits", address, "3", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(3)]
+    started = [start(field, ["waits"], task) for task in tasks_of_srun(3)]
     try:
         for process in started:
             assert process.stdout is not None and process.stdout.readline() == "waits\n"
@@ -359,13 +364,12 @@ def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
     ("what", "text"),
     [
         ("leaves", "rank 1 has come to the end of its program"),
-        ("late", "nothing has moved for 4 s (call: "),
+        ("busy", "nothing has moved for 4 s (call: "),
     ],
 )
 def test_a_process_that_is_not_there_without_mpi(field: str, what: str, text: str) -> None:
     """Wrong if the other waited for it in JAX, for minutes, until JAX ended both, or for ever."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    started = [start(field, [what, address, "4", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(4)]
+    started = [start(field, [what], task) for task in tasks_of_srun(4)]
     try:
         for process in (started[0], *started[2:]):  # also if the first one, which has JAX's coordinator, has ended
             out, _ = process.communicate(timeout=90)
@@ -377,12 +381,6 @@ def test_a_process_that_is_not_there_without_mpi(field: str, what: str, text: st
         for process in started:
             process.kill()
             process.communicate()
-
-
-def test_part_of_a_coordinator(field: str) -> None:
-    """Wrong if JAX guessed the rest."""
-    said = singleton(field, "part")
-    assert said[0]["type"] == "ConfigError" and "process_id= together" in said[0]["text"], said
 
 
 def test_jax_started_with_other_processes(field: str) -> None:

@@ -2,12 +2,10 @@
 
 ``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late [RANK]`` (devices first, everywhere or
 there), ``never RANK [copied]`` (which starts MPI and not JAX; after a call of all ranks), ``finalized`` (MPI, before a
-load), ``part`` (of a coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as
-process K of N, then load), ``given
-ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals
-ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test
-to end it: idle, in a load, in JAX's barrier), ``leaves ADDRESS N K`` (process 1 ends, the others load), or ``late ADDRESS N K``
-(process 1 is busy with something else while the others load).
+load), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process K of N, then load),
+``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals`` (what a process makes of SIGTERM, and
+where it listens), ``waits`` (for the test to end it: idle, in a load, in JAX's barrier), ``leaves`` (process 1 ends, the
+others load), or ``busy`` (process 1 does something else while the others load).
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ def main(path: str, what: str, *more: str) -> None:
         attempt(lambda: load(path))
         attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", comm=mpi.COMM_WORLD))
         return
-    if what == "late" and len(more) < 3:
+    if what == "late":
         if not more or os.environ["PMI_RANK"] in more:
             jax.devices()
         attempt(shardload.initialize)
@@ -134,9 +132,6 @@ def main(path: str, what: str, *more: str) -> None:
             importlib.import_module("mpi4py.MPI")
             time.sleep(600)  # the test does not wait so long: the others end the job
         return
-    elif what == "part":
-        attempt(lambda: shardload.initialize(num_processes=2))
-        return
     elif what == "own jax":
         jax.distributed.initialize(f"127.0.0.1:{free_ports(1)[0]}", 1, 0)
         attempt(lambda: load(path))
@@ -144,37 +139,31 @@ def main(path: str, what: str, *more: str) -> None:
     elif what == "jax":
         address, n, k = more
         jax.distributed.initialize(address, int(n), int(k))
-    elif what == "given":
-        address, n, k = more
-        attempt(lambda: shardload.initialize(address, int(n), int(k)))
     elif what == "signals":
-        (address,) = more
-        shardload.initialize(address, 1, 0)
+        shardload.initialize()
+        address = importlib.import_module("jax._src.distributed").global_state.coordinator_address
         print(json.dumps({"catches": catches_sigterm(), "listens": listeners(int(address.rpartition(":")[2]))}))
         return
     elif what == "leaves":
-        address, n, k = more
-        shardload.initialize(address, int(n), int(k))
+        shardload.initialize()
         load(path)
-        if k != "1":
+        if jax.process_index() != 1:
             attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
         return
-    elif what == "late":
-        address, n, k = more
-        shardload.initialize(address, int(n), int(k))
+    elif what == "busy":
+        shardload.initialize()
         load(path)
-        if k == "1":
+        if jax.process_index() == 1:
             time.sleep(600)  # the test does not wait so long
         attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
         return
     elif what == "waits":
-        address, n, k = more
-        shardload.initialize(address, int(n), int(k))
+        shardload.initialize()
         jax.devices()  # all of them must be there for that
         print("waits", flush=True)
-        if k == "1":
+        if jax.process_index() == 1:
             load(path)
-        elif k == "2":
+        elif jax.process_index() == 2:
             multihost_utils.sync_global_devices("nobody else comes")
         time.sleep(600)
     attempt(lambda: load(path))
