@@ -418,24 +418,7 @@ def scatter(
 
 
 def verify(
-    x: Any,
-    path: Any,
-    *,
-    dataset: Any = DEFAULTS.dataset,
-    select: Any = DEFAULTS.select,
-    dtype: Any = DEFAULTS.dtype,
-    decode: bool | str | None = DEFAULTS.decode,
-    pad: Any = DEFAULTS.pad,
-    halo: Any = DEFAULTS.halo,
-    edge: Any = DEFAULTS.edge,
-    how: str = DEFAULTS.how,
-    seed: int = DEFAULTS.seed,
-    staging: str | int = DEFAULTS.staging,
-    comm: Any = DEFAULTS.comm,
-    allow_external: bool = DEFAULTS.allow_external,
-    untrusted: bool = DEFAULTS.untrusted,
-    allow_filters: Any = DEFAULTS.allow_filters,
-    storage: Mapping[str, Any] | None = DEFAULTS.storage,
+    x: Any, path: Any, *, dataset: Any = DEFAULTS.dataset, how: str = DEFAULTS.how, seed: int = DEFAULTS.seed, **options: Any
 ) -> Any:
     """Compare an array, wherever it comes from, with the file that it should match.
 
@@ -448,19 +431,13 @@ def verify(
     x : jax.Array or tree of jax.Array
         The array. It has a NamedSharding, or is on one device. It is not changed. A tree is compared with the arrays that
         `dataset` has at the same keys.
-    path, dataset, select, dtype, decode, pad, halo, edge, comm, allow_filters, storage
-        As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast, `decode` if it
-        was decoded.
+    path, dataset and all options
+        As for the `load` that would give `x`: `select`, `pad` if it has padding, `dtype` if it was cast, `decode`, `halo`,
+        `edge`, `staging`, `comm`, `storage`, `allow_external`, `allow_filters`, `untrusted`.
     how : {"full", "file", "checksum", "index"}
         What to compare: all elements; some random regions; replicas with each other; or only shape and dtype.
     seed : int
         Seed for the random regions of ``"file"``.
-    staging : str or int
-        Cap on each process's memory for the comparison.
-    allow_external : bool
-        As in `load`: the file may refer to data outside its folder.
-    untrusted : bool
-        As in `load`: only helper processes open the file, and they may use all filters.
 
     Returns
     -------
@@ -489,7 +466,8 @@ def verify(
     >>> print(shardload.verify(x, "data.h5"))  # doctest: +ELLIPSIS
     verified by full: 1 shard where JAX asks for ...; 256 elements ...
     """
-    with VerifyCall(x, path, keywords_of("verify", locals())).begin() as call:
+    keywords = with_defaults("verify", {"dataset": dataset, "how": how, "seed": seed, **options})
+    with VerifyCall(x, path, keywords).begin() as call:
         return call.verify()
 
 
