@@ -25,7 +25,7 @@ import numpy as np
 
 from shardload.storage.objects import Bytes, RemoteError
 from shardload.storage.remote.address import address_of
-from shardload.storage.remote.ahead import Ahead
+from shardload.storage.remote.ahead import PIECE_NBYTES, Ahead
 from shardload.system.thread_pool import Pool
 
 _MOST_TRIES, _FIRST_TRIES = 8, 3  # of a request; of one to a store that has never answered
@@ -165,6 +165,20 @@ class Client:
             RemoteError if it cannot be read, and ValueError if it has more than `most` bytes, before they are read.
         """
         return _this_process().pool.submit(self._get, key, extent, pin, most)
+
+    def get_whole(self, key: str, most: int) -> Future[list[Future[Answer]]]:
+        """Fetch all of an object of at most `most` bytes, in pieces: the others begin as soon as the first one says how many
+        there are, also if nobody waits for them yet. Errors as from `get`, of the first piece by this future.
+        """
+
+        def fetch() -> list[Future[Answer]]:
+            first = Future[Answer]()
+            first.set_result(self._get(key, None if most <= PIECE_NBYTES else (0, PIECE_NBYTES), None, most))
+            data, pin = first.result()
+            starts = range(len(data), pin.nbytes, PIECE_NBYTES)
+            return [first, *(self.get(key, (start, min(start + PIECE_NBYTES, pin.nbytes)), pin) for start in starts)]
+
+        return _this_process().pool.submit(fetch)
 
     def _get(self, key: str, extent: tuple[int, int] | Mapping[str, int] | None, pin: Pin | None, most: int | None) -> Answer:
         options: dict[str, Any] = {} if extent is None else {"range": extent}

@@ -281,9 +281,18 @@ def _parts_in(pieces: list[_Piece], requests: Sequence[_Request], longest_nbytes
 class _WholeObject:
     """A whole object that was requested: about how many bytes it has, and how often it will still be read."""
 
-    answer: Future[Answer]
+    pieces: Future[list[Future[Answer]]]
     nbytes: int
     n_reads: int = 1
+
+
+def _content(fetching: Future[list[Future[Answer]]]) -> Content | None:
+    """The bytes of a whole object that was requested; None if it does not exist."""
+    try:
+        pieces = [piece.result()[0] for piece in fetching.result()]
+    except FileNotFoundError:
+        return None
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 class RemoteFolder:
@@ -329,9 +338,9 @@ class RemoteFolder:
                         nbytes += self._ahead.pop(key).nbytes
                 elif self._is_order_known:
                     self._read_early.add(key)
-        answers = [(key, self._ask(key, most_nbytes) if fetched is None else fetched.answer) for key, fetched in read]
+        fetching = [self._client.get_whole(key, most_nbytes) if fetched is None else fetched.pieces for key, fetched in read]
         ahead().add(-nbytes)
-        return [self._content(key, answer) for key, answer in answers]
+        return [*map(_content, fetching)]
 
     def expect(self, keys: Iterator[str], most_nbytes: int, nbytes: int) -> None:
         """Say which objects will be read, in about this order, the most bytes of each, and about how many it has. Other threads
@@ -356,29 +365,9 @@ class RemoteFolder:
                 if key in self._ahead:  # a stream may need it in two rounds
                     self._ahead[key].n_reads += 1
                 else:
-                    self._ahead[key] = _WholeObject(self._ask(key, most_nbytes), nbytes)
+                    self._ahead[key] = _WholeObject(self._client.get_whole(key, most_nbytes), nbytes)
                     n_more += nbytes
         ahead().add(n_more)
-
-    def _ask(self, key: str, most_nbytes: int) -> Future[Answer]:
-        """Fetch all of an object, or the first piece of one that may be large."""
-        extent = None if most_nbytes <= PIECE_NBYTES else (0, PIECE_NBYTES)
-        return self._client.get(key, extent, most=most_nbytes)
-
-    def _content(self, key: str, answer: Future[Answer]) -> Content | None:
-        try:
-            data, pin = answer.result()
-        except FileNotFoundError:
-            return None
-        if len(data) == pin.nbytes:
-            return data
-        content = np.empty(pin.nbytes, dtype=np.uint8)
-        content[: len(data)] = data
-        # Not by `read_into`, which waits for whoever fetches ahead: that may be who needs this content.
-        rest = RemoteObject(self._client, key, pin)._fetch(np.array([len(data)]), np.array([pin.nbytes - len(data)]))
-        for piece in rest:
-            content[piece.start : piece.stop] = piece.answer.result()[0]
-        return content
 
     def __del__(self) -> None:
         with suppress(RemoteError):  # after a fork

@@ -177,6 +177,22 @@ def test_an_object_that_is_read_twice_is_fetched_once_while_it_is_here():
         assert ahead()._nbytes == before and not folder._ahead
 
 
+def test_the_rest_of_a_large_object_does_not_wait_for_a_reader(server):
+    """Wrong if who reads it had to ask for what is behind the first piece: that is a round trip for each such chunk."""
+    number, has_begun = count(1), Event()
+
+    def note(key):
+        if next(number) == 3:
+            has_begun.set()
+        return False
+
+    server.faults.only = note
+    folder = open_remote(f"{server.url}/bucket/s")
+    folder.expect(iter(["c/1"]), 1 << 25, len(DATA))
+    assert has_begun.wait(60)
+    assert bytes(folder.read_many(["c/1"], 1 << 25)[0]) == DATA and len(server.gets()) == 3
+
+
 def test_what_is_read_is_fetched_ahead_beside_what_waits():
     """As a stream for validation, beside that of the training. Wrong if the one that waits took all room, so that each object
     of the other were asked for when it is read.
