@@ -289,10 +289,11 @@ class _WholeObject:
 def _content(fetching: Future[list[Future[Answer]]]) -> Content | None:
     """The bytes of a whole object that was requested; None if it does not exist."""
     try:
-        pieces = [piece.result()[0] for piece in fetching.result()]
+        pieces = fetching.result()
     except FileNotFoundError:
         return None
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    contents = [piece.result()[0] for piece in pieces]  # if it was removed meanwhile, that is an error
+    return contents[0] if len(contents) == 1 else np.concatenate(contents)
 
 
 class RemoteFolder:

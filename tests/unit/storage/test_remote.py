@@ -193,6 +193,20 @@ def test_the_rest_of_a_large_object_does_not_wait_for_a_reader(server):
     assert bytes(folder.read_many(["c/1"], 1 << 25)[0]) == DATA and len(server.gets()) == 3
 
 
+def test_a_large_object_that_is_removed_while_it_is_fetched(server):
+    """Wrong if it counted as one that was never there: its chunk would be fill values."""
+    number = count(1)
+
+    def remove(key):
+        if next(number) == 2:
+            server.put("bucket/s/c/1", None)
+        return False
+
+    server.faults.only = remove
+    with pytest.raises(RemoteError, match=r"'.*/s/c/1' is not there"):
+        open_remote(f"{server.url}/bucket/s").read_many(["c/1"], 1 << 25)
+
+
 def test_what_is_read_is_fetched_ahead_beside_what_waits():
     """As a stream for validation, beside that of the training. Wrong if the one that waits took all room, so that each object
     of the other were asked for when it is read.
