@@ -177,14 +177,15 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "unlimited": ("AXIS,...", parse_plain),
     "along": ("AXIS", parse_plain),
     "window": ("STEP,...", parse_plain),
+    "stack": ("NAME", str),
     "storage": ("NAME=VALUE", parse_storage),
 }
 _SWITCHES = ("decode", "progress")  # which can be switched off, too
 # The groups of options in ``--help``.
 _PANELS: dict[str, tuple[str, ...]] = {
-    "Which values": ("dataset", "select", "dtype", "decode", "pad", "missing"),
-    "Batches": ("along", "batch", "window", "shuffle", "pool", "prefetch", "border", "gaps"),
-    "The new file": ("chunks", "shards", "compression", "unlimited", "format", "mode"),
+    "Which values": ("dataset", "along", "select", "dtype", "decode", "pad", "missing"),
+    "Batches": ("batch", "window", "shuffle", "pool", "prefetch", "border", "gaps"),
+    "The new file": ("stack", "chunks", "shards", "compression", "unlimited", "format", "mode"),
     "How it is done": ("readers", "staging", "verify", "progress", "processes", "ranks_per_node"),
     "Trust, and stores": ("allow_external", "allow_filters", "untrusted", "storage"),
 }
@@ -209,7 +210,7 @@ def as_typed(message: str) -> str:
     return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
-_FLAGS = {name: f"--{name.replace('_', '-')}" for names in (*_PANELS.values(), ("axis", "resume", "stack")) for name in names}
+_FLAGS = {name: f"--{name.replace('_', '-')}" for names in (*_PANELS.values(), ("axis", "resume")) for name in names}
 _KEYWORD = re.compile(
     rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})="
     r"((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\[[^\[\]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[\w.]*\w)?)"

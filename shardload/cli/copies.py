@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from shardload.formats.concatenation import Concatenation
 from shardload.formats.lookup import split_path
 from shardload.jobs.copying.copy import CopyReport, copy
 from shardload.jobs.joining.join import concat, join
+from shardload.jobs.joining.request import is_one_file
 from shardload.system.terminal import width_of, wrap
 
 
@@ -62,9 +61,9 @@ def _say(out: IO[str], text: str) -> None:
 
 def source_of(file: str, along: str | int | None, dataset: Any, allow_external: bool) -> tuple[str | Concatenation, Any]:
     """What a call takes for FILE: its path, or the files of a pattern as one; and which arrays of it. Collective: yes."""
-    path, name = split_path(file)
-    if not glob.has_magic(path) or "://" in path or os.path.exists(path):
+    if is_one_file(file):
         return file, dataset
+    path, name = split_path(file)
     names = dataset if name is None else name
     return concat(path, along, dataset=names, allow_external=allow_external), names
 

@@ -71,7 +71,6 @@ class SourceEndpoint(Protocol):
 
     def stage(self, moves: Sequence[ArrayMove], resources: Resources, opened: ExitStack) -> None:
         """Give each move its producer, which stages what this rank sends. `opened` ends what is begun, when all has moved."""
-        ...
 
 
 class TargetEndpoint(Protocol):
@@ -79,11 +78,9 @@ class TargetEndpoint(Protocol):
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """Give each move its targets: memory for what this rank receives and keeps."""
-        ...
 
     def take(self, round_: Round) -> None:
         """Take the values of a round. May be collective, and then all ranks agree on what failed until now."""
-        ...
 
 
 @dataclass

@@ -350,6 +350,12 @@ class KeptSources:
         for number in list(self._opened)[: max(0, len(self._opened) - most)]:
             self._opened.pop(number)[0].close()
 
+    def __enter__(self) -> KeptSources:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close(*error)
+
     def close(self, kind: type[BaseException] | None = None, *_error: object) -> None:
         """Close all, but not after a stall (the error `kind`): a thread may hang in a read, and the library would wait."""
         if kind is None or not issubclass(kind, StallError):

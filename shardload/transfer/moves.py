@@ -37,22 +37,18 @@ class Producer(Protocol):
     @property
     def n_ahead(self) -> int:
         """Number of blocks to start before the first is done."""
-        ...
 
     def has_room(self, block: Block) -> bool:
         """True if `start` has a buffer for this block."""
-        ...
 
     def activity(self) -> Activity:
         """What its threads do, for the watchdog."""
-        ...
 
     def start(self, block: Block) -> StagedBlock:
         """Begin to stage one block: in a slot, which is taken at once, or in the memory where the values lie already.
 
         When the block is done, its parts that stay on this rank are in their targets. Not called again after a block failed.
         """
-        ...
 
 
 class Flow(Protocol):
@@ -60,19 +56,15 @@ class Flow(Protocol):
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """The blocks that a rank stages, in order. Each part names the rank that receives it and that rank's target."""
-        ...
 
     def incoming(self, rank: int) -> Mapping[int, Iterable[Part]]:
         """The parts that a rank receives from each other rank, in the order in which that rank sends them."""
-        ...
 
     def target(self, number: int) -> Region | None:
         """The elements that a target needs; None if it needs none."""
-        ...
 
     def targets(self, rank: int) -> Iterable[int]:
         """The targets that a rank fills."""
-        ...
 
 
 @dataclass(frozen=True)

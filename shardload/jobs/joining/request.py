@@ -12,6 +12,7 @@ from typing import Any
 
 from shardload.comm.group import Invocation
 from shardload.errors import ConfigError, without_queries
+from shardload.formats.lookup import split_path
 from shardload.options import CallOptions, Options, check_names, check_path
 from shardload.storage.remote import with_store
 from shardload.units import PrintedReport, counted, format_nbytes
@@ -96,6 +97,14 @@ class PartsRequest:
             )
         texts = {path: _NUMBER.split(path) for path in paths}
         return tuple(sorted(paths, key=lambda path: (texts[path], [int(n) for n in _NUMBER.findall(path)])))
+
+
+def is_one_file(files: Any) -> bool:
+    """True for the path of one file, or its URL; False for a pattern or a list."""
+    if not isinstance(files, str | os.PathLike):
+        return False
+    path = split_path(os.fspath(files))[0]
+    return "*" not in path.partition("?")[0] if "://" in path else not glob.has_magic(path) or os.path.exists(path)
 
 
 @dataclass(frozen=True)

@@ -177,9 +177,7 @@ class Loader:
         if self._options.verify == INDEX:  # who made an array has compared each of its shards with JAX's index map
             return [ShardFindings(Counter(n_shards=len(array.sharding.addressable_devices))) for array in arrays]
         checked = []
-        with ExitStack() as opened:
-            kept = kept_sources(self._loads)
-            opened.push(kept.close)
+        with kept_sources(self._loads) as kept:
             for k, (load, array, pieces_of_load) in enumerate(zip(self._loads, arrays, pieces, strict=True)):
                 layout, open_again = load.layout, partial(kept.open_again, k)
                 verifier = Verifier(load.name, layout.schedule, layout.source, load.options, seed, open_again)

@@ -250,10 +250,3 @@ def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:
         return None, source.opened_in()
     finally:
         source.close()
-
-
-def open_stream(path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> Stream:
-    """Plan a stream. Collective: yes."""
-    call = StreamCall(path, mesh, spec, keywords)
-    with call.begin():
-        return call.open()
