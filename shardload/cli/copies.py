@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -42,7 +41,7 @@ def run_copy(
     """
     rank = world_rank_and_size()[0]
     files, options["dataset"] = source_of(source, along, options["dataset"], options["allow_external"])
-    with _notes_printed():
+    with warnings.catch_warnings(action="ignore", category=LeftOutWarning):  # the report has all notes
         report = copy(files, target, only_plan=only_plan, **options)
     if rank:
         return
@@ -68,14 +67,6 @@ def source_of(file: str, along: str | int | None, dataset: Any, allow_external: 
     return concat(path, along, dataset=names, allow_external=allow_external), names
 
 
-@contextmanager
-def _notes_printed() -> Iterator[None]:
-    """What is left out is no warning here: the command prints all notes of the report."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LeftOutWarning)
-        yield
-
-
 def _as_json(report: CopyReport) -> str:
     document: dict[str, Any] = {"ok": True, "plan": report.plan.to_dict()}
     if report.written is not None:
@@ -89,7 +80,7 @@ def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_j
     if len(files) < 2:
         raise wrong("PART... WHOLE", "type the parts in their order, then the new file: shardload join a.nc b.nc whole.nc")
     *parts, whole = files
-    with _notes_printed():
+    with warnings.catch_warnings(action="ignore", category=LeftOutWarning):  # the report has all notes
         report = join(whole, parts, axis=axis, **options)
     if as_json:
         print(json.dumps({"ok": True, **asdict(report)}, indent=2), file=out)

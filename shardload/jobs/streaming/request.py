@@ -86,16 +86,12 @@ class StreamCall(LoadCall):
 
     def _read_stacks(self, tree: ArrayTree) -> list[tuple[str, list[int]]]:
         """The axis of each stack, and the numbers of its leaves."""
-        stack, stacks = self._keywords["stack"], list[tuple[str, list[int]]]()
+        stack = self._keywords["stack"]
         for name in tree.spread("stack", stack):
             OPTIONS["stack"].check(name)
-
-        def add(name: str | None, leaves: Any) -> None:
-            if name is not None:
-                stacks.append((name, jax.tree_util.tree_leaves(leaves)))
-
-        jax.tree_util.tree_map(add, stack, tree.build(range(len(tree.places))), is_leaf=is_one)
-        return stacks
+        names, structure = jax.tree_util.tree_flatten(stack, is_leaf=is_one)
+        leaves = map(jax.tree_util.tree_leaves, structure.flatten_up_to(tree.build(range(len(tree.places)))))
+        return [(name, numbers) for name, numbers in zip(names, leaves, strict=True) if name is not None]
 
     def _build(self, arrays: list[Any]) -> Any:
         """A batch, of an array for each leaf; those of a stack are the same."""
