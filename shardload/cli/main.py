@@ -33,6 +33,8 @@ _RESUME = "Go on with what a copy to Zarr that was killed has left; begin if the
 Resume = Annotated[bool, typer.Option("--resume", metavar="", help=_RESUME)]
 DryRun = Annotated[bool, typer.Option("--dry-run", metavar="", help="Print what would be done, and write nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of text, also of what went wrong.")]
+_SECONDS = "After so many seconds a waiting rank says for what, and exits."
+Seconds = Annotated[float, typer.Option(min=1, max=86_400, metavar="SECONDS", help=_SECONDS)]
 _MODE = ("w-", "w-: the new file must not exist; w: it is replaced, when all is written.")
 _STACK = (None, "In place of --axis: a new axis, of which each part is one step.")
 _ALL_ARRAYS = (None, 'Names of arrays; "group/*" for all below (default: all of the file).')
@@ -333,12 +335,7 @@ def join(
 
 @app.command()
 def doctor(
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=1, max=86_400, metavar="SECONDS", help="After so many seconds a waiting rank says for what, and exits."
-        ),
-    ] = 60,
+    timeout: Seconds = 60,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check how this job was started: what each rank sees, what is wrong, and the option that fixes it.

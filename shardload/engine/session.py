@@ -268,8 +268,6 @@ class Session:
                 return self._current[1]
             self.release()
         segment, slots_nbytes = segments.get(self.group.rank), staging.n_slots * aligned(staging.slot_nbytes)
-        if segment is not None and 0 < self._shared_nbytes < shared_nbytes(staging):
-            raise ValueError(f"{staging} does not fit into {self._shared_nbytes} bytes of shared memory: a defect in shardload")
         shared = segment.data if segment is not None and self._shared_nbytes else None
         resources = Resources(
             Slots(staging.n_slots, staging.slot_nbytes, shared),

@@ -13,6 +13,7 @@ the first one is kept until the ranks agree.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -131,15 +132,13 @@ class PiecesToBlocks:
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
         schedule = self.schedule
-        parts_by_sender: dict[int, list[Part]] = {}
+        parts_by_sender = defaultdict[int, list[Part]](list)
         for number in self.targets(rank):
             region = schedule.blocks.region(number)
             for shard in schedule.shards.grid.meeting(region):
                 sender = self._sender(shard, rank)
                 if sender != rank:
-                    parts_by_sender.setdefault(sender, []).extend(
-                        Part(part, number, sender) for part in schedule.messages(region, shard)
-                    )
+                    parts_by_sender[sender] += [Part(part, number, sender) for part in schedule.messages(region, shard)]
         return parts_by_sender
 
     def target(self, number: int) -> Region | None:

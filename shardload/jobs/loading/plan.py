@@ -125,9 +125,8 @@ class LoadReport(PrintedReport):
         ]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         decoded = f"{counted(self.chunks_decoded, 'chunk')} decoded{missing}"
-        fetched = (
-            f"; {counted(self.n_requests, 'request')}, {format_nbytes(self.nbytes_fetched)} fetched" if self.n_requests else ""
-        )
+        requests = counted(self.n_requests, "request")
+        fetched = f"; {requests}, {format_nbytes(self.nbytes_fetched)} fetched" if self.n_requests else ""
         fetched += f", {self.n_retries:,} again" if self.n_retries else ""
         return (
             f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read{fetched} in the job; "

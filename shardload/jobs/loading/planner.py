@@ -343,9 +343,8 @@ def _is_in_order(layout: LoadLayout, cost: Cost, info: ArrayInfo) -> bool:
     """True if ranks that read what they hold read nothing twice, and each a contiguous part of the file. (Of Zarr each reads
     some objects, wherever its part lies.)
     """
-    is_scattered = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:] and not info.format.startswith(
-        "Zarr"
-    )
+    is_cut = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:]
+    is_scattered = is_cut and not info.format.startswith("Zarr")
     return cost.decoded_nbytes == 0 or (not is_scattered and cost.amplification <= _MOST_FETCHED_TWICE)
 
 

@@ -208,12 +208,8 @@ class BackgroundSave:
         except BaseException as error:
             let_go(error)
             self._error = error
-            _log.log(
-                logging.DEBUG if self._rank else logging.ERROR,
-                "the save of '%s' in the background failed: %s",
-                self.path,
-                error,
-            )
+            level = logging.DEBUG if self._rank else logging.ERROR
+            _log.log(level, "the save of '%s' in the background failed: %s", self.path, error)
         finally:
             self._has_ended.set()
             self._are_copied.set()
