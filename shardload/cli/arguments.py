@@ -129,10 +129,8 @@ def _coordinate(text: str) -> Any:
 def _typed_end(text: str) -> int | float | str | None:
     if re.fullmatch(r"\d{4}-\d{1,2}(-\d{1,2}([T ]\d{1,2}(:\d{1,2}){0,2})?)?", text):
         return text
-    try:
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except ValueError:
-        return None
+    number = _number_or_word(text)
+    return None if isinstance(number, str) else number
 
 
 def parse_plain(text: str) -> Any:

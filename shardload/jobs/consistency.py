@@ -123,11 +123,7 @@ def checksum_of_samples(source: Source, selection: Selection, chunks: Grid | Non
 
 def _is_mapped(array: Any) -> bool:
     """True if the array's values are in a file (a memory map), so that reading all of them takes as long as a load."""
-    while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap):
-            return True
-        array = array.base
-    return False
+    return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_mapped(array.base))
 
 
 def to_sums(state: State) -> list[int]:

@@ -372,13 +372,10 @@ def _cut(
     values: np.ndarray[Any, Any], axes: tuple[str, ...], dims: list[str], selection: Selection, n: Mapping[str, int]
 ) -> tuple[list[str], np.ndarray[Any, Any]]:
     """The names of the axes and the values of a coordinate of a selected array, without padding."""
-    region = selection.region
-    lacking = [(0, max(0, region.stop[dims.index(name)] - size)) for name, size in zip(axes, values.shape, strict=True)]
+    region, places = selection.region, [dims.index(name) for name in axes]
+    lacking = [(0, max(0, region.stop[k] - size)) for k, size in zip(places, values.shape, strict=True)]
     if any(tail for _, tail in lacking):  # of an axis that can grow, and has grown in the array alone
         values = np.pad(values.astype("f8") if values.dtype.kind in "iub" else values, lacking, constant_values=np.nan)
-    index: list[Any] = []
-    for name in axes:
-        axis = dims.index(name)
-        index.append(slice(region.start[axis], region.stop[axis]) if name in n else region.start[axis])
+    index = (slice(region.start[k], region.stop[k]) if dims[k] in n else region.start[k] for k in places)
     cut = np.array(values[tuple(index)])  # a copy: the caller may write to it
     return [name for name in axes if name in n], cut
