@@ -89,6 +89,7 @@ class StreamCall(LoadCall):
         stack = self._keywords["stack"]
         for name in tree.spread("stack", stack):
             OPTIONS["stack"].check(name)
+        structure: Any
         names, structure = jax.tree_util.tree_flatten(stack, is_leaf=is_one)
         leaves = map(jax.tree_util.tree_leaves, structure.flatten_up_to(tree.build(range(len(tree.places)))))
         return [(name, numbers) for name, numbers in zip(names, leaves, strict=True) if name is not None]
