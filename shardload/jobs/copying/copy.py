@@ -520,8 +520,7 @@ def find_done(group: Group, sink: Sink, plan: CopyPlan) -> list[Bools]:
 
     def look() -> bytes:
         is_there = sink.take_up()
-        if is_there is None:
-            return pickle.dumps([])
-        return pickle.dumps([is_there[array.name].reshape(array.spec.grid) for array in plan.sources])
+        done = [] if is_there is None else [is_there[array.name].reshape(array.spec.grid) for array in plan.sources]
+        return pickle.dumps(done)
 
     return cast(list[Bools], pickle.loads(group.tell(look, 0)))  # of a rank of this job, never of a file

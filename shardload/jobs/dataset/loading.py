@@ -139,13 +139,8 @@ class DatasetCall(LoadCall):
         self._full_path, self._names = path, names
         file, group = (path, None) if isinstance(path, Concatenation) else split_path(os.fspath(path))
         self._group = f"/{group.strip('/')}" if group and group.strip("/") else ""
-        super().__init__(
-            "load_dataset",
-            file,
-            mesh,
-            PartitionSpec() if spec in (None, {}) else spec,
-            {**keywords, "dataset": f"{self._group}/*"},
-        )
+        spec = PartitionSpec() if spec in (None, {}) else spec
+        super().__init__("load_dataset", file, mesh, spec, {**keywords, "dataset": f"{self._group}/*"})
 
     def _join(self) -> ArrayTree:
         self._names = None if self._names is None else check_names(self._names)
@@ -182,9 +177,8 @@ class DatasetCall(LoadCall):
         """
         group = self._group
         coords = [coord for info in infos for coord in info.coords.values()]
-        not_data = {coord.dataset for coord in coords} | {
-            f"{group}/{coord.attrs[key]}" for coord in coords for key in _OF_COORDINATES if key in coord.attrs
-        }
+        beside = (f"{group}/{coord.attrs[key]}" for coord in coords for key in _OF_COORDINATES if key in coord.attrs)
+        not_data = {*beside, *(coord.dataset for coord in coords)}
         data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
         twice = [name for name, dims in data.items() if len(set(filter(None, dims))) < len([dim for dim in dims if dim])]
         data = {name: dims for name, dims in data.items() if name not in twice}

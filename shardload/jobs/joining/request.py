@@ -68,12 +68,10 @@ class PartsRequest:
         is_several = isinstance(parts, Iterable) and not isinstance(parts, str)
         texts = [check_path("parts", part, _OF_PARTS) for part in (parts if is_several else [parts])]
         paths = tuple(map(os.path.expanduser, texts))
-        if not is_several:
-            return cls(paths[0], axis, names, stack, word, options)
         if not paths:
             raise ConfigError("parts is empty: there is nothing to join. Pass the paths of the files, or a pattern")
         _check_order(paths)
-        return cls(paths, axis, names, stack, word, options)
+        return cls(paths if is_several else paths[0], axis, names, stack, word, options)
 
     @property
     def title(self) -> str:

@@ -120,9 +120,8 @@ class LoadReport(PrintedReport):
         return "\n".join(lines)
 
     def _total(self) -> str:
-        parts = [
-            f"{name} {number_text(p.seconds, 3)} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes
-        ]
+        phases = ((name, phase) for name, phase in self.phases.items() if phase.nbytes)
+        parts = [f"{name} {number_text(p.seconds, 3)} s, {format_nbytes(p.nbytes)}" for name, p in phases]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         decoded = f"{counted(self.chunks_decoded, 'chunk')} decoded{missing}"
         requests = counted(self.n_requests, "request")

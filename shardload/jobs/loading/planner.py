@@ -268,9 +268,8 @@ def lay_out_shards(request: Request, ranks: PlannedRanks, shape: tuple[int, ...]
     shard_with_halo = [n // c + 2 * h for n, c, h in zip(shape_global, cuts, halo.widths, strict=True)]
     shape_with_halo = tuple(n * c for n, c in zip(shard_with_halo, cuts, strict=True))
     # NumPy also counts the other axes if one is empty.
-    nbytes, shard_nbytes = (
-        math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_with_halo, shard_with_halo)
-    )
+    shapes = shape_with_halo, shard_with_halo
+    nbytes, shard_nbytes = (math.prod(max(1, n) for n in shape) * dtype.itemsize for shape in shapes)
     if nbytes > _MOST_NBYTES or shard_nbytes > _MOST_SHARD_NBYTES:
         raise SourceError(
             f"{name} would have shape {shape_with_halo} as {dtype}, {tuple(shard_with_halo)} on each device: more than any "

@@ -317,9 +317,8 @@ def _dataset_of(
     xarray, variables = sys.modules["xarray"], {}
     for name, variable in content.variables.items():
         plan = None if name in content.coords else _plan_of(content.group + name, plans)
-        was_packed = not PACKING.isdisjoint(variable.encoding) or (
-            plan is not None and plan.is_decoded and not PACKING.isdisjoint(plan.info.attrs)
-        )
+        attrs_in_file = plan.info.attrs if plan is not None and plan.is_decoded else {}
+        was_packed = not PACKING.isdisjoint([*variable.encoding, *attrs_in_file])
         x = values[name]
         stand_in = np.broadcast_to(np.zeros((), x.dtype), shapes[name]) if isinstance(x, jax.Array) else x
         variables[name] = _plain_variable(variable, stand_in, was_packed)
@@ -336,9 +335,8 @@ def _plain_variable(variable: Any, x: Any, was_packed: bool) -> Any:
         if not (was_packed and key in VALID_RANGE and np.asarray(value).dtype.kind in "iu")  # of the packed integers
     }
     is_date = isinstance(x, np.ndarray) and x.dtype.kind in "mMO"
-    encoding = {
-        key: value for key, value in variable.encoding.items() if key not in _OF_FILES or (is_date and key in _OF_DATES)
-    }
+    dropped = _OF_FILES - _OF_DATES if is_date else _OF_FILES
+    encoding = {key: value for key, value in variable.encoding.items() if key not in dropped}
     if encoding.get("_FillValue", 0) is not None:
         encoding.pop("_FillValue", None)
     if "units" in encoding:

@@ -451,10 +451,8 @@ class ReadAhead:
             with self._changed:
                 self._error = self._error or error
         with self._changed:
-            if main == self._make:
-                self._is_made = True
-            else:
-                self._is_read = True
+            self._is_made |= main == self._make
+            self._is_read |= main == self._read
             self._changed.notify_all()
         if main == self._read and isinstance(self._error, PeerError):
             self._warn_of(self._error)
