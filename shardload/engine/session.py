@@ -38,8 +38,6 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Outgoing, exchange, open_channels
 from shardload.transfer.moves import ArrayMove
 
-_NO_TAGS = (0, 0)  # of a round without messages
-
 
 @dataclass(frozen=True)
 class Round:
@@ -189,7 +187,7 @@ class Session:
         is not the next to be moved, `release` comes before.
         """
         self._n_rounds += 1
-        tags = self.group.next_tags() if round_.is_shared else _NO_TAGS
+        tags = self.group.next_tags() if round_.is_shared else (0, 0)
         begun, self._next = self._next, None
         if begun is None:
             begun = self._begin(round_, source, target)

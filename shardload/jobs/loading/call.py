@@ -253,8 +253,7 @@ class LoadCall:
         if self._call is not None and self._call.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
-        limits = ("small_nbytes", "small_total_nbytes")
-        caps = {name: min(getattr(tuning, name), most_nbytes) for name in limits}
+        caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_total_nbytes")}
         small = replace(tuning, **caps) if self.kind == "load" and options.readers == AUTO else None
         with Finder(options.access, small, keeps_states=not self.tree.is_single, tells=True) as finder:
             return self._find_all(finder)
