@@ -26,7 +26,7 @@ from shardload.errors import ConfigError
 from shardload.jobs.loading.call import LoadCall
 from shardload.jobs.loading.given_arrays import ScatterCall, VerifyCall, load_state
 from shardload.jobs.loading.plan import Plan, TreePlan
-from shardload.jobs.streaming.request import open_stream
+from shardload.jobs.streaming.request import StreamCall
 from shardload.jobs.streaming.stream import Stream
 from shardload.options import DEFAULTS, Progress, defaults_of, keywords_of, with_defaults
 
@@ -367,7 +367,8 @@ def stream(
     (4, 2, 4) (4, 4) [1, 2, 3, 4]
     (4, 2, 4) (4, 4) [5, 6, 7, 8]
     """
-    return open_stream(path, mesh, spec, keywords_of("stream", locals()))
+    with StreamCall(path, mesh, spec, keywords_of("stream", locals())).begin() as call:
+        return call.open()
 
 
 def scatter(

@@ -34,12 +34,9 @@ def is_unread(error: BaseException) -> bool:
     >>> is_unread(OSError(5, "Input/output error")), is_unread(OSError("truncated file")), is_unread(KeyError("x"))
     (True, False, False)
     """
-    return any(map(_is_unread, chain_of(error, has_contexts=False)))
-
-
-def _is_unread(error: BaseException) -> bool:
-    by_system = isinstance(error, OSError) and error.errno in _BY_SYSTEM
-    by_library = isinstance(error, (OSError, RuntimeError, KeyError)) and _BY_HDF5.search(str(error)) is not None
+    errors = [*chain_of(error, has_contexts=False)]
+    by_system = any(isinstance(each, OSError) and each.errno in _BY_SYSTEM for each in errors)
+    by_library = any(isinstance(each, (OSError, RuntimeError, KeyError)) and _BY_HDF5.search(str(each)) for each in errors)
     return by_system or by_library
 
 

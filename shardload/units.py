@@ -48,12 +48,7 @@ class PrintedReport:
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: the text."""
-        return as_html(str(self))
-
-
-def as_html(text: str) -> str:
-    """A text of several lines as HTML for a notebook."""
-    return f"<pre>{escape(text)}</pre>"
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def scalar_of(value: Any) -> Any:

@@ -129,10 +129,8 @@ def _coordinate(text: str) -> Any:
 def _typed_end(text: str) -> int | float | str | None:
     if re.fullmatch(r"\d{4}-\d{1,2}(-\d{1,2}([T ]\d{1,2}(:\d{1,2}){0,2})?)?", text):
         return text
-    try:
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except ValueError:
-        return None
+    number = _number_or_word(text)
+    return None if isinstance(number, str) else number
 
 
 def parse_plain(text: str) -> Any:
@@ -177,14 +175,15 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "unlimited": ("AXIS,...", parse_plain),
     "along": ("AXIS", parse_plain),
     "window": ("STEP,...", parse_plain),
+    "stack": ("NAME", str),
     "storage": ("NAME=VALUE", parse_storage),
 }
 _SWITCHES = ("decode", "progress")  # which can be switched off, too
 # The groups of options in ``--help``.
 _PANELS: dict[str, tuple[str, ...]] = {
-    "Which values": ("dataset", "select", "dtype", "decode", "pad", "missing"),
-    "Batches": ("along", "batch", "window", "shuffle", "pool", "prefetch", "border", "gaps"),
-    "The new file": ("chunks", "shards", "compression", "unlimited", "format", "mode"),
+    "Which values": ("dataset", "along", "select", "dtype", "decode", "pad", "missing"),
+    "Batches": ("batch", "window", "shuffle", "pool", "prefetch", "border", "gaps"),
+    "The new file": ("stack", "chunks", "shards", "compression", "unlimited", "format", "mode"),
     "How it is done": ("readers", "staging", "verify", "progress", "processes", "ranks_per_node"),
     "Trust, and stores": ("allow_external", "allow_filters", "untrusted", "storage"),
 }
@@ -209,7 +208,7 @@ def as_typed(message: str) -> str:
     return _KEYWORD.sub(lambda match: _flag(match[1], match[2]), message)
 
 
-_FLAGS = {name: f"--{name.replace('_', '-')}" for names in (*_PANELS.values(), ("axis", "resume", "stack")) for name in names}
+_FLAGS = {name: f"--{name.replace('_', '-')}" for names in (*_PANELS.values(), ("axis", "resume")) for name in names}
 _KEYWORD = re.compile(
     rf"(?<![\w.\"'/-])({'|'.join(_FLAGS)})="
     r"((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\[[^\[\]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[\w.]*\w)?)"

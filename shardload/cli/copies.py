@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -18,6 +15,7 @@ from shardload.formats.concatenation import Concatenation
 from shardload.formats.lookup import split_path
 from shardload.jobs.copying.copy import CopyReport, copy
 from shardload.jobs.joining.join import concat, join
+from shardload.jobs.joining.request import is_one_file
 from shardload.system.terminal import width_of, wrap
 
 
@@ -43,7 +41,7 @@ def run_copy(
     """
     rank = world_rank_and_size()[0]
     files, options["dataset"] = source_of(source, along, options["dataset"], options["allow_external"])
-    with _notes_printed():
+    with warnings.catch_warnings(action="ignore", category=LeftOutWarning):  # the report has all notes
         report = copy(files, target, only_plan=only_plan, **options)
     if rank:
         return
@@ -62,19 +60,11 @@ def _say(out: IO[str], text: str) -> None:
 
 def source_of(file: str, along: str | int | None, dataset: Any, allow_external: bool) -> tuple[str | Concatenation, Any]:
     """What a call takes for FILE: its path, or the files of a pattern as one; and which arrays of it. Collective: yes."""
-    path, name = split_path(file)
-    if not glob.has_magic(path) or "://" in path or os.path.exists(path):
+    if is_one_file(file):
         return file, dataset
+    path, name = split_path(file)
     names = dataset if name is None else name
     return concat(path, along, dataset=names, allow_external=allow_external), names
-
-
-@contextmanager
-def _notes_printed() -> Iterator[None]:
-    """What is left out is no warning here: the command prints all notes of the report."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LeftOutWarning)
-        yield
 
 
 def _as_json(report: CopyReport) -> str:
@@ -90,7 +80,7 @@ def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_j
     if len(files) < 2:
         raise wrong("PART... WHOLE", "type the parts in their order, then the new file: shardload join a.nc b.nc whole.nc")
     *parts, whole = files
-    with _notes_printed():
+    with warnings.catch_warnings(action="ignore", category=LeftOutWarning):  # the report has all notes
         report = join(whole, parts, axis=axis, **options)
     if as_json:
         print(json.dumps({"ok": True, **asdict(report)}, indent=2), file=out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -123,10 +123,8 @@ def _have_devices(n: int, axes: Mapping[str, int]) -> None:
             f"--mesh {_sizes_text(axes)} needs {n:,} devices of each process; expected at most {_MOST_DEVICES:,}. Use a "
             "smaller mesh, or start more processes; shardload plan takes a mesh of any size"
         )
-    try:
+    with suppress(AttributeError, RuntimeError, ValueError):  # an older JAX without this option, or devices that are in use
         jax.config.update("jax_num_cpu_devices", n)
-    except (AttributeError, RuntimeError, ValueError):  # an older JAX without this option, or devices that are in use already
-        return
 
 
 def _sizes_text(axes: Mapping[str, int]) -> str:

@@ -27,8 +27,16 @@ _MESH = "Mesh axes in order: a=4,b=2 is 8 devices."
 Axes = Annotated[Any, typer.Option(parser=parse_mesh, metavar="NAME=SIZE,...", help=_MESH)]
 _SPEC = "Mesh axis of each array axis; - for none, a+b for two. By names: lat=a,lon=b."
 Spec = Annotated[Any, typer.Option(parser=parse_spec, metavar="NAME,...", help=_SPEC)]
+_AXIS = "The axis along which they follow each other, by name, or number (default: the one that can grow)."
+Axis = Annotated[Any, typer.Option(parser=parse_plain, metavar="AXIS", help=_AXIS)]
+_RESUME = "Go on with what a copy to Zarr that was killed has left; begin if there is nothing."
+Resume = Annotated[bool, typer.Option("--resume", metavar="", help=_RESUME)]
+DryRun = Annotated[bool, typer.Option("--dry-run", metavar="", help="Print what would be done, and write nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of text, also of what went wrong.")]
+_SECONDS = "After so many seconds a waiting rank says for what, and exits."
+Seconds = Annotated[float, typer.Option(min=1, max=86_400, metavar="SECONDS", help=_SECONDS)]
 _MODE = ("w-", "w-: the new file must not exist; w: it is replaced, when all is written.")
+_STACK = (None, "In place of --axis: a new axis, of which each part is one step.")
 _ALL_ARRAYS = (None, 'Names of arrays; "group/*" for all below (default: all of the file).')
 
 _UsageError: Any = typer.BadParameter.__base__  # of which are all wrong options; typer does not export it
@@ -252,7 +260,8 @@ def bench_stream(
 @app.command()
 @takes(
     *("dataset", "select", "dtype", "chunks", "shards", "compression", "unlimited", "format", "mode", "staging", "verify"),
-    *("allow_external", "allow_filters", "untrusted", "storage", "progress"),
+    *("allow_external", "allow_filters", "untrusted", "storage", "progress", "along"),
+    along=(None, "Of a pattern: the axis along which the files follow each other (default: the one that can grow)."),
     dataset=_ALL_ARRAYS,
     chunks=(KEEP, "New chunks: a size for each axis (keep: as in IN)."),
     shards=(KEEP, "Zarr: files of so many elements, a multiple of the chunks."),
@@ -266,23 +275,8 @@ def bench_stream(
 def copy(
     source: Annotated[str, typer.Argument(metavar="IN[:/DATASET]", help="HDF5, netCDF4 or Zarr; or a pattern of files.")],
     target: Annotated[str, typer.Argument(metavar="OUT", help="The new file: .h5, .nc or .zarr.")],
-    along: Annotated[
-        Any,
-        typer.Option(
-            parser=parse_plain,
-            metavar="AXIS",
-            help="Of a pattern: the axis along which the files follow each other (default: the one that can grow).",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", metavar="", help="Go on with what a copy to Zarr that was killed has left; begin if there is nothing."
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Print what would be done, and write nothing.")
-    ] = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -307,24 +301,14 @@ def copy(
         from shardload.cli.copies import run_copy
 
         options |= {"dataset": tuple(options["dataset"] or ()), "resume": resume}
-        run_copy(out, source, target, along=along, only_plan=dry_run, as_json=as_json, **options)
+        run_copy(out, source, target, only_plan=dry_run, as_json=as_json, **options)
 
 
 @app.command()
-@takes("dataset", "mode", "allow_external", "progress", dataset=_ALL_ARRAYS, mode=_MODE)
+@takes("stack", "dataset", "mode", "allow_external", "progress", stack=_STACK, dataset=_ALL_ARRAYS, mode=_MODE)
 def join(
     files: Annotated[list[str], typer.Argument(metavar="PART... WHOLE", help="HDF5 or netCDF4; the new file: .h5 or .nc.")],
-    axis: Annotated[
-        Any,
-        typer.Option(
-            parser=parse_plain,
-            metavar="AXIS",
-            help="The axis along which they follow each other, by name, or number (default: the one that can grow).",
-        ),
-    ] = None,
-    stack: Annotated[
-        str | None, typer.Option(metavar="NAME", help="In place of --axis: a new axis, of which each part is one step.")
-    ] = None,
+    axis: Axis = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -346,17 +330,12 @@ def join(
     with one_message(as_json) as out:
         from shardload.cli.copies import run_join
 
-        run_join(out, files, axis=axis, stack=stack, as_json=as_json, **options)
+        run_join(out, files, axis=axis, as_json=as_json, **options)
 
 
 @app.command()
 def doctor(
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=1, max=86_400, metavar="SECONDS", help="After so many seconds a waiting rank says for what, and exits."
-        ),
-    ] = 60,
+    timeout: Seconds = 60,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check how this job was started: what each rank sees, what is wrong, and the option that fixes it.

@@ -20,8 +20,6 @@ from shardload.options import TIMEOUT, CallOptions
 from shardload.system.caller import warn_once
 from shardload.system.steps import steps_told_to
 
-_PLAN = "a plan"
-
 Plan = TypeVar("Plan")
 
 
@@ -92,7 +90,7 @@ class Call:
             group.agree_same(self.invocation, self._error)
             if find_error is not None:
                 raise find_error
-            group.agree_same(Invocation(_PLAN, self.invocation.title, description), plan_error)
+            group.agree_same(Invocation("a plan", self.invocation.title, description), plan_error)
         if plan is None:
             raise find_error or plan_error or ConfigError("nothing was planned")
         self.invocation = agreed

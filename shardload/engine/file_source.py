@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,16 @@ from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader, open_reader
 
 
+@dataclass(eq=False)
 class FileMove(ArrayMove):
     """What moves of an array that is read from a file, or from memory.
 
     Attributes
     ----------
+    flow : Schedule or BatchFlow
+        It also says what a rank ever reads.
+    producer : SourceReader
+        It also counts.
     info : ArrayInfo
         The array's metadata.
     layout : SourceLayout
@@ -38,21 +42,11 @@ class FileMove(ArrayMove):
         See `counter_of`.
     """
 
-    flow: Any  # one that also says what a rank ever reads: a `Schedule` or a `BatchFlow`
-    producer: Any  # a `SourceReader`, which also counts
-
-    def __init__(
-        self,
-        array: int,
-        flow: Any,
-        info: ArrayInfo,
-        layout: SourceLayout,
-        name: str | None = None,
-        naming_errors: Callable[[], AbstractContextManager[None]] = nullcontext,
-        is_cut: Sequence[bool] = (),
-    ) -> None:
-        super().__init__(array, flow, layout.dtype, str(info) if name is None else name, naming_errors)
-        self.info, self.layout, self.is_cut = info, layout, is_cut
+    flow: Any
+    producer: Any = field(default=None, init=False)
+    info: ArrayInfo = field(kw_only=True)
+    layout: SourceLayout = field(kw_only=True)
+    is_cut: Sequence[bool] = field(default=(), kw_only=True)
 
 
 class FileSource(ABC):
@@ -113,11 +107,6 @@ class FileSource(ABC):
         if in_store:
             reader.expect(self.coming(move))
         opened.enter_context(reader)
-        opened.push(partial(_interrupt, source))  # runs first: the reader waits for threads that read
+        # After an error, a stall or Ctrl-C nobody waits for values any more. It runs first: the reader waits for its threads.
+        opened.push(lambda kind, *_: None if kind is None else source.interrupt())
         return reader
-
-
-def _interrupt(source: Source, kind: type[BaseException] | None, *_: object) -> None:
-    """After an error, for example a stall or Ctrl-C: nobody waits for values any more."""
-    if kind is not None:
-        source.interrupt()

@@ -38,8 +38,6 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Outgoing, exchange, open_channels
 from shardload.transfer.moves import ArrayMove
 
-_NO_TAGS = (0, 0)  # of a round without messages
-
 
 @dataclass(frozen=True)
 class Round:
@@ -71,7 +69,6 @@ class SourceEndpoint(Protocol):
 
     def stage(self, moves: Sequence[ArrayMove], resources: Resources, opened: ExitStack) -> None:
         """Give each move its producer, which stages what this rank sends. `opened` ends what is begun, when all has moved."""
-        ...
 
 
 class TargetEndpoint(Protocol):
@@ -79,11 +76,9 @@ class TargetEndpoint(Protocol):
 
     def make_room(self, moves: Sequence[ArrayMove]) -> None:
         """Give each move its targets: memory for what this rank receives and keeps."""
-        ...
 
     def take(self, round_: Round) -> None:
         """Take the values of a round. May be collective, and then all ranks agree on what failed until now."""
-        ...
 
 
 @dataclass
@@ -192,7 +187,7 @@ class Session:
         is not the next to be moved, `release` comes before.
         """
         self._n_rounds += 1
-        tags = self.group.next_tags() if round_.is_shared else _NO_TAGS
+        tags = self.group.next_tags() if round_.is_shared else (0, 0)
         begun, self._next = self._next, None
         if begun is None:
             begun = self._begin(round_, source, target)
@@ -271,8 +266,6 @@ class Session:
                 return self._current[1]
             self.release()
         segment, slots_nbytes = segments.get(self.group.rank), staging.n_slots * aligned(staging.slot_nbytes)
-        if segment is not None and 0 < self._shared_nbytes < shared_nbytes(staging):
-            raise ValueError(f"{staging} does not fit into {self._shared_nbytes} bytes of shared memory: a defect in shardload")
         shared = segment.data if segment is not None and self._shared_nbytes else None
         resources = Resources(
             Slots(staging.n_slots, staging.slot_nbytes, shared),

@@ -123,11 +123,7 @@ def checksum_of_samples(source: Source, selection: Selection, chunks: Grid | Non
 
 def _is_mapped(array: Any) -> bool:
     """True if the array's values are in a file (a memory map), so that reading all of them takes as long as a load."""
-    while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap):
-            return True
-        array = array.base
-    return False
+    return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_mapped(array.base))
 
 
 def to_sums(state: State) -> list[int]:
@@ -349,6 +345,12 @@ class KeptSources:
             self.check_unchanged()
         for number in list(self._opened)[: max(0, len(self._opened) - most)]:
             self._opened.pop(number)[0].close()
+
+    def __enter__(self) -> KeptSources:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close(*error)
 
     def close(self, kind: type[BaseException] | None = None, *_error: object) -> None:
         """Close all, but not after a stall (the error `kind`): a thread may hang in a read, and the library would wait."""

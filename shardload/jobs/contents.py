@@ -47,13 +47,6 @@ class Contents(Mapping[str, ArrayInfo]):
         """Attributes of the file, or of the group that was named."""
         return groups_of(self._place, self._access)[0].get(self._group, {})
 
-    @cached_property
-    def _named(self) -> list[ArrayInfo]:
-        """The arrays with the names of their axes: if these are read on demand, all at once."""
-        infos = list(self._infos.values())
-        read_now(info.labels for info in infos if isinstance(info.labels, OnDemand))
-        return infos
-
     def __getitem__(self, name: str) -> ArrayInfo:
         if not isinstance(name, str):
             raise KeyError(f"{name!r} is no name; '{self.path}' has {some(list(self._infos)) or 'none'}")
@@ -75,7 +68,8 @@ class Contents(Mapping[str, ArrayInfo]):
 
     def __repr__(self) -> str:
         lines = [f"<{self.path}: {len(self)} {'array' if len(self) == 1 else 'arrays'}>"]
-        for info in self._named:
+        read_now(info.labels for info in self._infos.values() if isinstance(info.labels, OnDemand))
+        for info in self._infos.values():
             names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
             axes = f"({', '.join(names)})" if any(info.dims) else str(info.shape)
             kind = "dimension without a variable" if info.is_dimension else info.refused or info.dtype

@@ -118,9 +118,7 @@ def found_by_name(
     if kind == "hdf5" and not gone:
         return properties, []
     group = name.rpartition("/")[0]
-    places = {
-        place for places in named_beside(name, {"coordinates": properties.attrs.get("coordinates", "")}) for place in places
-    }
+    places = set[str]().union(*named_beside(name, {"coordinates": properties.attrs.get("coordinates", "")}))
     places = places if kind == "netcdf4" else {place for place in places if place.rpartition("/")[0] == group}
     for dim in [dim for dim in properties.dims if dim and dim not in gone]:
         above = group

@@ -45,12 +45,9 @@ def progress_of(
     """
     least = _WORTH_SHOWING_NBYTES if is_bytes else _WORTH_SHOWING_FILES
     if not callable(progress) and (rank != 0 or progress is False or (progress is None and total < least)):
-        return _UNSEEN
+        return nullcontext(lambda n: None)
     title = name if isinstance(name, str) else name()
     return _shown(progress, f"rank 0: {title}" if is_bytes else title, total, is_bytes)
-
-
-_UNSEEN: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda n: None)
 
 
 @contextmanager

@@ -237,15 +237,9 @@ class ArrayTree:
 
     def __init__(self, outline: Any) -> None:
         self._outline = outline
-        self._structure: Any = None
-        self.where = [""]
-        self.places: list[Place] = [outline]
-        if not isinstance(outline, Place):
-            leaves, self._structure = jax.tree_util.tree_flatten_with_path(
-                outline, is_leaf=lambda part: isinstance(part, Place)
-            )
-            self.where = [where_text(keys) for keys, _ in leaves]
-            self.places = [place for _, place in leaves]
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(outline, is_leaf=lambda part: isinstance(part, Place))
+        self.where = [where_text(keys) for keys, _ in leaves]
+        self.places: list[Place] = [place for _, place in leaves]
 
     @classmethod
     def join(cls, path: Any, dataset: Any) -> ArrayTree:
@@ -282,7 +276,7 @@ class ArrayTree:
     @property
     def is_single(self) -> bool:
         """True if the call is about one array, which is not in a tree."""
-        return self._structure is None and not self.places[0].is_pattern
+        return isinstance(self._outline, Place) and not self._outline.is_pattern
 
     @property
     def has_patterns(self) -> bool:
@@ -318,7 +312,7 @@ class ArrayTree:
         ConfigError
             If the tree of values does not match. It says at which keys.
         """
-        if self._structure is None or is_one(value):
+        if isinstance(self._outline, Place) or is_one(value):
             return [value] * len(self.places)
 
         def walk(outline: Any, value: Any, where: Where) -> Iterator[Any]:
@@ -373,12 +367,10 @@ class ArrayTree:
                     f"{error} in '{pattern.path}' is an array and a group in one: {pattern.dataset!r} cannot give it a place. "
                     "Pass the names"
                 ) from None
-        return ArrayTree(leaves[0] if self._structure is None else jax.tree_util.tree_unflatten(self._structure, leaves))
+        return ArrayTree(self.build(leaves))
 
     def build(self, values: Sequence[Any]) -> Any:
         """The values, one for each place, in the structure of the tree."""
-        if self._structure is None:
-            return values[0]
         return jax.tree_util.tree_unflatten(self._structure, list(values))
 
 

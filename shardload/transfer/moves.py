@@ -13,6 +13,7 @@ the first one is kept until the ranks agree.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,22 +38,18 @@ class Producer(Protocol):
     @property
     def n_ahead(self) -> int:
         """Number of blocks to start before the first is done."""
-        ...
 
     def has_room(self, block: Block) -> bool:
         """True if `start` has a buffer for this block."""
-        ...
 
     def activity(self) -> Activity:
         """What its threads do, for the watchdog."""
-        ...
 
     def start(self, block: Block) -> StagedBlock:
         """Begin to stage one block: in a slot, which is taken at once, or in the memory where the values lie already.
 
         When the block is done, its parts that stay on this rank are in their targets. Not called again after a block failed.
         """
-        ...
 
 
 class Flow(Protocol):
@@ -60,19 +57,15 @@ class Flow(Protocol):
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """The blocks that a rank stages, in order. Each part names the rank that receives it and that rank's target."""
-        ...
 
     def incoming(self, rank: int) -> Mapping[int, Iterable[Part]]:
         """The parts that a rank receives from each other rank, in the order in which that rank sends them."""
-        ...
 
     def target(self, number: int) -> Region | None:
         """The elements that a target needs; None if it needs none."""
-        ...
 
     def targets(self, rank: int) -> Iterable[int]:
         """The targets that a rank fills."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,15 +132,13 @@ class PiecesToBlocks:
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
         schedule = self.schedule
-        parts_by_sender: dict[int, list[Part]] = {}
+        parts_by_sender = defaultdict[int, list[Part]](list)
         for number in self.targets(rank):
             region = schedule.blocks.region(number)
             for shard in schedule.shards.grid.meeting(region):
                 sender = self._sender(shard, rank)
                 if sender != rank:
-                    parts_by_sender.setdefault(sender, []).extend(
-                        Part(part, number, sender) for part in schedule.messages(region, shard)
-                    )
+                    parts_by_sender[sender] += [Part(part, number, sender) for part in schedule.messages(region, shard)]
         return parts_by_sender
 
     def target(self, number: int) -> Region | None:

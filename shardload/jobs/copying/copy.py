@@ -369,7 +369,7 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
     options, (n_rounds, nbytes) = request.options, source.totals()
     with (
         progress_of(options.progress, f"copy to {request.target}", nbytes, group.rank) as advance,
-        source,
+        source.kept,
         Session(group, f"{call.invocation.digest:016x}", shared_nbytes=shared, checksums=options.checksums) as session,
         FileTarget(
             session,
@@ -401,8 +401,6 @@ def _copy(call: Call, request: CopyRequest, sink: Sink, plan: CopyPlan, started:
 
 class CopySource(FileSource):
     """The source of a copy on one rank, and its rounds. Files and arrays stay open from round to round.
-
-    A context manager, which closes the files.
 
     Parameters
     ----------
@@ -438,12 +436,6 @@ class CopySource(FileSource):
         self.kept = KeptSources(arrays, SINCE_FOUND)
         self.n_decoded = 0
         self.n_missing = [0] * len(plan.sources)
-
-    def __enter__(self) -> CopySource:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.kept.close(kind)
 
     def open(self, moves: Sequence[FileMove], opened: ExitStack) -> list[Source | None]:
         """See `FileSource`."""
@@ -495,8 +487,8 @@ class CopySource(FileSource):
         else:
             shards = Shards(slab.shape, (1,) * slab.ndim, np.array([[self._rank]], dtype=np.int64))
             schedule = plan_direct(layout, shards, self._n_ranks, max_nbytes=most)
-        is_cut = [start > 0 for start in slab.start]
-        return FileMove(array, schedule, self._plan.sources[array].info, layout, is_cut=is_cut)
+        info, is_cut = self._plan.sources[array].info, [start > 0 for start in slab.start]
+        return FileMove(array, schedule, layout.dtype, str(info), info=info, layout=layout, is_cut=is_cut)
 
     def _chunks(self, moves: Sequence[FileMove], slabs: Sequence[Region]) -> Iterator[Chunk]:
         """The chunks of the target that lie in this rank's pieces of slabs."""
@@ -528,8 +520,7 @@ def find_done(group: Group, sink: Sink, plan: CopyPlan) -> list[Bools]:
 
     def look() -> bytes:
         is_there = sink.take_up()
-        if is_there is None:
-            return pickle.dumps([])
-        return pickle.dumps([is_there[array.name].reshape(array.spec.grid) for array in plan.sources])
+        done = [] if is_there is None else [is_there[array.name].reshape(array.spec.grid) for array in plan.sources]
+        return pickle.dumps(done)
 
     return cast(list[Bools], pickle.loads(group.tell(look, 0)))  # of a rank of this job, never of a file

@@ -338,13 +338,8 @@ def _selection_by_name(select: Any, main: Mapping[str, Described]) -> dict[Any, 
         )
     ((info, properties, _),) = main.values()
     selection = _select(info, select, properties.dims)
-    return {
-        dim: slice(start, stop) if axis in selection.kept else start
-        for axis, (dim, start, stop) in enumerate(
-            zip(properties.dims, selection.region.start, selection.region.stop, strict=True)
-        )
-        if dim is not None
-    }
+    bounds = enumerate(zip(properties.dims, selection.region.start, selection.region.stop, strict=True))
+    return {dim: slice(a, b) if axis in selection.kept else a for axis, (dim, a, b) in bounds if dim is not None}
 
 
 def _select(info: ArrayInfo, select: Any, dims: Sequence[str | None]) -> Selection:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from shardload.formats.lookup import Finder, split_path
 from shardload.formats.sink import UNITS
 from shardload.jobs.contents import Contents, arrays_in
 from shardload.jobs.joining.join import concat
+from shardload.jobs.joining.request import is_one_file
 from shardload.jobs.loading.call import LoadCall, look_at
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.labelled import UNPADDED, as_unpadded, import_xarray, pad_variable, to_xarray
@@ -114,20 +114,12 @@ def load_dataset(
     options |= {"select": select, "decode": decode}
     keywords = with_defaults("load_dataset", options)
     files, keywords["storage"] = with_store(files, keywords["storage"])
-    if not isinstance(files, Concatenation) and (along is not None or not _is_one_file(files)):
+    if not isinstance(files, Concatenation) and (along is not None or not is_one_file(files)):
         of_files = {name: keywords[name] for name in ("allow_external", "storage", "timeout", "comm")}
         files = concat(files, along, dataset=dataset, **of_files)
     with DatasetCall(files, dataset, mesh, spec, keywords).begin() as call:
         plan: Any = call.hand_out(call.plan())
     return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)
-
-
-def _is_one_file(files: Any) -> bool:
-    """True for the path of one file, or its URL; False for a pattern or a list."""
-    if not isinstance(files, str | os.PathLike):
-        return False
-    path = split_path(os.fspath(files))[0]
-    return "*" not in path if "://" in path else not glob.has_magic(path) or os.path.exists(path)
 
 
 class DatasetCall(LoadCall):
@@ -147,13 +139,8 @@ class DatasetCall(LoadCall):
         self._full_path, self._names = path, names
         file, group = (path, None) if isinstance(path, Concatenation) else split_path(os.fspath(path))
         self._group = f"/{group.strip('/')}" if group and group.strip("/") else ""
-        super().__init__(
-            "load_dataset",
-            file,
-            mesh,
-            PartitionSpec() if spec in (None, {}) else spec,
-            {**keywords, "dataset": f"{self._group}/*"},
-        )
+        spec = PartitionSpec() if spec in (None, {}) else spec
+        super().__init__("load_dataset", file, mesh, spec, {**keywords, "dataset": f"{self._group}/*"})
 
     def _join(self) -> ArrayTree:
         self._names = None if self._names is None else check_names(self._names)
@@ -169,7 +156,8 @@ class DatasetCall(LoadCall):
         if self._names is None:
             infos, _, _ = arrays_in(os.fspath(self._full_path), labeller, 0)
             contents = Contents(self._path, infos, self._group or "/", finder.access)
-            infos = labeller.label_all(self._path, self._candidates(contents))
+            of_group = [info for info in contents.values() if info.dataset.rpartition("/")[0] == self._group]
+            infos = labeller.label_all(self._path, [info for info in of_group if not info.is_dimension])
             axes, mappings = self._variables(contents, infos)
         else:  # a server may list nothing
             names = [f"{self._group}/{name}" for name in self._names]
@@ -183,20 +171,14 @@ class DatasetCall(LoadCall):
             arrays[name] = finder.find(self._path, name, partial(look_at, labels[name], parts[name] or None))
         return axes, mappings, arrays
 
-    def _candidates(self, contents: Contents) -> list[ArrayInfo]:
-        """The arrays of the group: variables, and coordinates of some."""
-        group = self._group
-        return [info for info in contents.values() if info.dataset.rpartition("/")[0] == group and not info.is_dimension]
-
     def _variables(self, contents: Contents, infos: Sequence[ArrayInfo]) -> tuple[Axes, list[str]]:
         """Of the arrays of the group, with labels, the full names of those that are data, and the names of their axes; and of
         these the names of those whose value means nothing.
         """
         group = self._group
         coords = [coord for info in infos for coord in info.coords.values()]
-        not_data = {coord.dataset for coord in coords} | {
-            f"{group}/{coord.attrs[key]}" for coord in coords for key in _OF_COORDINATES if key in coord.attrs
-        }
+        beside = (f"{group}/{coord.attrs[key]}" for coord in coords for key in _OF_COORDINATES if key in coord.attrs)
+        not_data = {*beside, *(coord.dataset for coord in coords)}
         data = {info.dataset: list(info.dims) for info in infos if not info.refused and info.dataset not in not_data}
         twice = [name for name, dims in data.items() if len(set(filter(None, dims))) < len([dim for dim in dims if dim])]
         data = {name: dims for name, dims in data.items() if name not in twice}

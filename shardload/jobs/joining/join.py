@@ -112,17 +112,15 @@ def join(
     joined.describe(format_for(target))
     _protect_values(target, joined.places, request.options.access)
     folder = os.path.dirname(os.path.realpath(target))  # mode "w" replaces what a link leads to
-    names, outside = {}, set()
+    names = {}
     for part in joined.paths:
         real = os.path.realpath(part)
         is_inside = real.startswith(folder.rstrip(os.sep) + os.sep)
         names[part] = os.path.relpath(real, folder) if is_inside else real
-        if not is_inside:
-            outside.add(part)
     file = joined.file(target, names, mode)
     joined.warn(target)
     file.write(joined.values, lambda: joined.check_unchanged(target))
-    needs_external = any(part.path in outside for places in joined.places.values() for part in places)
+    needs_external = any(os.path.isabs(names[part.path]) for places in joined.places.values() for part in places)
     return JoinReport(target, len(names), joined.axis, tuple(joined.rows), joined.notes, joined.nbytes, needs_external)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardload.comm.group import Invocation
 from shardload.errors import ConfigError, without_queries
+from shardload.formats.lookup import split_path
 from shardload.options import CallOptions, Options, check_names, check_path
 from shardload.storage.remote import with_store
 from shardload.units import PrintedReport, counted, format_nbytes
@@ -67,12 +68,10 @@ class PartsRequest:
         is_several = isinstance(parts, Iterable) and not isinstance(parts, str)
         texts = [check_path("parts", part, _OF_PARTS) for part in (parts if is_several else [parts])]
         paths = tuple(map(os.path.expanduser, texts))
-        if not is_several:
-            return cls(paths[0], axis, names, stack, word, options)
         if not paths:
             raise ConfigError("parts is empty: there is nothing to join. Pass the paths of the files, or a pattern")
         _check_order(paths)
-        return cls(paths, axis, names, stack, word, options)
+        return cls(paths if is_several else paths[0], axis, names, stack, word, options)
 
     @property
     def title(self) -> str:
@@ -96,6 +95,14 @@ class PartsRequest:
             )
         texts = {path: _NUMBER.split(path) for path in paths}
         return tuple(sorted(paths, key=lambda path: (texts[path], [int(n) for n in _NUMBER.findall(path)])))
+
+
+def is_one_file(files: Any) -> bool:
+    """True for the path of one file, or its URL; False for a pattern or a list."""
+    if not isinstance(files, str | os.PathLike):
+        return False
+    path = split_path(os.fspath(files))[0]
+    return "*" not in path.partition("?")[0] if "://" in path else not glob.has_magic(path) or os.path.exists(path)
 
 
 @dataclass(frozen=True)

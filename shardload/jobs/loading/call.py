@@ -40,7 +40,7 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import SINCE_LABELS, check_same_version, check_unchanged
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, execute
-from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job
+from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job, no_devices
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
 from shardload.jobs.loading.request import Request, mesh_of, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_tree_of_specs, keys_text, naming_errors
@@ -229,7 +229,7 @@ class LoadCall:
         path_types = (str, os.PathLike)  # the working folder may be another one when the plan is executed
         loads = [replace(load, handle=absolute(load.handle)) if isinstance(load.handle, path_types) else load for load in loads]
         plans = [_with_names(load) for load in loads]
-        executor: Executor | None = None
+        executor: Executor = no_devices
         if self._call is not None:
             agreed, comm = self._call.invocation, self._keywords.get("comm")
             executor = partial(execute, comm, loads, agreed, self._tuning)
@@ -253,8 +253,7 @@ class LoadCall:
         if self._call is not None and self._call.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
-        limits = ("small_nbytes", "small_total_nbytes")
-        caps = {name: min(getattr(tuning, name), most_nbytes) for name in limits}
+        caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_total_nbytes")}
         small = replace(tuning, **caps) if self.kind == "load" and options.readers == AUTO else None
         with Finder(options.access, small, keeps_states=not self.tree.is_single, tells=True) as finder:
             return self._find_all(finder)

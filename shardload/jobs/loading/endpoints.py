@@ -123,8 +123,9 @@ def moves_of(loads: Sequence[ArrayLoad]) -> list[FileMove]:
     """What moves in a load of these arrays."""
     moves = []
     for k, load in enumerate(loads):
-        layout, name = load.layout, load.name if len(loads) > 1 else ""
-        moves.append(FileMove(k, layout.schedule, load.info, layout.source, name, load.naming_errors))
+        source, name = load.layout.source, load.name if len(loads) > 1 else ""
+        flow, naming = load.layout.schedule, load.naming_errors
+        moves.append(FileMove(k, flow, source.dtype, name, naming, info=load.info, layout=source))
     return moves
 
 

@@ -177,9 +177,7 @@ class Loader:
         if self._options.verify == INDEX:  # who made an array has compared each of its shards with JAX's index map
             return [ShardFindings(Counter(n_shards=len(array.sharding.addressable_devices))) for array in arrays]
         checked = []
-        with ExitStack() as opened:
-            kept = kept_sources(self._loads)
-            opened.push(kept.close)
+        with kept_sources(self._loads) as kept:
             for k, (load, array, pieces_of_load) in enumerate(zip(self._loads, arrays, pieces, strict=True)):
                 layout, open_again = load.layout, partial(kept.open_again, k)
                 verifier = Verifier(load.name, layout.schedule, layout.source, load.options, seed, open_again)
@@ -263,20 +261,18 @@ class Loader:
     def _settle_missing(self, n_missing: list[int], counters: list[Counters]) -> None:
         """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""
         missing = self._options.missing
-        incomplete = [
-            (load, counters_of_load, n) for load, counters_of_load, n in zip(self._loads, counters, n_missing, strict=True) if n
-        ]
+        incomplete = [k for k, n in enumerate(n_missing) if n]
         if missing == "fill" or not incomplete:
             return
-        numbers = [counters_of_load.first_missing for _, counters_of_load, _ in incomplete]
+        numbers = [counters[k].first_missing for k in incomplete]
         first_of_all = self._group.least_ints(np.array(numbers, dtype=np.int64)).tolist()
         texts = []
-        for (load, _, n), first in zip(incomplete, first_of_all, strict=True):
-            source = load.layout.source
-            text = describe_missing(n, first, load.info, source.selection, source.chunks)
+        for k, first in zip(incomplete, first_of_all, strict=True):
+            load, source = self._loads[k], self._loads[k].layout.source
+            text = describe_missing(n_missing[k], first, load.info, source.selection, source.chunks)
             texts.append(f"{load.where}: {text}" if load.where else text)
         more = f"; and in {len(texts) - _MOST_NAMED} more arrays" if len(texts) > _MOST_NAMED else ""
-        settle_missing("; ".join(texts[:_MOST_NAMED]) + more, missing, self._group.rank, incomplete[0][0].info)
+        settle_missing("; ".join(texts[:_MOST_NAMED]) + more, missing, self._group.rank, self._loads[incomplete[0]].info)
 
 
 def _sums_over_ranks(group: Group, errors: FirstError, numbers: _Numbers) -> _Numbers:

@@ -104,13 +104,9 @@ class ScatterCall(LoadCall):
                 f"array is traced on rank {self._root}: it has no values yet. Call scatter outside of jax.jit; inside, "
                 "jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) shards an array"
             ) from None
-        except (RuntimeError, TypeError) as error:  # deleted, spread over several processes, keys of random numbers
+        except (RuntimeError, TypeError, ValueError) as error:  # deleted, cut over processes, keys of random numbers, a list
             raise ConfigError(
-                f"array is a {type(value).__name__} on rank {self._root} of which NumPy gets no values: {error}"
-            ) from None
-        except ValueError as error:
-            raise ConfigError(
-                f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} To scatter "
+                f"array is a {type(value).__name__} on rank {self._root} of which NumPy gets no values: {error}. To scatter "
                 "several arrays, call it for each"
             ) from None
 

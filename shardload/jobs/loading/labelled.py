@@ -85,9 +85,10 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     (('x', 'dim_1'), array([2., 3., 4.]))
     """
     xarray = import_xarray("to_xarray")
-    plans = _plans_of(plan)
+    tree_of_plans = plan.plans if isinstance(plan, TreePlan) else plan
+    plans = [leaf for leaf in jax.tree.leaves(tree_of_plans) if isinstance(leaf, Plan)]  # `_wrap_tree` says what is none
     read_now(each_plan.info.labels for each_plan in plans if isinstance(each_plan.info.labels, OnDemand))
-    wrapped = _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
+    wrapped = _wrap_tree(xarray, tree, tree_of_plans, ())
     _warn_of_left_out(plans, isinstance(plan, Plan))
     return wrapped
 
@@ -99,14 +100,6 @@ def import_xarray(call: str) -> Any:
     except ImportError:
         raise ConfigError(f"{call} needs xarray. Type: pip install 'shardload[xarray]'") from None
     return xarray
-
-
-def _plans_of(plan: Any) -> list[Plan]:
-    """The plans of a tree. What is none in it is left to `_wrap_tree`, which says what is expected."""
-    if isinstance(plan, TreePlan):
-        return list(plan.leaves)
-    leaves = jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Plan))
-    return [leaf for leaf in leaves if isinstance(leaf, Plan)]
 
 
 def _warn_of_left_out(plans: Sequence[Plan], is_single: bool) -> None:
@@ -235,8 +228,8 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
     info, dims = plan.info, axes_of(plan)
     lengths = dict(zip(dims, array.shape, strict=True))
     # With a halo, rows are in the array more than once, and a row does not lie where its coordinate does.
-    haloed = haloed_axes(plan) if array.shape == plan.shape_global else set()
-    coords = coordinates_of(xarray, plan, lengths, haloed)
+    halo = plan.extent.halo if array.shape == plan.shape_global else [0] * len(dims)
+    coords = _coordinates_of(xarray, plan, lengths, {dim for dim, width in zip(dims, halo, strict=True) if width})
     attrs, encoding = _split(info.attrs) if plan.is_decoded else (_copied(info.attrs), {})
     attrs.pop(_NAMES_OF_COORDINATES, None)
     wrapped = xarray.DataArray(array, dims=dims, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
@@ -244,14 +237,13 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
     return wrapped
 
 
-def _check_version(plan: Plan, array: Any = None) -> None:
+def _check_version(plan: Plan, array: Any) -> None:
     """Raise SourceError if names and coordinates are those of another version of the file than the one that was loaded.
 
     They are looked up when somebody asks for them, and the file may be another one then. If they were looked up for an earlier
     version, they are read again.
     """
-    labels, info = plan.info.labels, plan.info
-    version = None if array is None else version_of(array)
+    labels, info, version = plan.info.labels, plan.info, version_of(array)
     version = plan._version if version is None else version
     if version is None or not isinstance(labels, Labels | OnDemand):
         return
@@ -285,21 +277,11 @@ def axes_of(plan: Plan) -> list[str]:
     return [dims[axis] for axis in plan._layout.source.selection.kept]
 
 
-def haloed_axes(plan: Plan) -> set[str]:
-    """The names of the axes along which a plan loads halos."""
-    return {
-        dim
-        for dim, padded, with_halo in zip(axes_of(plan), plan.shape_padded, plan.shape_global, strict=True)
-        if padded != with_halo
-    }
-
-
-def coordinates_of(xarray: Any, plan: Plan, n: Mapping[str, int], haloed: Set[str]) -> dict[str, Any]:
+def _coordinates_of(xarray: Any, plan: Plan, n: Mapping[str, int], haloed: Set[str]) -> dict[str, Any]:
     """The coordinates that a plan knows, by name: variables of xarray, cut as its array is selected, for axes of lengths `n`.
 
     Along an axis with padding, they go on with NaN. Those that have an axis of `haloed` in the file are left out.
     """
-    _check_version(plan)
     dims, selection = _dims(plan), plan._layout.source.selection
     coordinates = {}
     for name, coord in plan.info.coords.items():
@@ -390,13 +372,10 @@ def _cut(
     values: np.ndarray[Any, Any], axes: tuple[str, ...], dims: list[str], selection: Selection, n: Mapping[str, int]
 ) -> tuple[list[str], np.ndarray[Any, Any]]:
     """The names of the axes and the values of a coordinate of a selected array, without padding."""
-    region = selection.region
-    lacking = [(0, max(0, region.stop[dims.index(name)] - size)) for name, size in zip(axes, values.shape, strict=True)]
+    region, places = selection.region, [dims.index(name) for name in axes]
+    lacking = [(0, max(0, region.stop[k] - size)) for k, size in zip(places, values.shape, strict=True)]
     if any(tail for _, tail in lacking):  # of an axis that can grow, and has grown in the array alone
         values = np.pad(values.astype("f8") if values.dtype.kind in "iub" else values, lacking, constant_values=np.nan)
-    index: list[Any] = []
-    for name in axes:
-        axis = dims.index(name)
-        index.append(slice(region.start[axis], region.stop[axis]) if name in n else region.start[axis])
+    index = (slice(region.start[k], region.stop[k]) if dims[k] in n else region.start[k] for k in places)
     cut = np.array(values[tuple(index)])  # a copy: the caller may write to it
     return [name for name in axes if name in n], cut

@@ -31,7 +31,6 @@ from shardload.system.terminal import WIDTH, Column, fit_table, width_of_prints,
 from shardload.transfer.counters import Counters
 from shardload.units import PrintedReport, counted, format_nbytes, number_text
 
-NO_DEVICES = "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
 _AT_ONCE, _LATENCY_SECONDS, _CONNECTION_NBYTES = 16, 0.02, 60 * 10**6  # of a store as it is assumed to be: S3 in its region
 _WIDE = 60  # from this width on, names have a column of their own
 
@@ -121,14 +120,12 @@ class LoadReport(PrintedReport):
         return "\n".join(lines)
 
     def _total(self) -> str:
-        parts = [
-            f"{name} {number_text(p.seconds, 3)} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes
-        ]
+        phases = ((name, phase) for name, phase in self.phases.items() if phase.nbytes)
+        parts = [f"{name} {number_text(p.seconds, 3)} s, {format_nbytes(p.nbytes)}" for name, p in phases]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         decoded = f"{counted(self.chunks_decoded, 'chunk')} decoded{missing}"
-        fetched = (
-            f"; {counted(self.n_requests, 'request')}, {format_nbytes(self.nbytes_fetched)} fetched" if self.n_requests else ""
-        )
+        requests = counted(self.n_requests, "request")
+        fetched = f"; {requests}, {format_nbytes(self.nbytes_fetched)} fetched" if self.n_requests else ""
         fetched += f", {self.n_retries:,} again" if self.n_retries else ""
         return (
             f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read{fetched} in the job; "
@@ -139,6 +136,13 @@ class LoadReport(PrintedReport):
 
 Loaded = tuple[list[jax.Array], LoadReport]
 Executor = Callable[[], Loaded]
+
+
+def no_devices() -> Loaded:
+    """The executor of a plan over an AbstractMesh."""
+    raise ConfigError(
+        "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
+    )
 
 
 def phases_of(counters: Counters, device: Phase) -> dict[str, Phase]:
@@ -222,7 +226,7 @@ class Plan(PrintedReport):
     is_decoded: bool = field(default=False, kw_only=True)
     n_nodes: int = field(default=1, kw_only=True)
     _layouts: Mapping[str, LoadLayout] = field(kw_only=True)  # for each way of reading
-    _executor: Executor | None = field(default=None, kw_only=True)
+    _executor: Executor = field(default=no_devices, kw_only=True)
     report: LoadReport | None = field(default=None, init=False)
     _version: Version | None = field(default=None, init=False)  # of the file, which the last `execute` has read
 
@@ -346,11 +350,7 @@ class Plan(PrintedReport):
         SourceError, PeerError, ConfigError
             On every rank.
         """
-        if self._executor is None:
-            raise ConfigError(NO_DEVICES)
-        (array,), report = self._executor()
-        object.__setattr__(self, "report", report)
-        object.__setattr__(self, "_version", version_of(array))
+        (array,) = _execute(self, [self])
         return array
 
 
@@ -373,7 +373,7 @@ class TreePlan(PrintedReport):
     plans: Any
     where: tuple[str, ...]
     left_out: tuple[ArrayInfo, ...] = ()
-    _executor: Executor | None = field(default=None, kw_only=True)
+    _executor: Executor = field(default=no_devices, kw_only=True)
     report: LoadReport | None = field(default=None, init=False)
 
     @property
@@ -462,13 +462,16 @@ class TreePlan(PrintedReport):
         SourceError, PeerError, ConfigError
             On every rank. Nothing is loaded then.
         """
-        if self._executor is None:
-            raise ConfigError(NO_DEVICES)
-        arrays, report = self._executor()
-        object.__setattr__(self, "report", report)
-        for plan, array in zip(self.leaves, arrays, strict=True):
-            object.__setattr__(plan, "_version", version_of(array))
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), arrays)
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), _execute(self, self.leaves))
+
+
+def _execute(plan: Plan | TreePlan, plans: Sequence[Plan]) -> list[jax.Array]:
+    """Load the arrays of `plans`. The report and the versions of the files are noted in the plans, frozen as they are."""
+    arrays, report = plan._executor()
+    object.__setattr__(plan, "report", report)
+    for plan_of_array, array in zip(plans, arrays, strict=True):
+        object.__setattr__(plan_of_array, "_version", version_of(array))
+    return arrays
 
 
 def staging_of(plans: Sequence[Plan]) -> Staging:

@@ -268,9 +268,8 @@ def lay_out_shards(request: Request, ranks: PlannedRanks, shape: tuple[int, ...]
     shard_with_halo = [n // c + 2 * h for n, c, h in zip(shape_global, cuts, halo.widths, strict=True)]
     shape_with_halo = tuple(n * c for n, c in zip(shard_with_halo, cuts, strict=True))
     # NumPy also counts the other axes if one is empty.
-    nbytes, shard_nbytes = (
-        math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_with_halo, shard_with_halo)
-    )
+    shapes = shape_with_halo, shard_with_halo
+    nbytes, shard_nbytes = (math.prod(max(1, n) for n in shape) * dtype.itemsize for shape in shapes)
     if nbytes > _MOST_NBYTES or shard_nbytes > _MOST_SHARD_NBYTES:
         raise SourceError(
             f"{name} would have shape {shape_with_halo} as {dtype}, {tuple(shard_with_halo)} on each device: more than any "
@@ -343,9 +342,8 @@ def _is_in_order(layout: LoadLayout, cost: Cost, info: ArrayInfo) -> bool:
     """True if ranks that read what they hold read nothing twice, and each a contiguous part of the file. (Of Zarr each reads
     some objects, wherever its part lies.)
     """
-    is_scattered = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:] and not info.format.startswith(
-        "Zarr"
-    )
+    is_cut = layout.schedule.shards.shard_shape[1:] != layout.source.selection.shape[1:]
+    is_scattered = is_cut and not info.format.startswith("Zarr")
     return cost.decoded_nbytes == 0 or (not is_scattered and cost.amplification <= _MOST_FETCHED_TWICE)
 
 

@@ -180,9 +180,8 @@ def _with_orders(request: SaveRequest, existing: dict[str, Any]) -> dict[str, An
                     array["shape"] = (*array["shape"][:axis], len(values), *array["shape"][axis + 1 :])
         if len(values) and (rises := direction_of([values])) is not None:
             orders[name] = (rises if len(values) > 1 else None, values[-1], facts["attrs"])
-    if at is not None and (
-        without := [name for name in request.names if "stored_shape" not in arrays.get(name, "stored_shape")]
-    ):
+    without = [name for name in request.names if "stored_shape" not in arrays.get(name, "stored_shape")]
+    if at is not None and without:
         raise ConfigError(
             f"at is {at!r}, but '{without[0]}' in '{path}' has no coordinate {dim!r} among the arrays that are passed, so that "
             "nothing says which row that is. Pass it too; or make the arrays shorter by h5py or zarr, and leave out at="

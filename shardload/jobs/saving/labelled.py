@@ -94,7 +94,7 @@ def of_xarray(
         of_file: Mapping[str, Any] = {}
     else:
         encoded, of_file = _encode(content, values, shapes, kind, plans)
-    full_names = {name: content.full_name(name) for name in content.variables}
+    full_names = {name: content.group + name for name in content.variables}
     data = [full_names[name] for name in content.variables if name not in content.coords]
     overrides: dict[str, Any] = {
         key: dict.fromkeys(data, keywords[key])
@@ -138,10 +138,6 @@ class _Content:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     group: str = ""
     is_single: bool = False
-
-    def full_name(self, name: str) -> str:
-        """The name in the file."""
-        return f"{self.group}{name}"
 
 
 def _content_of(tree: Any, keywords: Mapping[str, Any]) -> _Content:
@@ -228,7 +224,7 @@ def _unpadded(lengths: Lengths, name: str, dim: str, n: int) -> int:
 
 def _lengths(content: _Content, shape: Any, plans: Mapping[str, Plan]) -> Lengths:
     lengths: Lengths = {}
-    names = ArrayTree.of_names("", [f"/{content.full_name(name)}" for name in content.variables])
+    names = ArrayTree.of_names("", [f"/{content.group}{name}" for name in content.variables])
     shapes_in_order = names.spread("shape", shape, lambda value: not isinstance(value, Mapping), default=None)
     shapes = {place.dataset.rpartition("/")[2]: each for place, each in zip(names.places, shapes_in_order, strict=True)}
     if not isinstance(shape, Mapping):  # coordinates have other axes
@@ -320,10 +316,9 @@ def _dataset_of(
     """A Dataset without padding and packing, with stand-ins of the same shape for sharded values."""
     xarray, variables = sys.modules["xarray"], {}
     for name, variable in content.variables.items():
-        plan = None if name in content.coords else _plan_of(content.full_name(name), plans)
-        was_packed = not PACKING.isdisjoint(variable.encoding) or (
-            plan is not None and plan.is_decoded and not PACKING.isdisjoint(plan.info.attrs)
-        )
+        plan = None if name in content.coords else _plan_of(content.group + name, plans)
+        attrs_in_file = plan.info.attrs if plan is not None and plan.is_decoded else {}
+        was_packed = not PACKING.isdisjoint([*variable.encoding, *attrs_in_file])
         x = values[name]
         stand_in = np.broadcast_to(np.zeros((), x.dtype), shapes[name]) if isinstance(x, jax.Array) else x
         variables[name] = _plain_variable(variable, stand_in, was_packed)
@@ -340,9 +335,8 @@ def _plain_variable(variable: Any, x: Any, was_packed: bool) -> Any:
         if not (was_packed and key in VALID_RANGE and np.asarray(value).dtype.kind in "iu")  # of the packed integers
     }
     is_date = isinstance(x, np.ndarray) and x.dtype.kind in "mMO"
-    encoding = {
-        key: value for key, value in variable.encoding.items() if key not in _OF_FILES or (is_date and key in _OF_DATES)
-    }
+    dropped = _OF_FILES - _OF_DATES if is_date else _OF_FILES
+    encoding = {key: value for key, value in variable.encoding.items() if key not in dropped}
     if encoding.get("_FillValue", 0) is not None:
         encoding.pop("_FillValue", None)
     if "units" in encoding:

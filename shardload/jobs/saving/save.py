@@ -121,7 +121,8 @@ def planned(
 
     def read() -> SaveRequest:
         if kind != "plan_save":
-            wait_for_unfinished()
+            for unfinished in list(_unfinished):
+                unfinished.wait()  # raises its error, if nobody has seen it
         if keywords.get("background") is True:
             check_threads(comm, "background", "background=False")
         return SaveRequest.of(path, tree, keywords, kind)
@@ -208,12 +209,8 @@ class BackgroundSave:
         except BaseException as error:
             let_go(error)
             self._error = error
-            _log.log(
-                logging.DEBUG if self._rank else logging.ERROR,
-                "the save of '%s' in the background failed: %s",
-                self.path,
-                error,
-            )
+            level = logging.DEBUG if self._rank else logging.ERROR
+            _log.log(level, "the save of '%s' in the background failed: %s", self.path, error)
         finally:
             self._has_ended.set()
             self._are_copied.set()
@@ -254,12 +251,6 @@ def _wait_at_exit() -> None:
 def _join_all() -> None:
     for save in list(_unfinished):
         save._has_ended.wait()
-
-
-def wait_for_unfinished() -> None:
-    """Wait for the saves in the background. Raises the error of one that failed, if nobody has seen it."""
-    for save in list(_unfinished):
-        save.wait()
 
 
 class Saving:

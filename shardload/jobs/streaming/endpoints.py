@@ -41,7 +41,8 @@ class StreamMove(FileMove):
     def __init__(
         self, array: int, stream_array: StreamArray, flows: Sequence[CutFlow], epoch: EpochRounds, places: range
     ) -> None:
-        super().__init__(array, BatchFlow(flows), stream_array.info, stream_array.source)
+        info, source = stream_array.info, stream_array.source
+        super().__init__(array, BatchFlow(flows), source.dtype, str(info), info=info, layout=source)
         self.stream_array, self.flows, self.epoch, self.places = stream_array, flows, epoch, places
         self.later, self.is_expected = list[StreamMove](), False
 

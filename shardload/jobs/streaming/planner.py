@@ -428,11 +428,9 @@ def find_gaps(values: Steps) -> IntArray:
     >>> find_gaps(np.array([0.0, 6, np.nan, 18, 24]))
     array([2, 3])
     """
-    if len(values) < 2:
-        return np.empty(0, dtype=np.int64)
     differences = np.diff(values)
     median = _median_of_known(differences)
-    if not median or not np.isfinite(median):  # it counts nothing
+    if not median or not np.isfinite(median):  # it counts nothing, or has one value
         return np.empty(0, dtype=np.int64)
     is_regular = (differences / median > 0) & (differences / median <= _LONGEST)
     return np.flatnonzero(~is_regular) + 1

@@ -46,6 +46,7 @@ from shardload.jobs.consistency import check_same_objects, is_open
 from shardload.jobs.streaming.endpoints import BatchTarget, StreamMove, StreamSource
 from shardload.jobs.streaming.plan import EpochRounds, RoundReadings, StreamPlan
 from shardload.system.garbage import let_go
+from shardload.system.undo import Undo
 from shardload.units import counted, format_nbytes
 
 _log = logging.getLogger("shardload")
@@ -357,11 +358,8 @@ class Inline:
         self._thread = threading.get_ident()
         self._is_error_shared = False  # all ranks have it, so that nobody waits
         _open.add(self)
-        try:
+        with Undo(lambda: self.close(sys.exc_info()[1])):
             reader.begin()
-        except BaseException:
-            self.close(sys.exc_info()[1])
-            raise
 
     def next(self) -> Batch | None:
         """The next batch; None at the end. Collective."""
@@ -453,10 +451,8 @@ class ReadAhead:
             with self._changed:
                 self._error = self._error or error
         with self._changed:
-            if main == self._make:
-                self._is_made = True
-            else:
-                self._is_read = True
+            self._is_made |= main == self._make
+            self._is_read |= main == self._read
             self._changed.notify_all()
         if main == self._read and isinstance(self._error, PeerError):
             self._warn_of(self._error)

@@ -86,16 +86,13 @@ class StreamCall(LoadCall):
 
     def _read_stacks(self, tree: ArrayTree) -> list[tuple[str, list[int]]]:
         """The axis of each stack, and the numbers of its leaves."""
-        stack, stacks = self._keywords["stack"], list[tuple[str, list[int]]]()
+        stack = self._keywords["stack"]
         for name in tree.spread("stack", stack):
             OPTIONS["stack"].check(name)
-
-        def add(name: str | None, leaves: Any) -> None:
-            if name is not None:
-                stacks.append((name, jax.tree_util.tree_leaves(leaves)))
-
-        jax.tree_util.tree_map(add, stack, tree.build(range(len(tree.places))), is_leaf=is_one)
-        return stacks
+        structure: Any
+        names, structure = jax.tree_util.tree_flatten(stack, is_leaf=is_one)
+        leaves = map(jax.tree_util.tree_leaves, structure.flatten_up_to(tree.build(range(len(tree.places)))))
+        return [(name, numbers) for name, numbers in zip(names, leaves, strict=True) if name is not None]
 
     def _build(self, arrays: list[Any]) -> Any:
         """A batch, of an array for each leaf; those of a stack are the same."""
@@ -250,10 +247,3 @@ def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:
         return None, source.opened_in()
     finally:
         source.close()
-
-
-def open_stream(path: Any, mesh: Any, spec: Any, keywords: Mapping[str, Any]) -> Stream:
-    """Plan a stream. Collective: yes."""
-    call = StreamCall(path, mesh, spec, keywords)
-    with call.begin():
-        return call.open()

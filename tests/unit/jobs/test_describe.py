@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.jobs.loading.plan import describe_plan
-from shardload.units import as_html
 
 MESH, PENCIL = AbstractMesh((2, 2), ("x", "y")), P(None, "x", "y")
 
@@ -89,7 +88,7 @@ def test_a_name_is_no_command_for_the_terminal_and_no_html(path: str) -> None:
         "parallel, 4 of 4 ranks read>"
     )
     assert "\x1b" not in describe_plan(made) and r"'/<b>\n\x1b[31m&'" in describe_plan(made)
-    html = as_html(describe_plan(made))
+    html = made._repr_html_()
     assert r"'/&lt;b&gt;\n\x1b[31m&amp;'".replace("'", "&#x27;") in html and "<b>" not in html
     assert "2,048 chunks" in html and "-&gt; parallel" in html
     ElementTree.fromstring(html)  # every tag is closed
