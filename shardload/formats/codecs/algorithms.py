@@ -22,7 +22,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import deflate
@@ -345,23 +345,13 @@ def _inflating(decompress: Callable[[Any, int], Any]) -> Stage:
 
 
 def encode_zlib(level: int) -> Step:
-    """HDF5's gzip filter: a zlib stream. Uses libdeflate."""
-    return (lambda data: deflate.zlib_compress(data, level)) if level else _not_compressed(15)
+    """HDF5's gzip filter: a zlib stream. Uses libdeflate, but not every version of it has level 0."""
+    return (lambda data: deflate.zlib_compress(data, level)) if level else partial(zlib.compress, level=0)
 
 
 def encode_gzip(level: int) -> Step:
-    """Zarr's gzip: one gzip member. Uses libdeflate."""
-    return (lambda data: deflate.gzip_compress(data, level)) if level else _not_compressed(31)
-
-
-def _not_compressed(wbits: int) -> Step:
-    """Level 0, which not every version of deflate has."""
-
-    def step(data: Any) -> Any:
-        stream = zlib.compressobj(0, wbits=wbits)
-        return stream.compress(data) + stream.flush()
-
-    return step
+    """Zarr's gzip: one gzip member. Uses libdeflate, as `encode_zlib`."""
+    return (lambda data: deflate.gzip_compress(data, level)) if level else partial(zlib.compress, level=0, wbits=31)
 
 
 def decode_zstd() -> Stage:

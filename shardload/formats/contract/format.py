@@ -41,15 +41,11 @@ class Source(abc.ABC):
     better than their defaults.
     """
 
-    @property
-    @abc.abstractmethod
-    def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the other metadata; reads no values."""
+    info: ArrayInfo
+    """Shape, dtype, chunks and the other metadata."""
 
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the values that `read_into` writes: that of the file, in native byte order."""
+    dtype: np.dtype[Any]
+    """Type of the values that `read_into` writes: that of the file, in native byte order."""
 
     @abc.abstractmethod
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:

@@ -96,39 +96,29 @@ class ZarrSource(Source):
     """
 
     def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo) -> None:
-        self._node, self._array, self._info = node, array, info
+        self._node, self._array, self.info = node, array, info
         self._store: WatchedStore = array.store
-        self._dtype, self._is_closed = native_dtype(node.dtype), False
+        self.dtype, self._is_closed = native_dtype(node.dtype), False
         self._missing: list[tuple[int, ...]] = []
         self._metadata_key = metadata_key(array.path, node.version)
         planned_version = None if info.parts is None else tuple(info.parts["version"])
         self._opened_in = planned_version or self._store.state_before(self._metadata_key) or self.state()
         if info.chunks is not None:
-            nbytes = math.prod(info.shards or info.chunks) * self._dtype.itemsize + 16 * n_in_shard(node.document)
+            nbytes = math.prod(info.shards or info.chunks) * self.dtype.itemsize + 16 * n_in_shard(node.document)
             self._store.most_nbytes = _LONGEST * nbytes + _HEAD_NBYTES
-
-    @property
-    def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the other metadata."""
-        return self._info
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the values, in native byte order."""
-        return self._dtype
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Decode the chunks that meet `region` into `out`; NumPy's assignment swaps bytes if necessary."""
-        check_request(self._info, self._dtype, region, out)
+        check_request(self.info, self.dtype, region, out)
         self._missing = []
         if region.size == 0:
             return
         if self._is_closed:  # zarr-python would open the store again
-            raise ValueError(f"{self._info} was closed")
+            raise ValueError(f"{self.info} was closed")
         if self._chunks is not None:
-            self._missing = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
+            self._missing = read_by_chunks(self._chunks, self.info.chunks or (), region, out)
             return
-        store, out = self._store, out.view(bits_of(self._dtype)) if is_added(self._dtype) else out
+        store, out = self._store, out.view(bits_of(self.dtype)) if is_added(self.dtype) else out
         for part in self._parts(region):
             store.missing.clear()
             index: Any = (*part.slices(region.start), ...)
@@ -139,7 +129,7 @@ class ZarrSource(Source):
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call: whole shards, unless they have too many chunks."""
-        chunks, shards = self._info.chunks, self._info.shards
+        chunks, shards = self.info.chunks, self.info.shards
         if chunks is None:
             return iter((region,))
         per_shard = math.prod(-(-n // m) for n, m in zip(shards or chunks, chunks, strict=True))
@@ -153,8 +143,8 @@ class ZarrSource(Source):
 
     def _missing_in(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks in `region` whose file (or whose shard's file) the store did not have."""
-        chunks = self._info.chunks or ()
-        outer = self._info.shards or chunks
+        chunks = self.info.chunks or ()
+        outer = self.info.shards or chunks
         prefix, missing = f"{self._array.path}/" if self._array.path else "", []
         for index in itertools.product(*chunks_met(region, chunks)):
             position = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
@@ -164,12 +154,12 @@ class ZarrSource(Source):
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
-        return chunk_reader(self._array, self._node, self._info)
+        return chunk_reader(self._array, self._node, self.info)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
         values = index_in_parts(self._array, region, self._parts)
-        return values.view(self._dtype) if is_added(self._dtype) else values
+        return values.view(self.dtype) if is_added(self.dtype) else values
 
     def labels(self) -> Labels:
         """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one. In
