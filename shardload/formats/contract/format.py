@@ -174,7 +174,7 @@ class Format(abc.ABC):
 
     A format must implement `name`, `claims_path`, `open_file`, an `OpenFile` and a `Source`. It may override the other methods
     if it can do better than their defaults. An `Access` says what the caller allows. If files of the format can name other
-    files, open those only with `Access.open_file`, or ask `Access.fence` before the library opens them.
+    files, open those only with `Fence.open`, or ask `Fence.holds` before the library opens them.
     """
 
     name: ClassVar[str]

@@ -240,20 +240,13 @@ class Hdf5Source(Source):
         check_request(self.info, self.dtype, region, out)
         if region.size == 0:
             return
-        if self.dataset.id.valid and self._tiles is not None:
-            self._tiles.read_into(region, out)
-        else:
-            self._read_into(region, out)
-
-    def _read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        is_open = self.dataset.id.valid
-        if is_open and self._contiguous is not None:
-            self._contiguous.read_into(region, out)
-            return
-        if is_open and self._reader is not None:
-            read_by_chunks(self._reader, self.info.chunks or (), region, out)
-            return
-        if is_open:
+        if self.dataset.id.valid:
+            if (direct := self._tiles or self._contiguous) is not None:
+                direct.read_into(region, out)
+                return
+            if self._reader is not None:
+                read_by_chunks(self._reader, self.info.chunks or (), region, out)
+                return
             self._check_stored(region)
         if self._gap_value is not None:
             # It may hold another block's values.
@@ -344,19 +337,16 @@ class Hdf5Source(Source):
         if self._tiles is not None:
             return self._tiles.plain(region)
         try:
-            return self._plain(region)
+            if region.size:
+                self._check_stored(region)
+            if self.dtype == BFLOAT16:  # h5py makes float32 of it
+                out = np.full(region.shape, self._gap_value or 0, self.dtype)
+                if region.size:
+                    self._read_by_library(region, out)
+                return out
+            return index_in_parts(self.dataset, region, self._parts)
         finally:  # as for `read_into`
             self._check_whole()
-
-    def _plain(self, region: Region) -> np.ndarray[Any, Any]:
-        if region.size:
-            self._check_stored(region)
-        if self.dtype == BFLOAT16:  # h5py makes float32 of it
-            out = np.full(region.shape, self._gap_value or 0, self.dtype)
-            if region.size:
-                self._read_by_library(region, out)
-            return out
-        return index_in_parts(self.dataset, region, self._parts)
 
     def labels(self) -> Labels:
         """The dimension scales and all attributes."""
