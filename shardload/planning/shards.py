@@ -274,6 +274,7 @@ class Shards:
     halo: Halo = field(default=None)  # type: ignore[assignment]
     grid: SectionGrid = field(init=False)
     """The sections."""
+    _held_shards: dict[Any, tuple[HeldShard, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         ndim = len(self.cuts)
@@ -386,12 +387,6 @@ class Shards:
         axes = zip(self.grid.core, self.cuts, self.halo.widths, strict=True)
         return tuple(min(c * n, n + 2 * h) for n, c, h in axes)
 
-    @property
-    def sections_held(self) -> int:
-        """Largest number of sections that one rank holds: an upper bound."""
-        wrapped = [c for axis, c in enumerate(self.cuts) if self.halo.wraps(axis)]
-        return self.most_held * math.prod(2 if c > 1 else 3 for c in wrapped)
-
     def place_of(self, section: int) -> Region:
         """Where a section lies in the jax.Array."""
         shard, region = self.region(self.shard_of(section)), self.grid.region(section)
@@ -449,10 +444,6 @@ class Shards:
                 for shard in self.shards_of(rank)
             )
         return self._held_shards[key]
-
-    @cached_property
-    def _held_shards(self) -> dict[tuple[int, tuple[int, ...]], tuple[HeldShard, ...]]:
-        return {}
 
     @cached_property
     def reach(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from functools import cache
 from pathlib import Path
 
@@ -39,10 +40,6 @@ def limit_nbytes(n_processes: int = 1) -> float:
 
 
 def _address_limit() -> float:
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return math.inf
     limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     return min((float(limit) for limit in limits if limit != resource.RLIM_INFINITY), default=math.inf)
 

@@ -92,22 +92,12 @@ class Chain:
         if len(compressors) > 1:
             raise ValueError(f"{' and '.join(compressors)}: nothing says how long the data between the two should be")
         self._stages = tuple(stages)
+        self.names = tuple(stage.name for stage in stages)
         self._scratch = shared_scratch()
         self.nbytes = nbytes
-
-    @property
-    def most_stored_nbytes(self) -> int:
-        """The most bytes that a stored chunk may have. A longer chunk is not read.
-
-        A codec lengthens data that it cannot compress by less than one percent, plus some bytes of header and checksum. Several
-        codecs one after the other stay far below this limit.
-        """
-        return 2 * self.nbytes + (1 << 16)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the stages, in the order in which they are undone."""
-        return tuple(stage.name for stage in self._stages)
+        # A longer chunk is not read. A codec lengthens data that it cannot compress by less than one percent, plus some bytes
+        # of header and checksum. Several codecs one after the other stay far below this limit.
+        self.most_stored_nbytes = 2 * nbytes + (1 << 16)
 
     def decode(self, encoded: Many, out: np.ndarray[Any, Any], skipped: frozenset[int] = frozenset()) -> None:
         """Decode chunks.
