@@ -214,8 +214,8 @@ def open_object(array: Any, access: Access = STRICT) -> Source:
     file_format = registry.claiming(lambda candidate: candidate.claims_object(array))
     if file_format is None:
         raise ConfigError(
-            f"nothing can be loaded from an object of type {kind.__module__}.{kind.__qualname__}. Pass a "
-            f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray"
+            f"nothing can be loaded from an object of type {kind.__module__}.{kind.__qualname__}. Pass a path, or an open "
+            "h5py.Dataset, zarr.Array or numpy.ndarray; of a file or group that is open an array in it: group['name']"
         )
     with as_source_error(kind.__name__):
         return file_format.open_object(array, access)

@@ -204,13 +204,11 @@ class Format(abc.ABC):
         return info.format.startswith(self.name)
 
     def claims_object(self, obj: object) -> bool:
-        """True if `obj` is an open array or an open group of this format's library. Never raises."""
+        """True if `obj` is an open array of this format's library. Never raises."""
         return False
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
-        """Make a source of an open array that `claims_object` claims. The caller closes the array. Raises ConfigError for an
-        open group, with the names of its arrays.
-        """
+        """Make a source of an open array that `claims_object` claims. The caller closes the array."""
         raise NotImplementedError(f"{self.name} claims objects, but does not open them")
 
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import h5py
 
-from shardload.errors import ConfigError, SourceError, printable
+from shardload.errors import SourceError, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import SCHEME, Concatenation
-from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, some
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.diagnosis import known_by_head
 from shardload.formats.hdf5.links import OtherFiles, SearchPath, follow, look_through, open_other, versions_of
@@ -408,8 +408,8 @@ class Hdf5Format(Format):
         return signature_at(file) is not None
 
     def claims_object(self, obj: object) -> bool:
-        """True if `obj` is an `h5py.Dataset`, group or file."""
-        return isinstance(obj, h5py.Dataset | h5py.Group)
+        """True if `obj` is an `h5py.Dataset`."""
+        return isinstance(obj, h5py.Dataset)
 
     def claims_url(self, url: str) -> bool:
         """True if the object's name ends as those of HDF5 and netCDF4 files do; and for a `Concatenation`."""
@@ -449,12 +449,6 @@ class Hdf5Format(Format):
             )
         facts, path = OpenFacts(obj.file, is_ours=False), str(obj.file.filename)
         file = Hdf5File(facts, path, access, Fence.around_file(facts.path(), access.allow_external))
-        if isinstance(obj, h5py.Group):
-            infos = file.list_below(obj, obj.name or "", most=MOST_NAMED)
-            names = some([repr(info.dataset) for info in itertools.islice(infos, MOST_NAMED + 1)]) or "none"
-            raise ConfigError(
-                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
-            )
         closing = contextlib.ExitStack()
         closing.callback(facts.close)
         return file.source(facts.dataset(obj.id), str(obj.name or "<unnamed>"), closing)

@@ -25,7 +25,7 @@ import numpy as np
 import zarr
 import zarr.buffer
 
-from shardload.errors import ConfigError, SourceError, is_unread
+from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs.table import ZARR_CODECS, compression_keywords
 from shardload.formats.contract.array import (
@@ -41,7 +41,6 @@ from shardload.formats.contract.array import (
     names_in,
     native_dtype,
     refusal,
-    some,
     unaddressable,
 )
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, chunks_met, index_in_parts, read_by_chunks
@@ -180,7 +179,7 @@ class ZarrSource(Source):
         """The attributes of the group above. In format 3 there may be no such node: a folder is enough."""
         path = self._array.path.strip("/")
         group = self._store.node(path.rpartition("/")[0]) if path else None  # else the store is the array
-        attributes = group.attributes if isinstance(group, GroupNode) else {}
+        attributes = group.attributes() if isinstance(group, GroupNode) else {}
         return {key: json_value(value, MOST_KEPT) for key, value in attributes.items()}
 
     @quiet()
@@ -255,8 +254,8 @@ class ZarrFormat(Format):
         return True
 
     def claims_object(self, obj: object) -> bool:
-        """True if `obj` is a `zarr.Array` or a `zarr.Group`."""
-        return isinstance(obj, zarr.Array | zarr.Group)
+        """True if `obj` is a `zarr.Array`."""
+        return isinstance(obj, zarr.Array)
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the store."""
@@ -266,12 +265,6 @@ class ZarrFormat(Format):
         """Make a source of an open `zarr.Array`."""
         paths = (getattr(obj.store, attribute, None) for attribute in ("root", "path"))
         path = next((str(path) for path in paths if isinstance(path, str | os.PathLike)), f"<{type(obj.store).__name__}>")
-        if isinstance(obj, zarr.Group):
-            members = sorted(name for name, member in obj.members(max_depth=None) if isinstance(member, zarr.Array))
-            names = some(list(map(repr, members))) or "none"
-            raise ConfigError(
-                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
-            )
         node, array = ArrayNode.of(obj), watched(obj, access.allow_external)
         return ZarrSource(node, array, describe(node, path, obj.name, access))
 
@@ -337,7 +330,7 @@ class _ZarrStore(OpenFile):
         for name, node in self._store.nodes():
             try:
                 if isinstance(node, GroupNode):
-                    groups[name] = dict(node.attributes)
+                    groups[name] = dict(node.attributes())
                 elif isinstance(node, Exception):
                     raise node
             except (OSError, LookupError, TypeError, ValueError) as error:
