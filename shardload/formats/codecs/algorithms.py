@@ -302,10 +302,8 @@ def encode_crc32c() -> Step:
 
     def step(data: Any) -> Any:
         source = np.frombuffer(data, dtype=np.uint8)
-        out = np.empty(len(source) + 4, dtype=np.uint8)
-        out[:-4] = source
-        out[-4:] = np.frombuffer(int(google_crc32c.value(source)).to_bytes(4, "little"), dtype=np.uint8)
-        return out
+        crc = int(google_crc32c.value(source)).to_bytes(4, "little")
+        return np.concatenate([source, np.frombuffer(crc, dtype=np.uint8)])
 
     return step
 
