@@ -449,10 +449,6 @@ class UntrustedFile(OpenFile):
         self._stop()
 
 
-def _nothing(_: object) -> None:
-    """The check of an answer that nobody looks at."""
-
-
 class UntrustedSource(Source):
     """One array of a file that is open in a helper process.
 
@@ -487,7 +483,7 @@ class UntrustedSource(Source):
     def expect(self, region: Region) -> None:
         """Tell the helper, which may not have memory for the places of all chunks."""
         with suppress(LookupError, OSError, RuntimeError, ValueError):  # who reads it meets the same error
-            self._ask(_nothing, "expect", region.start, region.stop)
+            self._ask(lambda _: None, "expect", region.start, region.stop)
 
     def read_into(self, region: Region, out: Array) -> None:
         """Have the helper read `region`, a few chunks at a time, into `out`."""
@@ -514,7 +510,7 @@ class UntrustedSource(Source):
             with self._file.lock:
                 if self._is_closed:
                     raise HelperError("the file was closed")
-                self._ask(_nothing, method, part.start, part.stop, values=values)
+                self._ask(lambda _: None, method, part.start, part.stop, values=values)
                 if method == "read_into":
                     box = chunks_met(part, chunks) if chunks else ()
                     self._missing += self._ask(partial(missing_of, box=box), "missing", part.start, part.stop)

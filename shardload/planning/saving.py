@@ -160,9 +160,8 @@ def plan_write_layout(
         units = Grid(array.shape, array.files, tuple(k % c for k, c in zip(begins, array.files, strict=True)))
         if math.prod(array.files) * array.itemsize > _MOST_FILE_NBYTES:
             blocks = plan_blocks(chunks, array.itemsize * growth, max_nbytes=block_nbytes, n_owners=1, per_owner=1)
-            return WriteLayout(
-                array, blocks, chunks, shards, Schedule(blocks, shards, array.itemsize, n_ranks, Owners()), growth
-            )
+            schedule = Schedule(blocks, shards, array.itemsize, n_ranks, Owners())
+            return WriteLayout(array, blocks, chunks, shards, schedule, growth)
     # Where they are, the ranks that hold it must be enough to encode it: more than half of all, or encoding is no work.
     are_enough = not array.is_packed or 2 * shards.n_holding > n_ranks
     if are_enough and not any(units.phase) and _is_inside(units, shards):

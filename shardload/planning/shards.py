@@ -408,12 +408,10 @@ class Shards:
         if not self.has_halo:
             return region
         place = self.grid.index(section)
-        is_middle = all(i < c for i, c in zip(place, self.cuts, strict=True))  # it has all of the shard's own elements
-        return region.intersect(self._core(place)) if is_middle else None
-
-    def _core(self, place: Sequence[int]) -> Region:
+        if any(i >= c for i, c in zip(place, self.cuts, strict=True)):  # another section has the shard's own elements
+            return None
         start = tuple(i * n for i, n in zip(place, self.grid.core, strict=True))
-        return Region(start, tuple(a + n for a, n in zip(start, self.grid.core, strict=True)))
+        return region.intersect(Region(start, tuple(a + n for a, n in zip(start, self.grid.core, strict=True))))
 
     def contents(self, shard: int, shape: tuple[int, ...]) -> Iterator[Content]:
         """What each region of a shard must hold, each element once; `shape` is that of the array in the file."""

@@ -102,9 +102,8 @@ class _Axes:
         """True if some axis has a coordinate, all axes have a name, and axes of one name in a group have one length."""
         are_named = all(None not in (spec.dims or ()) for spec in self._specs.values())
         have_one_length = all(len(lengths) == 1 for lengths in self.lengths.values())
-        return (
-            are_named and have_one_length and any(spec.dims == (name.rpartition("/")[2],) for name, spec in self._specs.items())
-        )
+        has_any = any(spec.dims == (name.rpartition("/")[2],) for name, spec in self._specs.items())
+        return are_named and have_one_length and has_any
 
 
 def netcdf_names(specs: Mapping[str, ArraySpec]) -> dict[str, str]:

@@ -260,6 +260,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
     shape = dataset.shape or ()
     refused = refused or unaddressable(shape, chunks)
     attributes, packing = _meaning(dataset, in_full)
+    is_counted = not is_virtual and (not chunks or (in_full and not dataset.facts.is_in_store))
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -268,9 +269,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
         dtype=dtype,
         chunks=chunks,
         codec=codec_text(filters),
-        nbytes_stored=None
-        if is_virtual or (chunks and (not in_full or dataset.facts.is_in_store))
-        else int(dataset.id.get_storage_size()),
+        nbytes_stored=int(dataset.id.get_storage_size()) if is_counted else None,
         refused=refused,
         is_coordinate=is_scale(dataset),
         is_dimension=stands_for_axis(dataset),

@@ -305,10 +305,9 @@ class _ZarrStore(OpenFile):
                 if not isinstance(read_node, ArrayNode):
                     raise KeyError(dataset)
                 node, info = read_node, describe(read_node, self._path, dataset, self._access)
-                version = (
-                    store.state_before(metadata_key(dataset, node.version)) if isinstance(store.folder, RemoteFolder) else None
-                )
-                if version is not None:  # all that the other ranks must know: they ask for chunks alone
+                version = store.state_before(metadata_key(dataset, node.version))
+                # All that the other ranks must know: they ask for chunks alone.
+                if version is not None and isinstance(store.folder, RemoteFolder):
                     info = replace(info, parts={"document": node.document, "version": version})
             return ZarrSource(node, watch(node, store, dataset), info)
         except MetadataError as error:
