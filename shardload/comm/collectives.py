@@ -95,12 +95,16 @@ class MpiCollectives(Collectives):
 
     def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
         self._look()  # raises if the group has stalled, before another message is started
-        request = start()
-        try:
-            wait_for(request.Test, self._look)
-        except BaseException:
-            abandoned.append((request, buffers))
-            raise
+        _complete(start(), self._look, *buffers)
+
+
+def _complete(request: Any, look: Callable[[], None], *kept: Any) -> None:
+    """Wait for a request. What is `kept` lives on if that is interrupted."""
+    try:
+        wait_for(request.Test, look)
+    except BaseException:
+        abandoned.append((request, kept))
+        raise
 
 
 def wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:
@@ -119,9 +123,5 @@ def duplicate(comm: Any, look: Callable[[], None]) -> Any:
     Not by MPI's own `Dup`, which spins until all ranks call it: Ctrl-C would not end that.
     """
     private, request = comm.Idup()
-    try:
-        wait_for(request.Test, look)
-    except BaseException:
-        abandoned.append((request, private))
-        raise
+    _complete(request, look, private)
     return private

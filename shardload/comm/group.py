@@ -223,6 +223,7 @@ class Group:
             self._client, self.rank, self.size = processes
         else:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
+        self.has_mpi = self._client is None  # else ranks send each other values through JAX's coordinator
         # After a stall, the end of this process ends the job: otherwise it would wait for the stalled rank.
         ends = partial(leave_at_exit, None if comm is None else self.mpi, rank=self.rank) if self.size > 1 else None
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
@@ -253,11 +254,6 @@ class Group:
         if self.size > 1:
             watch = weakref.ref(self.watch)  # the watchdog references the departures: avoid a cycle
             self._departures.begin(self.name, lambda: 0 if (watchdog := watch()) is None else watchdog.n_agreed)
-
-    @property
-    def has_mpi(self) -> bool:
-        """True if ranks send each other values by MPI; False if through JAX's coordinator."""
-        return self._client is None
 
     @property
     def mpi(self) -> Any:

@@ -71,9 +71,7 @@ def load_mpi() -> tuple[Any, str]:
         return None, "SHARDLOAD_MPI=0 turns it off: unset SHARDLOAD_MPI"
     try:
         from mpi4py import MPI
-    except ImportError as error:
-        return None, str(error) or "unknown"
-    except RuntimeError as error:  # mpi4py's wheel finds no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py's wheel finds no MPI library
         return None, str(error) or "unknown"
     if not MPI.Is_initialized():  # mpi4py was told not to (mpi4py.rc.initialize), and then does not finalize it either
         MPI.Init_thread()

@@ -35,7 +35,9 @@ _MORE: dict[type[ShardloadError], tuple[str, ...]] = {SourceError: ("path", "dat
 def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
     """The error itself if it is a ShardloadError; otherwise a PeerError of `rank` in its place."""
     message = message_of(error)
-    if _lacks_descriptors(error):  # also as the cause of another error: neither the file nor the call is to blame
+    # Also as the cause of another error: neither the file nor the call is to blame.
+    lacks = any(isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE) for cause in chain_of(error))
+    if lacks:
         text = f"{message} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
         return PeerError(text if isinstance(error, ShardloadError) else f"{type(error).__name__}: {text}", rank=rank)
     if isinstance(error, RuntimeError) and "start new thread" in message:
@@ -54,10 +56,6 @@ def message_of(error: object) -> str:
         return str(error)
     except Exception as failure:
         return f"it has no text, because making it fails ({type(failure).__name__})"
-
-
-def _lacks_descriptors(error: BaseException | None) -> bool:
-    return any(isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE) for cause in chain_of(error))
 
 
 def to_json(error: ShardloadError) -> str:

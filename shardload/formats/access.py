@@ -9,11 +9,9 @@ A format asks `Access` and decides none of this by itself. `STRICT` allows nothi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from shardload.storage.local import TARGET_HINT, Fence, OutsideError, open_file
 from shardload.storage.remote import StorageOptions
 
 
@@ -97,44 +95,6 @@ class Access:
         if self.untrusted is None or n_files < 2:
             return self
         return replace(self, untrusted=replace(self.untrusted, memory_nbytes=self.untrusted.memory_nbytes // n_files))
-
-    def fence(self, path: str) -> Fence:
-        """The fence of the file or store at `path`: its own folder (a store: itself), or no fence if the caller allows that."""
-        around = Fence.around_store if os.path.isdir(path) else Fence.around_file
-        return around(path, self.allow_external)
-
-    def open_file(self, path: str, named_by: str | None = None, fence: Fence | None = None) -> int:
-        """Open a file for reading and return its descriptor. For formats whose files name other files.
-
-        Parameters
-        ----------
-        path : str
-            The file to open. If it is a pipe, a device or a folder, it is not opened, and nothing waits for it.
-        named_by : str, optional
-            The file or store that the caller passed, if it refers to `path`. A relative `path` is relative to the process's
-            working folder: join it with the file's folder first.
-        fence : Fence, optional
-            Where `path` may be, if not in the fence of `named_by`.
-
-        Raises
-        ------
-        OutsideError
-            If `path`, with symbolic links resolved, is outside the fence of `named_by`.
-        NotAFileError
-            If it is not a regular file.
-        OSError
-            If it does not exist or cannot be opened.
-        """
-        if named_by is None:
-            return open_file(path)
-        fence = fence or self.fence(named_by)
-        if fence.holds(path):
-            descriptor = open_file(path)
-            if fence.holds_open(descriptor, path):
-                return descriptor
-            os.close(descriptor)  # a link that was put there in between
-        folder = "that store" if os.path.isdir(named_by) else "the folder of that file"
-        raise OutsideError(f"'{named_by}' leads to '{os.path.realpath(path)}', outside {folder}; {TARGET_HINT}")
 
 
 STRICT = Access()

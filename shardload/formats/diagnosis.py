@@ -19,7 +19,7 @@ from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import NOTHING, ArrayInfo, nbytes_of, refusal, some
 from shardload.formats.contract.format import ChangedError, HelperError
-from shardload.storage.leftovers import ROOTS, find_leftover, whole_beside
+from shardload.storage.leftovers import ROOTS, refuse_leftover, whole_beside
 from shardload.storage.local import NotAFileError, OutsideError, open_file
 from shardload.storage.objects import NoListingError
 from shardload.storage.remote import RemoteError
@@ -141,9 +141,7 @@ def _above(path: str) -> Iterator[str]:
 
 def unclaimed(path: str, formats: Sequence[str]) -> SourceError:
     """The error about a file that no format claims, with the formats that can be loaded."""
-    leftover = None if "://" in path else find_leftover(path)
-    if leftover is not None:
-        return SourceError(str(leftover), path=path)
+    refuse_leftover(path)
     return SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {', '.join(formats)}.", path=path)
 
 
@@ -288,8 +286,6 @@ def _read_otherwise(info: ArrayInfo) -> str:
         return ""
     if info.format.startswith("Zarr"):
         code = f"zarr.open_array({info.path!r}, path={info.dataset.strip('/')!r}, mode='r')[...]"
-    elif info.format in ("HDF5", "netCDF4"):
-        code = f"h5py.File({info.path!r})[{info.dataset!r}][()]"
     else:
-        return ""
+        code = f"h5py.File({info.path!r})[{info.dataset!r}][()]"
     return f" shardload loads numbers only. Read this array by {code}; shardload.scatter takes the numbers in it."

@@ -73,9 +73,8 @@ def split_path(path: str) -> tuple[str, str | None]:
     path = without_scheme(path)
     scheme, separator, rest = path.partition("://")
     if separator:
-        colon = max(
-            (match.start() for match in re.finditer(":/(?!/)", rest)), default=0
-        )  # not that of a port, or of another URL in it
+        # Not that of a port, or of another URL in it.
+        colon = max((match.start() for match in re.finditer(":/(?!/)", rest)), default=0)
         return (f"{scheme}://{rest[:colon]}", rest[colon + 1 :]) if colon else (path, None)
     path = os.path.expanduser(path)
     if os.path.exists(path):
@@ -214,8 +213,8 @@ def open_object(array: Any, access: Access = STRICT) -> Source:
     file_format = registry.claiming(lambda candidate: candidate.claims_object(array))
     if file_format is None:
         raise ConfigError(
-            f"nothing can be loaded from an object of type {kind.__module__}.{kind.__qualname__}. Pass a "
-            f"path, or an open h5py.Dataset, zarr.Array or numpy.ndarray"
+            f"nothing can be loaded from an object of type {kind.__module__}.{kind.__qualname__}. Pass a path, or an open "
+            "h5py.Dataset, zarr.Array or numpy.ndarray; of a file or group that is open an array in it: group['name']"
         )
     with as_source_error(kind.__name__):
         return file_format.open_object(array, access)
@@ -453,12 +452,8 @@ class Finder:
         if group and not below:
             below = file.list_linked(group, in_full=False)
         if not with_dimensions:
-            below = [
-                replace(info, dtype=NOTHING, refused="no values: it is a netCDF dimension without a variable")
-                if info.is_dimension
-                else info
-                for info in below
-            ]
+            why = "no values: it is a netCDF dimension without a variable"
+            below = [replace(info, dtype=NOTHING, refused=why) if info.is_dimension else info for info in below]
         left_out = [info for info in below if info.refused is not None and not holds_numbers(info)]
         arrays = [check_loadable(info) for info in below if info.refused is None or holds_numbers(info)]
         if not arrays:
@@ -467,9 +462,8 @@ class Finder:
 
     def _found_unopened(self, path: str, file: _CheckedFile, info: ArrayInfo, look: Look) -> FoundArray:
         """An array that was found without opening it. It is opened if its values may be small, or ranks must be told of it."""
-        is_large = (
-            look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning, Region.whole(info.shape))
-        )
+        whole = Region.whole(info.shape)
+        is_large = look is _look_at_all and self._tuning is not None and not is_small(info, self._tuning, whole)
         if (self._tuning is None or is_large) and not (self._tells and is_remote(path)):
             return FoundArray(look(info, None)[0])
         with closing(file.open(info.dataset, info)) as source:

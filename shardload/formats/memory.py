@@ -58,29 +58,19 @@ class MemorySource(Source):
         if reason is not None:
             raise SourceError(f"the array of shape {array.shape} in memory {reason}.", path=_PATH, dataset=_NAME)
         self._array = np.asarray(array)
-        self._dtype = native_dtype(array.dtype)
-        self._info = info or ArrayInfo(
+        self.dtype = native_dtype(array.dtype)
+        self.info = info or ArrayInfo(
             path=_PATH,
             dataset=_NAME,
             format="memory",
             shape=array.shape,
-            dtype=self._dtype.name,
+            dtype=self.dtype.name,
             nbytes_stored=array.nbytes,
         )
 
-    @property
-    def info(self) -> ArrayInfo:
-        """Shape, dtype and the rest."""
-        return self._info
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the values, in native byte order."""
-        return self._dtype
-
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Copy the values of `region` into `out`, swapping bytes where the array's are not native."""
-        check_request(self._info, self._dtype, region, out)
+        check_request(self.info, self.dtype, region, out)
         out[...] = self._array[self._inside(region)]
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
@@ -93,14 +83,14 @@ class MemorySource(Source):
         """
         # Ending the index in `...` keeps a 0-d array an array: `array[()]` would be a scalar, hence a copy.
         index: Any = (*self._inside(region), ...)
-        return self._array[index] if self._array.dtype.isnative and self._dtype.kind != "b" else None
+        return self._array[index] if self._array.dtype.isnative and self.dtype.kind != "b" else None
 
     def _inside(self, region: Region) -> tuple[slice, ...]:
         """The index of a region in `array`. ValueError if it reaches outside: NumPy would silently give less."""
         start = (0,) * region.ndim if self._origin is None else self._origin
         present = Region(start, tuple(a + n for a, n in zip(start, self._array.shape, strict=True)))
         if not present.contains(region):
-            array = f"{self._info}, which has shape {self._info.shape}"
+            array = f"{self.info}, which has shape {self.info.shape}"
             array = array if self._origin is None else f"{present} of {array}"
             raise ValueError(f"region {region} reaches outside {array}")
         return region.slices(start)

@@ -141,8 +141,6 @@ class ArraySpec:
             raise ConfigError(f"{name!r} holds {refused}, which cannot be saved")
         if self.dims is not None and len(self.dims) != len(shape):
             raise ConfigError(f"dims of {name!r} are {self.dims!r}; expected {len(shape)} names, one for each axis of {shape}")
-        if not set(self.unlimited) <= set(range(len(shape))):
-            raise ConfigError(f"unlimited axes of {name!r} are {self.unlimited!r}; expected axes of an array of shape {shape}")
         chunks, shards = self._grid(name, shape)
         is_plain = chunks is None and not self.unlimited
         compression, checksum = Compression.of(self.compression), self.checksum

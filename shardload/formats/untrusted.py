@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -449,10 +449,6 @@ class UntrustedFile(OpenFile):
         self._stop()
 
 
-def _nothing(_: object) -> None:
-    """The check of an answer that nobody looks at."""
-
-
 class UntrustedSource(Source):
     """One array of a file that is open in a helper process.
 
@@ -467,27 +463,18 @@ class UntrustedSource(Source):
     def __init__(self, file: UntrustedFile, dataset: str) -> None:
         self._file, self._dataset, self._is_closed = file, dataset, False
         self._missing: list[tuple[int, ...]] = []
-        self._info = self._ask(partial(info_of, path=file.path), "info")
+        self.info = self._ask(partial(info_of, path=file.path), "info")
+        self.dtype = np.dtype("V1") if self.info.refused is not None else native_dtype(np.dtype(self.info.dtype))
         self._first_state = self._ask(state_of, "opened_in")
-        if self._info.dataset != dataset:
-            raise _lie(f"the array '{printable(self._info.dataset)}'")
+        if self.info.dataset != dataset:
+            raise _lie(f"the array '{printable(self.info.dataset)}'")
 
     def _ask(self, check: Callable[[Any], Answer], method: str, *arguments: Any, values: Array | None = None) -> Answer:
         return self._file.ask(check, method, *arguments, dataset=self._dataset, values=values)
 
-    @property
-    def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the other metadata."""
-        return self._info
-
-    @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the values, in native byte order."""
-        return native_dtype(np.dtype(self._info.dtype))
-
     def labels(self) -> Labels:
         """The names of the axes, the attributes as plain Python, and the names of coordinates."""
-        return self._ask(partial(labels_of, n_axes=len(self._info.shape)), "labels")
+        return self._ask(partial(labels_of, n_axes=len(self.info.shape)), "labels")
 
     def group_attrs(self) -> Mapping[str, Any]:
         """The attributes of the array's group."""
@@ -496,7 +483,7 @@ class UntrustedSource(Source):
     def expect(self, region: Region) -> None:
         """Tell the helper, which may not have memory for the places of all chunks."""
         with suppress(LookupError, OSError, RuntimeError, ValueError):  # who reads it meets the same error
-            self._ask(_nothing, "expect", region.start, region.stop)
+            self._ask(lambda _: None, "expect", region.start, region.stop)
 
     def read_into(self, region: Region, out: Array) -> None:
         """Have the helper read `region`, a few chunks at a time, into `out`."""
@@ -514,8 +501,8 @@ class UntrustedSource(Source):
         return out
 
     def _read(self, method: str, region: Region, out: Array) -> None:
-        check_request(self._info, self.dtype, region, out)
-        chunks = self._info.chunks
+        check_request(self.info, self.dtype, region, out)
+        chunks = self.info.chunks
         for part in self._parts(region) if region.size else ():
             inside: Any = (*part.slices(region.start), ...)
             target = out[inside]
@@ -523,7 +510,7 @@ class UntrustedSource(Source):
             with self._file.lock:
                 if self._is_closed:
                     raise HelperError("the file was closed")
-                self._ask(_nothing, method, part.start, part.stop, values=values)
+                self._ask(lambda _: None, method, part.start, part.stop, values=values)
                 if method == "read_into":
                     box = chunks_met(part, chunks) if chunks else ()
                     self._missing += self._ask(partial(missing_of, box=box), "missing", part.start, part.stop)
@@ -532,7 +519,7 @@ class UntrustedSource(Source):
         settle_bools(out)
 
     def _parts(self, region: Region) -> Iterator[Region]:
-        chunks = self._info.chunks
+        chunks = self.info.chunks
         if not chunks:
             return iter((region,))
         n_chunks = _PART_NBYTES // (math.prod(chunks) * self.dtype.itemsize)

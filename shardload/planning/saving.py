@@ -160,10 +160,11 @@ def plan_write_layout(
         units = Grid(array.shape, array.files, tuple(k % c for k, c in zip(begins, array.files, strict=True)))
         if math.prod(array.files) * array.itemsize > _MOST_FILE_NBYTES:
             blocks = plan_blocks(chunks, array.itemsize * growth, max_nbytes=block_nbytes, n_owners=1, per_owner=1)
-            return WriteLayout(
-                array, blocks, chunks, shards, Schedule(blocks, shards, array.itemsize, n_ranks, Owners()), growth
-            )
-    if not any(units.phase) and _is_inside(units, shards) and _is_spread(array, shards, n_ranks):
+            schedule = Schedule(blocks, shards, array.itemsize, n_ranks, Owners())
+            return WriteLayout(array, blocks, chunks, shards, schedule, growth)
+    # Where they are, the ranks that hold it must be enough to encode it: more than half of all, or encoding is no work.
+    are_enough = not array.is_packed or 2 * shards.n_holding > n_ranks
+    if are_enough and not any(units.phase) and _is_inside(units, shards):
         return WriteLayout(array, units, chunks, shards)
     n_owners = max(1, min(n_ranks, units.n_cells))
     blocks = plan_blocks(units, array.itemsize * growth, max_nbytes=block_nbytes, n_owners=n_owners, per_owner=1)
@@ -175,11 +176,6 @@ def _is_inside(chunks: Grid, shards: Shards) -> bool:
     """True if each chunk lies in one shard."""
     axes = zip(shards.shard_shape, chunks.cell, chunks.shape, shards.cuts, strict=True)
     return all(cut == 1 or s % c == 0 or s >= n for s, c, n, cut in axes)
-
-
-def _is_spread(array: StoredArray, shards: Shards, n_ranks: int) -> bool:
-    """True if the ranks that hold the array are enough to encode it: more than half of all, or encoding is no work."""
-    return not array.is_packed or 2 * shards.n_holding > n_ranks
 
 
 def _runs_in_shards(array: StoredArray, shards: Shards, page: int, most_nbytes: int) -> Grid | None:

@@ -408,7 +408,8 @@ def plan_direct(layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbyte
     max_nbytes : int
         Cap on a block.
     """
-    is_merged = shards.sections_held > 1 and _shares_reads(layout, shards)
+    hold_several_sections = shards.most_held > 1 or any(map(shards.halo.wraps, range(len(shards.cuts))))
+    is_merged = hold_several_sections and _shares_reads(layout, shards)
     blocks = _cut_blocks(layout, max_nbytes, within=shards.reach if is_merged else shards.section_shape)
     return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, None, is_merged=is_merged)
 

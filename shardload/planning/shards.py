@@ -274,6 +274,7 @@ class Shards:
     halo: Halo = field(default=None)  # type: ignore[assignment]
     grid: SectionGrid = field(init=False)
     """The sections."""
+    _held_shards: dict[Any, tuple[HeldShard, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         ndim = len(self.cuts)
@@ -386,12 +387,6 @@ class Shards:
         axes = zip(self.grid.core, self.cuts, self.halo.widths, strict=True)
         return tuple(min(c * n, n + 2 * h) for n, c, h in axes)
 
-    @property
-    def sections_held(self) -> int:
-        """Largest number of sections that one rank holds: an upper bound."""
-        wrapped = [c for axis, c in enumerate(self.cuts) if self.halo.wraps(axis)]
-        return self.most_held * math.prod(2 if c > 1 else 3 for c in wrapped)
-
     def place_of(self, section: int) -> Region:
         """Where a section lies in the jax.Array."""
         shard, region = self.region(self.shard_of(section)), self.grid.region(section)
@@ -413,12 +408,10 @@ class Shards:
         if not self.has_halo:
             return region
         place = self.grid.index(section)
-        is_middle = all(i < c for i, c in zip(place, self.cuts, strict=True))  # it has all of the shard's own elements
-        return region.intersect(self._core(place)) if is_middle else None
-
-    def _core(self, place: Sequence[int]) -> Region:
+        if any(i >= c for i, c in zip(place, self.cuts, strict=True)):  # another section has the shard's own elements
+            return None
         start = tuple(i * n for i, n in zip(place, self.grid.core, strict=True))
-        return Region(start, tuple(a + n for a, n in zip(start, self.grid.core, strict=True)))
+        return region.intersect(Region(start, tuple(a + n for a, n in zip(start, self.grid.core, strict=True))))
 
     def contents(self, shard: int, shape: tuple[int, ...]) -> Iterator[Content]:
         """What each region of a shard must hold, each element once; `shape` is that of the array in the file."""
@@ -449,10 +442,6 @@ class Shards:
                 for shard in self.shards_of(rank)
             )
         return self._held_shards[key]
-
-    @cached_property
-    def _held_shards(self) -> dict[tuple[int, tuple[int, ...]], tuple[HeldShard, ...]]:
-        return {}
 
     @cached_property
     def reach(self) -> tuple[int, ...]:

@@ -75,6 +75,26 @@ class Fence:
         """The same for an open file: by where it really is, even if its name has changed since."""
         return not self.folders or self.holds_real(real_path_of(descriptor, path))
 
+    def open(self, path: str, named_by: str) -> int:
+        """Open a file for reading to which another one, `named_by`, leads; returns its descriptor.
+
+        Raises
+        ------
+        OutsideError
+            If `path`, with symbolic links resolved, is outside.
+        NotAFileError
+            If it is not a regular file. A pipe, a device or a folder is not opened, and nothing waits for it.
+        OSError
+            If it does not exist or cannot be opened.
+        """
+        if self.holds(path):
+            descriptor = open_file(path)
+            if self.holds_open(descriptor, path):
+                return descriptor
+            os.close(descriptor)  # a link that was put there in between
+        text = f"'{named_by}' leads to '{os.path.realpath(path)}', outside the folder of that file; {TARGET_HINT}"
+        raise OutsideError(text)
+
 
 def real_path_of(descriptor: int, path: str) -> str:
     """Where an open file really is, also if it was renamed; where `path` leads if the system does not say."""

@@ -131,9 +131,8 @@ class NewFolder(LocalFolder):
                 self._folders.add(path)
                 return self._whole_keys()
             file.close()
-            difference = difference or (
-                f"'{path}' is not of this copy: {key} was {old.get(key, 'nothing')}, and is {about.get(key, 'nothing')}"
-            )
+            values = f"{key} was {old.get(key, 'nothing')}, and is {about.get(key, 'nothing')}"
+            difference = difference or f"'{path}' is not of this copy: {values}"
         if difference:
             raise ConfigError(f"{difference}. Remove it, or begin again without resume=True")
         return None
@@ -362,9 +361,8 @@ class AddedFolder(NewFolder):
                     self._write_small(f"{GROWTH_MARK}-back", before[old_key])
                     rename(os.path.join(self.path, f"{GROWTH_MARK}-back"), os.path.join(self.old, old_key))
             except OSError as second_error:
-                texts = [
-                    getattr(cause, "strerror", None) or str(cause) or type(cause).__name__ for cause in (error, second_error)
-                ]
+                errors = error, second_error
+                texts = [getattr(cause, "strerror", None) or str(cause) or type(cause).__name__ for cause in errors]
                 raise SourceError(
                     f"the append to '{self._name}' failed as its arrays got their new length ({texts[0]}), and could not be "
                     f"undone ({texts[1]}). No value is lost, but some arrays may have the old length and some the new one: "

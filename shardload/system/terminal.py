@@ -132,14 +132,9 @@ def own_stdout() -> Iterator[IO[str]]:
     The file descriptor is redirected, because libraries in C and C++ do not use `sys.stdout`. What is printed leaves line by
     line, so that an error (a full disk) comes where it is printed, not when the stream is closed.
     """
-    if sys.stdout is None:  # closed by the parent process
-        with open(os.devnull, "w") as nowhere:
-            yield nowhere
-        return
-    has_descriptor = False
-    with suppress(io.UnsupportedOperation):
-        has_descriptor = sys.stdout.fileno() >= 0
-    if not has_descriptor:  # in memory
+    try:
+        sys.stdout.fileno()
+    except (AttributeError, io.UnsupportedOperation):  # it was closed by the parent process (None), or is in memory
         yield sys.stdout
         return
     sys.stdout.flush()

@@ -59,9 +59,8 @@ class Pool:
         self._tasks.put((future, call, arguments))
         if not self._waiting.acquire(blocking=False) and len(self._threads) < self._n:
             # The thread references the queue, not the pool, so that an unused pool can be garbage collected.
-            thread = threading.Thread(
-                target=_work, args=(self._tasks, self._waiting), name=f"{self._name}_{len(self._threads)}", daemon=True
-            )
+            name = f"{self._name}_{len(self._threads)}"
+            thread = threading.Thread(target=_work, args=(self._tasks, self._waiting), name=name, daemon=True)
             self._threads.append(thread)
             try:
                 thread.start()

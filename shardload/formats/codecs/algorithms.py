@@ -22,7 +22,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import deflate
@@ -92,22 +92,12 @@ class Chain:
         if len(compressors) > 1:
             raise ValueError(f"{' and '.join(compressors)}: nothing says how long the data between the two should be")
         self._stages = tuple(stages)
+        self.names = tuple(stage.name for stage in stages)
         self._scratch = shared_scratch()
         self.nbytes = nbytes
-
-    @property
-    def most_stored_nbytes(self) -> int:
-        """The most bytes that a stored chunk may have. A longer chunk is not read.
-
-        A codec lengthens data that it cannot compress by less than one percent, plus some bytes of header and checksum. Several
-        codecs one after the other stay far below this limit.
-        """
-        return 2 * self.nbytes + (1 << 16)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the stages, in the order in which they are undone."""
-        return tuple(stage.name for stage in self._stages)
+        # A longer chunk is not read. A codec lengthens data that it cannot compress by less than one percent, plus some bytes
+        # of header and checksum. Several codecs one after the other stay far below this limit.
+        self.most_stored_nbytes = 2 * nbytes + (1 << 16)
 
     def decode(self, encoded: Many, out: np.ndarray[Any, Any], skipped: frozenset[int] = frozenset()) -> None:
         """Decode chunks.
@@ -312,10 +302,8 @@ def encode_crc32c() -> Step:
 
     def step(data: Any) -> Any:
         source = np.frombuffer(data, dtype=np.uint8)
-        out = np.empty(len(source) + 4, dtype=np.uint8)
-        out[:-4] = source
-        out[-4:] = np.frombuffer(int(google_crc32c.value(source)).to_bytes(4, "little"), dtype=np.uint8)
-        return out
+        crc = int(google_crc32c.value(source)).to_bytes(4, "little")
+        return np.concatenate([source, np.frombuffer(crc, dtype=np.uint8)])
 
     return step
 
@@ -345,23 +333,13 @@ def _inflating(decompress: Callable[[Any, int], Any]) -> Stage:
 
 
 def encode_zlib(level: int) -> Step:
-    """HDF5's gzip filter: a zlib stream. Uses libdeflate."""
-    return (lambda data: deflate.zlib_compress(data, level)) if level else _not_compressed(15)
+    """HDF5's gzip filter: a zlib stream. Uses libdeflate, but not every version of it has level 0."""
+    return (lambda data: deflate.zlib_compress(data, level)) if level else partial(zlib.compress, level=0)
 
 
 def encode_gzip(level: int) -> Step:
-    """Zarr's gzip: one gzip member. Uses libdeflate."""
-    return (lambda data: deflate.gzip_compress(data, level)) if level else _not_compressed(31)
-
-
-def _not_compressed(wbits: int) -> Step:
-    """Level 0, which not every version of deflate has."""
-
-    def step(data: Any) -> Any:
-        stream = zlib.compressobj(0, wbits=wbits)
-        return stream.compress(data) + stream.flush()
-
-    return step
+    """Zarr's gzip: one gzip member. Uses libdeflate, as `encode_zlib`."""
+    return (lambda data: deflate.gzip_compress(data, level)) if level else partial(zlib.compress, level=0, wbits=31)
 
 
 def decode_zstd() -> Stage:

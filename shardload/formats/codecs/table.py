@@ -163,11 +163,6 @@ class Codec:
     decoder: Callable[[Parameters], Stage] | None = None
     encoder: Callable[[Parameters], Step] | None = None
 
-    @property
-    def compresses_in_zarr(self) -> bool:
-        """Whether it is a compressor of new arrays of Zarr, under the name by which people call it."""
-        return self.word == self.zarr and "3" in self.forms and self.encoder is not None and not self.is_sized
-
     def checked_level(self, level: Any, where: str = "") -> int:
         """A level that the codec has, or its usual one; ConfigError, which begins with `where`, otherwise."""
         usual, least, most = self.levels

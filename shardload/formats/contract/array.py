@@ -459,9 +459,8 @@ class Properties:
     @classmethod
     def of(cls, labels: Labels, dtype: np.dtype[Any], attrs: Mapping[str, Any], **fields: Any) -> Properties:
         """Make them with the names of axes and coordinates that `labels` has."""
-        return cls(
-            dtype, labels.dims, attrs, coordinates=tuple(coordinate.dataset for coordinate in labels.coords.values()), **fields
-        )
+        coordinates = tuple(coordinate.dataset for coordinate in labels.coords.values())
+        return cls(dtype, labels.dims, attrs, coordinates=coordinates, **fields)
 
 
 MOST_NAMED = 8

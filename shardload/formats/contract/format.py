@@ -41,15 +41,11 @@ class Source(abc.ABC):
     better than their defaults.
     """
 
-    @property
-    @abc.abstractmethod
-    def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the other metadata; reads no values."""
+    info: ArrayInfo
+    """Shape, dtype, chunks and the other metadata."""
 
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the values that `read_into` writes: that of the file, in native byte order."""
+    dtype: np.dtype[Any]
+    """Type of the values that `read_into` writes: that of the file, in native byte order."""
 
     @abc.abstractmethod
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
@@ -178,7 +174,7 @@ class Format(abc.ABC):
 
     A format must implement `name`, `claims_path`, `open_file`, an `OpenFile` and a `Source`. It may override the other methods
     if it can do better than their defaults. An `Access` says what the caller allows. If files of the format can name other
-    files, open those only with `Access.open_file`, or ask `Access.fence` before the library opens them.
+    files, open those only with `Fence.open`, or ask `Fence.holds` before the library opens them.
     """
 
     name: ClassVar[str]
@@ -208,13 +204,11 @@ class Format(abc.ABC):
         return info.format.startswith(self.name)
 
     def claims_object(self, obj: object) -> bool:
-        """True if `obj` is an open array or an open group of this format's library. Never raises."""
+        """True if `obj` is an open array of this format's library. Never raises."""
         return False
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
-        """Make a source of an open array that `claims_object` claims. The caller closes the array. Raises ConfigError for an
-        open group, with the names of its arrays.
-        """
+        """Make a source of an open array that `claims_object` claims. The caller closes the array."""
         raise NotImplementedError(f"{self.name} claims objects, but does not open them")
 
 

@@ -488,12 +488,8 @@ def open_chunks(dataset: OpenDataset, dtype: np.dtype[Any], places: ChunkPlaces)
     swap = swap_size(dataset.kind, dtype)
     stages = [stage_of(number, values) for number, _, values, _ in reversed(dataset.stored_filters)]
     decoders = [stage for stage in stages if stage is not None]
-    if (
-        dataset.raw is None
-        or swap is None
-        or len(decoders) < len(stages)
-        or sum(stage.n_more is None for stage in decoders) > 1
-    ):
+    n_compressors = sum(stage.n_more is None for stage in decoders)
+    if dataset.raw is None or swap is None or len(decoders) < len(stages) or n_compressors > 1:
         return None
     if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED and not dataset.n_stored:
         return None  # no values at all: HDF5 raises an error

@@ -24,6 +24,7 @@ from shardload.formats.hdf5.metadata import NO_VARIABLE, NON_COORDINATE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_attribute, unreadable_name
 from shardload.formats.sink import ONE_LENGTH, ArraySpec, groups_above
 from shardload.system.steps import step_done, steps_of
+from shardload.units import shown
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _OF_H5PY = ("lzf", "32000")  # filters that no plugin has
@@ -35,7 +36,7 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
         why = unreadable_name(part)
         if why is not None:
             raise ConfigError(
-                f"'{name}' has a name {why}, which netCDF programs do not read: {_shown(part)}. Choose another one"
+                f"'{name}' has a name {why}, which netCDF programs do not read: {shown(part, 80)}. Choose another one"
             )
     if spec.texts is None and f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
         instead = "Save it as int8 or float32 (complex numbers as two arrays), or use the suffix .h5 or .zarr"
@@ -101,9 +102,8 @@ class _Axes:
         """True if some axis has a coordinate, all axes have a name, and axes of one name in a group have one length."""
         are_named = all(None not in (spec.dims or ()) for spec in self._specs.values())
         have_one_length = all(len(lengths) == 1 for lengths in self.lengths.values())
-        return (
-            are_named and have_one_length and any(spec.dims == (name.rpartition("/")[2],) for name, spec in self._specs.items())
-        )
+        has_any = any(spec.dims == (name.rpartition("/")[2],) for name, spec in self._specs.items())
+        return are_named and have_one_length and has_any
 
 
 def netcdf_names(specs: Mapping[str, ArraySpec]) -> dict[str, str]:
@@ -215,7 +215,7 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
             if why is None:
                 owner.attrs[key] = _netcdf_value(value) if is_netcdf else value
         except (TypeError, ValueError, OSError, RuntimeError) as error:
-            why = f"{_shown(value)}, which HDF5 cannot hold ({error})"
+            why = f"{shown(value, 80)}, which HDF5 cannot hold ({error})"
         if why is not None:
             raise ConfigError(
                 f"the attribute {key!r} of '{name}' is {why}. Leave it out, or pass text, a number or a row of numbers"
@@ -246,8 +246,3 @@ def _netcdf_value(value: Any) -> Any:
         return np.bytes_(value) if 0 < len(value) <= _MOST_FIXED and value.isascii() else value
     is_flag = not isinstance(value, h5py.Empty | bytes) and np.asarray(value).dtype.kind == "b"
     return np.asarray(value, dtype=np.int8)[()] if is_flag else value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:80]}..."

@@ -22,10 +22,10 @@ from typing import Any
 
 import h5py
 
-from shardload.errors import ConfigError, SourceError, printable
+from shardload.errors import SourceError, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.concatenation import SCHEME, Concatenation
-from shardload.formats.contract.array import MOST_NAMED, ArrayInfo, some
+from shardload.formats.contract.array import MOST_NAMED, ArrayInfo
 from shardload.formats.contract.format import ChangedError, Format, OpenFile, Source
 from shardload.formats.diagnosis import known_by_head
 from shardload.formats.hdf5.links import OtherFiles, SearchPath, follow, look_through, open_other, versions_of
@@ -39,7 +39,6 @@ from shardload.formats.hdf5.opened import (
     close_all,
     decoded,
     encoded,
-    has_signature,
     names_below,
     open_to_read,
     signature_at,
@@ -48,7 +47,8 @@ from shardload.formats.hdf5.skeleton import SkeletonSource, StoreSource
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.hdf5.tiles import PartOpener, Versions
 from shardload.storage.block_cache import BlockCache
-from shardload.storage.local import Fence, NotAFileError, head_of, open_file, state_of
+from shardload.storage.local import Fence, LocalFile, NotAFileError, head_of, open_file, state_of
+from shardload.storage.objects import MemoryObject
 from shardload.storage.remote import RemoteError, is_remote, open_remote, without_secrets
 from shardload.system.undo import Undo
 
@@ -87,23 +87,28 @@ class Hdf5File(OpenFile):
         target, opened = self._look_up(dataset)
         if not opened:
             target = self._variable_of(target, dataset)
-        return self.source(target, dataset, _closing(target, opened), planned, is_linked=bool(opened))
+        return self.source(target, dataset, contextlib.ExitStack(), opened, planned)
 
     def source(
         self,
         dataset: OpenDataset,
         name: str,
         closing: contextlib.ExitStack,
+        opened: list[OpenFacts] | None = None,
         planned: ArrayInfo | None = None,
-        is_linked: bool = False,
     ) -> Hdf5Source:
-        """The source of an open dataset, which has this name for the caller. Closing it closes what `closing` has."""
+        """The source of an open dataset, which has this name for the caller. Closing it closes the dataset and the files that
+        were opened on the way to it (None: the dataset is the caller's), then what `closing` has.
+        """
+        if opened is not None:
+            closing.callback(close_all, opened)
+            closing.callback(dataset.close)
         with Undo(closing.close):
             others = look_through(dataset, self._fence, self._access, planned is not None and planned.parts is not None)
             info = self._describe(dataset, name, others, planned=planned)
             open_part = self._opener_of_parts(dataset) if others.is_virtual else None
             kind = StoreSource if dataset.facts.is_in_store else Hdf5Source
-            return kind(dataset, info, others, open_part, closing.close, is_linked)
+            return kind(dataset, info, others, open_part, closing.close, is_linked=bool(opened))
 
     def _opener_of_parts(self, virtual: OpenDataset) -> PartOpener:
         """Opens the parts of a virtual dataset, each by its name in HDF5 (not that in netCDF), as if it were loaded from its
@@ -127,7 +132,7 @@ class Hdf5File(OpenFile):
                 except KeyError:
                     raise OSError(f"'{printable(path)}' has no '{printable(dataset)}' any more") from None
                 versions = versions_of([facts, *opened])
-                source = part.source(target, dataset, _closing(target, opened, closing.pop_all()), is_linked=bool(opened))
+                source = part.source(target, dataset, closing.pop_all(), opened)
             with Undo(source.close):
                 if source.info.refused is not None:
                     raise OSError(f"{source.info} holds {source.info.refused}")
@@ -286,14 +291,6 @@ class Hdf5File(OpenFile):
         self._facts.close()
 
 
-def _closing(dataset: OpenDataset, opened: list[OpenFacts], last: contextlib.ExitStack | None = None) -> contextlib.ExitStack:
-    """Closes a dataset, then the files on the way to it, then what `last` has."""
-    closing = last or contextlib.ExitStack()
-    closing.callback(close_all, opened)
-    closing.callback(dataset.close)
-    return closing
-
-
 _WHY_NOT_OPENED = {  # by words of HDF5's message, or in the first block of the file
     "unable to lock file": "another program has it open for writing, or its file system has no locks. If nobody writes to it, "
     "set HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks.",
@@ -368,7 +365,7 @@ class StoreFile(Hdf5File):
     @cached
     def _facts(self) -> OpenFacts:
         cache = self._cache
-        start = signature_at(cache.read_at_most, lambda: cache.nbytes)
+        start = signature_at(cache)
         if start is None:
             head = cache.read_at_most(0, 512)
             what = known_by_head(head) or f"is not an HDF5 file: it begins with {head[:8]!r}"
@@ -405,17 +402,14 @@ class Hdf5Format(Format):
     def claims_path(self, path: str) -> bool:
         """True if the file has the HDF5 signature."""
         try:
-            file = open_file(path)
+            file = LocalFile(open_file(path))  # closed with its last reference
         except (NotAFileError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
             return False
-        try:
-            return has_signature(file)
-        finally:
-            os.close(file)
+        return signature_at(file) is not None
 
     def claims_object(self, obj: object) -> bool:
-        """True if `obj` is an `h5py.Dataset`, group or file."""
-        return isinstance(obj, h5py.Dataset | h5py.Group)
+        """True if `obj` is an `h5py.Dataset`."""
+        return isinstance(obj, h5py.Dataset)
 
     def claims_url(self, url: str) -> bool:
         """True if the object's name ends as those of HDF5 and netCDF4 files do; and for a `Concatenation`."""
@@ -423,7 +417,7 @@ class Hdf5Format(Format):
 
     def claims_head(self, head: bytes) -> bool:
         """True if the HDF5 signature is in it."""
-        return signature_at(lambda at, nbytes: head[at : at + nbytes], lambda: len(head)) is not None
+        return signature_at(MemoryObject(head)) is not None
 
     def describes(self, info: ArrayInfo) -> bool:
         """True for HDF5 and netCDF4."""
@@ -455,12 +449,6 @@ class Hdf5Format(Format):
             )
         facts, path = OpenFacts(obj.file, is_ours=False), str(obj.file.filename)
         file = Hdf5File(facts, path, access, Fence.around_file(facts.path(), access.allow_external))
-        if isinstance(obj, h5py.Group):
-            infos = file.list_below(obj, obj.name or "", most=MOST_NAMED)
-            names = some([repr(info.dataset) for info in itertools.islice(infos, MOST_NAMED + 1)]) or "none"
-            raise ConfigError(
-                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
-            )
         closing = contextlib.ExitStack()
         closing.callback(facts.close)
         return file.source(facts.dataset(obj.id), str(obj.name or "<unnamed>"), closing)

@@ -193,9 +193,8 @@ def values_of(codec: Codec, parameters: Parameters, chunk_nbytes: int) -> tuple[
 def stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
     """The stage that undoes a filter; None for a filter that only HDF5 undoes."""
     codec, parameters = filter_of(number), parameters_of(number, values)
-    if codec.decoder is None:
-        return None
-    if parameters is None and (number == SHUFFLE or (number == 32001 and len(values) >= 7)):
+    is_odd = parameters is None and (number == SHUFFLE or (number == 32001 and len(values) >= 7))
+    if codec.decoder is None or is_odd:
         return None
     return codec.decoder(parameters or Parameters())
 

@@ -50,7 +50,7 @@ from shardload.formats.hdf5.opened import (
     encoded,
     file_in_memory,
     filters_of,
-    has_signature,
+    signature_at,
     type_of_values,
 )
 from shardload.formats.hdf5.sink import Hdf5PlacedChunks, LedgerSink
@@ -86,7 +86,7 @@ def read_file(path: str, names: Iterable[str]) -> Json:
     except OSError as error:
         raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
     with closing(LocalFile(descriptor, path)) as stored:
-        if not has_signature(descriptor):
+        if signature_at(stored) is None:
             raise ConfigError(
                 f"'{path}' is a file, but neither HDF5 nor netCDF4; append writes to these, and to Zarr stores in folders. "
                 "A netCDF-3 file becomes netCDF4 by `nccopy -k nc4 OLD NEW`"

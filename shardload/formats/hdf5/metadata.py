@@ -105,15 +105,13 @@ def names_of(owner: Any) -> list[str]:
     return [decoded(name) for name in names]
 
 
-def author_names(owner: h5py.Dataset | h5py.Group) -> list[str]:
-    """The names of the author's attributes. CLASS and NAME are the library's in dimension scales only."""
-    hidden = _HIDDEN if is_scale(owner) else _HIDDEN - {"CLASS", "NAME"}
-    return [key for key in names_of(owner) if key not in hidden and not key.startswith("_Netcdf4")]
-
-
 def author_attributes(owner: h5py.Dataset | h5py.Group, most_nbytes: int) -> dict[str, Any]:
-    """The author's attributes as h5py gives them; a `Note` in the place of one that is not read."""
-    return {key: read_attribute(owner, key, most_nbytes) for key in author_names(owner)}
+    """The author's attributes as h5py gives them; a `Note` in the place of one that is not read. CLASS and NAME are the
+    library's in dimension scales only.
+    """
+    hidden = _HIDDEN if is_scale(owner) else _HIDDEN - {"CLASS", "NAME"}
+    names = [key for key in names_of(owner) if key not in hidden and not key.startswith("_Netcdf4")]
+    return {key: read_attribute(owner, key, most_nbytes) for key in names}
 
 
 def has_attribute(owner: Any, key: str) -> bool:
@@ -262,6 +260,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
     shape = dataset.shape or ()
     refused = refused or unaddressable(shape, chunks)
     attributes, packing = _meaning(dataset, in_full)
+    is_counted = not is_virtual and (not chunks or (in_full and not dataset.facts.is_in_store))
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -270,9 +269,7 @@ def describe(dataset: OpenDataset, path: str, name: str, others: OtherFiles, in_
         dtype=dtype,
         chunks=chunks,
         codec=codec_text(filters),
-        nbytes_stored=None
-        if is_virtual or (chunks and (not in_full or dataset.facts.is_in_store))
-        else int(dataset.id.get_storage_size()),
+        nbytes_stored=int(dataset.id.get_storage_size()) if is_counted else None,
         refused=refused,
         is_coordinate=is_scale(dataset),
         is_dimension=stands_for_axis(dataset),

@@ -45,17 +45,11 @@ def open_to_read(path: str) -> h5py.File:
             continue
 
 
-def has_signature(descriptor: int) -> bool:
-    """True if an open file is one of HDF5."""
-    file = LocalFile(os.dup(descriptor))
-    return signature_at(file.read_at_most, lambda: file.nbytes) is not None
-
-
-def signature_at(read: Callable[[int, int], bytes], nbytes: Callable[[], int]) -> int | None:
+def signature_at(stored: StoredObject) -> int | None:
     """Where HDF5's signature is: at byte 0, 512, 1024, 2048, ... None if nowhere."""
     offset = 0
-    while offset == 0 or offset < nbytes():
-        if read(offset, len(_SIGNATURE)) == _SIGNATURE:
+    while offset == 0 or offset < stored.nbytes:
+        if stored.read_at_most(offset, len(_SIGNATURE)) == _SIGNATURE:
             return offset
         offset = 2 * offset or 512
     return None
@@ -284,6 +278,7 @@ class OpenFacts:
 
     def __init__(self, file: h5py.File, is_ours: bool = True, stored: StoredObject | None = None) -> None:
         self.file, self._is_ours, self._object, self.name = file, is_ours, stored, str(file.filename)
+        self.is_in_store = stored is not None  # then it has no folder, and what HDF5 reads itself takes a request each
         self.shared_parts: OpenParts | None = None
         self.in_store: Mapping[tuple[str, str], Any] = {}  # `tiles.PartMetadata` of each
         # Dimension scales that arrays have, with their names, by address and the group of the array: see `metadata.scales_of`.
@@ -305,11 +300,6 @@ class OpenFacts:
     def dataset(self, identifier: Any, address: int | None = None) -> OpenDataset:
         """A dataset of this file that was opened."""
         return OpenDataset(identifier, self, address)
-
-    @property
-    def is_in_store(self) -> bool:
-        """True if it is an object in a store: it has no folder, and what HDF5 reads itself takes a request each."""
-        return self._object is not None
 
     @cached
     def stored(self) -> StoredObject | None:

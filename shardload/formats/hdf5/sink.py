@@ -284,9 +284,8 @@ class Hdf5Sink(LedgerSink):
         """Create all that is not values: groups, datasets, attributes, names of axes."""
         specs = {name: array.spec for name, array in self.arrays.items()} | self._texts
         if self.is_netcdf:
-            file.attrs["_NCProperties"] = np.bytes_(
-                f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
-            )
+            versions = f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
+            file.attrs["_NCProperties"] = np.bytes_(versions)
         for name, array in self.arrays.items():
             with _making(name):
                 self._make(*self._place(file, name), name, array, is_trial)

@@ -57,7 +57,7 @@ class StoreSource(Hdf5Source):
             box = chunks_met(region, places.chunk) if region.size else [range(0)] * region.ndim
             if math.prod(map(len, box)) > _MOST_TOLD:
                 return None
-            if not has_filters and open_chunks(dataset, self._dtype, places) is None:
+            if not has_filters and open_chunks(dataset, self.dtype, places) is None:
                 return None
             table = places.of(box).copy()
             table[0, table[0] >= 0] += cache.start
@@ -134,7 +134,7 @@ class SkeletonSource(Hdf5Source):
     @cached
     def places(self) -> ChunkPlaces | None:
         """Where the chunks are; None for a dataset without chunks."""
-        parts = self._info.parts or {}
+        parts = self.info.parts or {}
         if "box" not in parts:
             return None
         box = tuple(range(*ends) for ends in parts["box"])
@@ -149,7 +149,7 @@ class SkeletonSource(Hdf5Source):
 
     def _extents(self, region: Region) -> Iterator[tuple[Ints, Ints]]:
         if self._contiguous is not None:
-            yield from self._contiguous.extents(region, self._dtype)
+            yield from self._contiguous.extents(region, self.dtype)
         elif self.places is not None:
             for part in self._parts(region):
                 offsets, sizes, _ = self.places.of(chunks_met(part, self.places.chunk))

@@ -210,27 +210,17 @@ class Hdf5Source(Source):
         close: Callable[[], None] = lambda: None,
         is_linked: bool = False,
     ) -> None:
-        self.dataset, self._info, self.others, self._is_linked = dataset, info, others, is_linked
+        self.dataset, self.info, self.others, self._is_linked = dataset, info, others, is_linked
         self._open_part, self._close = open_part, close
         self._expected: Region | None = None
         if info.refused:  # nothing is read
-            self._dtype = np.dtype("V1")
+            self.dtype = np.dtype("V1")
             return
-        self._dtype = np.dtype(info.dtype)
-        self._memory_type, self._swaps = _memory_type_of(dataset.kind, self._dtype)
+        self.dtype = np.dtype(info.dtype)
+        self._memory_type, self._swaps = _memory_type_of(dataset.kind, self.dtype)
         # The value of what HDF5 does not write into the buffer; None if it writes all. It is zero, as h5py has it there, if the
         # creator chose never to fill.
-        self._gap_value = fill_value(dataset, self._dtype) if leaves_gaps(dataset) else None
-
-    @property
-    def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the other metadata."""
-        return self._info
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the values, in native byte order."""
-        return self._dtype
+        self._gap_value = fill_value(dataset, self.dtype) if leaves_gaps(dataset) else None
 
     def expect(self, region: Region) -> None:
         """Only the places of chunks that meet `region` will be listed."""
@@ -247,23 +237,16 @@ class Hdf5Source(Source):
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
-        check_request(self._info, self._dtype, region, out)
+        check_request(self.info, self.dtype, region, out)
         if region.size == 0:
             return
-        if self.dataset.id.valid and self._tiles is not None:
-            self._tiles.read_into(region, out)
-        else:
-            self._read_into(region, out)
-
-    def _read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        is_open = self.dataset.id.valid
-        if is_open and self._contiguous is not None:
-            self._contiguous.read_into(region, out)
-            return
-        if is_open and self._reader is not None:
-            read_by_chunks(self._reader, self._info.chunks or (), region, out)
-            return
-        if is_open:
+        if self.dataset.id.valid:
+            if (direct := self._tiles or self._contiguous) is not None:
+                direct.read_into(region, out)
+                return
+            if self._reader is not None:
+                read_by_chunks(self._reader, self.info.chunks or (), region, out)
+                return
             self._check_stored(region)
         if self._gap_value is not None:
             # It may hold another block's values.
@@ -271,7 +254,7 @@ class Hdf5Source(Source):
         try:
             self._read_by_library(region, out)
             if self._swaps:
-                out.reshape(-1).view(self._dtype).byteswap(inplace=True)
+                out.reshape(-1).view(self.dtype).byteswap(inplace=True)
         finally:  # if the file was cut, that error names the cause better
             self._check_whole()
 
@@ -302,7 +285,7 @@ class Hdf5Source(Source):
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call of HDF5."""
-        return iter((region,)) if self._info.chunks is None else a_few_chunks(region, self._info.chunks, _MOST_AT_ONCE)
+        return iter((region,)) if self.info.chunks is None else a_few_chunks(region, self.info.chunks, _MOST_AT_ONCE)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet `region`; ``[()]`` for a dataset without chunks and without stored values."""
@@ -326,9 +309,9 @@ class Hdf5Source(Source):
     @cached
     def _reader(self) -> ChunkReader | None:
         """A reader of chunks without HDF5, which takes twice as long; None if only HDF5 can read or decode them."""
-        if self._info.refused is not None or self.places is None:
+        if self.info.refused is not None or self.places is None:
             return None
-        return open_chunks(self.dataset, self._dtype, self.places)
+        return open_chunks(self.dataset, self.dtype, self.places)
 
     def _check_stored(self, region: Region) -> None:
         """Raise ValueError if HDF5 must not decode the chunks that meet a non-empty region: it might crash."""
@@ -341,7 +324,7 @@ class Hdf5Source(Source):
             return
         if self._reader is not None:  # only `plain` has HDF5 decode what this can decode
             for part in self._parts(region):
-                read_by_chunks(self._reader, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
+                read_by_chunks(self._reader, self.info.chunks or (), part, np.empty(part.shape, self.dtype))
         elif not all(map(self.others.access.may_use, names)):
             raise UndecodedError(
                 f"its chunks are encoded by {' and '.join(names)}, and only HDF5 can read them (of a file that is open for "
@@ -354,19 +337,16 @@ class Hdf5Source(Source):
         if self._tiles is not None:
             return self._tiles.plain(region)
         try:
-            return self._plain(region)
+            if region.size:
+                self._check_stored(region)
+            if self.dtype == BFLOAT16:  # h5py makes float32 of it
+                out = np.full(region.shape, self._gap_value or 0, self.dtype)
+                if region.size:
+                    self._read_by_library(region, out)
+                return out
+            return index_in_parts(self.dataset, region, self._parts)
         finally:  # as for `read_into`
             self._check_whole()
-
-    def _plain(self, region: Region) -> np.ndarray[Any, Any]:
-        if region.size:
-            self._check_stored(region)
-        if self._dtype == BFLOAT16:  # h5py makes float32 of it
-            out = np.full(region.shape, self._gap_value or 0, self._dtype)
-            if region.size:
-                self._read_by_library(region, out)
-            return out
-        return index_in_parts(self.dataset, region, self._parts)
 
     def labels(self) -> Labels:
         """The dimension scales and all attributes."""
@@ -382,7 +362,7 @@ class Hdf5Source(Source):
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
-        if self._info.refused is not None or self._info.chunks is None:
+        if self.info.refused is not None or self.info.chunks is None:
             return None
         if self.others.is_virtual:
             return None if self._tiles is None else self._tiles.chunk_reader()
@@ -391,20 +371,20 @@ class Hdf5Source(Source):
     @cached
     def _tiles(self) -> Tiles | None:
         """The parts of a virtual dataset; None for any other one."""
-        if self._open_part is None or self._info.refused is not None or self._info.parts is None:
+        if self._open_part is None or self.info.refused is not None or self.info.parts is None:
             return None
-        names, shapes = self.others.names, self._info.parts["shapes"]
+        names, shapes = self.others.names, self.info.parts["shapes"]
         boxes = find_boxes(self.dataset, names, shapes) if len(names) == len(shapes) else None
         if boxes is None:
-            raise ChangedError(f"{self._info} has other parts than when it was looked at. Load it again, or make a new plan")
-        versions = dict(zip(names, self._info.parts["versions"], strict=True))
-        fill = fill_value(self.dataset, self._dtype)
-        return Tiles(boxes, versions, self._info, fill, self._open_part, self._expected)
+            raise ChangedError(f"{self.info} has other parts than when it was looked at. Load it again, or make a new plan")
+        versions = dict(zip(names, self.info.parts["versions"], strict=True))
+        fill = fill_value(self.dataset, self.dtype)
+        return Tiles(boxes, versions, self.info, fill, self._open_part, self._expected)
 
     @cached
     def _contiguous(self) -> Hdf5Contiguous | None:
         """A reader of contiguous values without HDF5; None if only HDF5 can read them."""
-        return open_contiguous(self.dataset, self._dtype)
+        return open_contiguous(self.dataset, self.dtype)
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None.
@@ -412,14 +392,14 @@ class Hdf5Source(Source):
         Other files that hold values were compared when they were opened; here they are compared again.
         """
         state, tiles = self.dataset.facts.state(), self.__dict__.get("_tiles")
-        if state is None or self._info.parts is None:
+        if state is None or self.info.parts is None:
             return state
         return *state, 0 if tiles is None else tiles.n_changed()
 
     def opened_in(self) -> tuple[int, ...] | None:
         """`state` before anything was read of these files."""
         state = self.dataset.facts.opened_in
-        return state if state is None or self._info.parts is None else (*state, 0)
+        return state if state is None or self.info.parts is None else (*state, 0)
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""

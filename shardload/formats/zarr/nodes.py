@@ -41,14 +41,9 @@ class MetadataError(ValueError):
 
 @dataclass(frozen=True)
 class GroupNode:
-    """A group. Its attributes are parsed when they are needed: if they are damaged, arrays below the group can be read."""
+    """A group. `attributes` parses them when they are needed: if they are damaged, arrays below the group can be read."""
 
-    parse: Callable[[], Json]
-
-    @property
-    def attributes(self) -> Json:
-        """Its attributes."""
-        return self.parse()
+    attributes: Callable[[], Json]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import zstandard
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.storage.leftovers import METADATA, NODE_FILES, ROOTS
-from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, head_of, state_of
+from shardload.storage.local import TARGET_HINT, Fence, LocalFile, LocalFolder, OutsideError, head_of, open_file, state_of
 from shardload.storage.objects import Content, MemoryObject, ObjectFolder, StoredObject, read_content
 from shardload.storage.remote import Pin, RemoteObject, is_remote, open_remote, without_secrets
 
@@ -96,7 +96,7 @@ class ReferenceFolder:
             if stored is None:
                 raise FileNotFoundError(f"there is no {_OF_PARQUET}, which a set of references in Parquet has")
         else:
-            stored = LocalFile(access.open_file(path), path) if remote is None else remote.object()
+            stored = LocalFile(open_file(path), path) if remote is None else remote.object()
         opened_in = stored.version if remote is None else None  # before it is read: it may be written meanwhile
         content = stored.read_at_most(0, _FIRST_NBYTES)  # as the first read of an object at a URL: one request
         _check_size(stored.nbytes)
@@ -202,10 +202,9 @@ class ReferenceFolder:
         if is_remote(self._path) and not self._access.allow_external:
             raise OutsideError(f"'{self.name}' refers to '{path}', a file of this machine; {TARGET_HINT}")
         path = os.path.join(os.path.dirname(self._path), path)
-        if is_remote(self._path):
-            return LocalFile(self._access.open_file(path), path)
-        fence = Fence.around_file(self._path, self._access.allow_external)  # beside the set, also if that is a folder
-        return LocalFile(self._access.open_file(path, self._path, fence), path)
+        # Beside the set, also if that is a folder.
+        fence = Fence() if is_remote(self._path) else Fence.around_file(self._path, self._access.allow_external)
+        return LocalFile(fence.open(path, self._path), path)
 
 
 _Table = tuple[int, list[Any]]  # how many rows it has, and its columns; None for those that it lacks

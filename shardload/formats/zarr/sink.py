@@ -51,7 +51,8 @@ _MISSING = np.uint64(2**64 - 1)
 
 _MOST_NAME_NBYTES = 255  # of a file or folder
 _TAKEN = {*METADATA, FOLDER_MARK}
-_NAMES = [name for name, codec in ZARR_CODECS.items() if codec.compresses_in_zarr]  # the compressors of new arrays
+_OF_3 = {name: codec for name, codec in ZARR_CODECS.items() if codec.word == name and "3" in codec.forms}
+_NAMES = [name for name, codec in _OF_3.items() if codec.encoder and not codec.is_sized]  # the compressors of new arrays
 
 
 class ZarrEncoder(Encoder):

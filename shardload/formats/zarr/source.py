@@ -25,7 +25,7 @@ import numpy as np
 import zarr
 import zarr.buffer
 
-from shardload.errors import ConfigError, SourceError, is_unread
+from shardload.errors import SourceError, is_unread
 from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs.table import ZARR_CODECS, compression_keywords
 from shardload.formats.contract.array import (
@@ -41,7 +41,6 @@ from shardload.formats.contract.array import (
     names_in,
     native_dtype,
     refusal,
-    some,
     unaddressable,
 )
 from shardload.formats.contract.chunk_reader import ChunkReader, a_few_chunks, chunks_met, index_in_parts, read_by_chunks
@@ -96,39 +95,29 @@ class ZarrSource(Source):
     """
 
     def __init__(self, node: ArrayNode, array: Any, info: ArrayInfo) -> None:
-        self._node, self._array, self._info = node, array, info
+        self._node, self._array, self.info = node, array, info
         self._store: WatchedStore = array.store
-        self._dtype, self._is_closed = native_dtype(node.dtype), False
+        self.dtype, self._is_closed = native_dtype(node.dtype), False
         self._missing: list[tuple[int, ...]] = []
         self._metadata_key = metadata_key(array.path, node.version)
         planned_version = None if info.parts is None else tuple(info.parts["version"])
         self._opened_in = planned_version or self._store.state_before(self._metadata_key) or self.state()
         if info.chunks is not None:
-            nbytes = math.prod(info.shards or info.chunks) * self._dtype.itemsize + 16 * n_in_shard(node.document)
+            nbytes = math.prod(info.shards or info.chunks) * self.dtype.itemsize + 16 * n_in_shard(node.document)
             self._store.most_nbytes = _LONGEST * nbytes + _HEAD_NBYTES
-
-    @property
-    def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the other metadata."""
-        return self._info
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the values, in native byte order."""
-        return self._dtype
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Decode the chunks that meet `region` into `out`; NumPy's assignment swaps bytes if necessary."""
-        check_request(self._info, self._dtype, region, out)
+        check_request(self.info, self.dtype, region, out)
         self._missing = []
         if region.size == 0:
             return
         if self._is_closed:  # zarr-python would open the store again
-            raise ValueError(f"{self._info} was closed")
+            raise ValueError(f"{self.info} was closed")
         if self._chunks is not None:
-            self._missing = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
+            self._missing = read_by_chunks(self._chunks, self.info.chunks or (), region, out)
             return
-        store, out = self._store, out.view(bits_of(self._dtype)) if is_added(self._dtype) else out
+        store, out = self._store, out.view(bits_of(self.dtype)) if is_added(self.dtype) else out
         for part in self._parts(region):
             store.missing.clear()
             index: Any = (*part.slices(region.start), ...)
@@ -139,7 +128,7 @@ class ZarrSource(Source):
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call: whole shards, unless they have too many chunks."""
-        chunks, shards = self._info.chunks, self._info.shards
+        chunks, shards = self.info.chunks, self.info.shards
         if chunks is None:
             return iter((region,))
         per_shard = math.prod(-(-n // m) for n, m in zip(shards or chunks, chunks, strict=True))
@@ -153,8 +142,8 @@ class ZarrSource(Source):
 
     def _missing_in(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks in `region` whose file (or whose shard's file) the store did not have."""
-        chunks = self._info.chunks or ()
-        outer = self._info.shards or chunks
+        chunks = self.info.chunks or ()
+        outer = self.info.shards or chunks
         prefix, missing = f"{self._array.path}/" if self._array.path else "", []
         for index in itertools.product(*chunks_met(region, chunks)):
             position = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
@@ -164,12 +153,12 @@ class ZarrSource(Source):
 
     @functools.cached_property
     def _chunks(self) -> ZarrChunks | None:
-        return chunk_reader(self._array, self._node, self._info)
+        return chunk_reader(self._array, self._node, self.info)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
         values = index_in_parts(self._array, region, self._parts)
-        return values.view(self._dtype) if is_added(self._dtype) else values
+        return values.view(self.dtype) if is_added(self.dtype) else values
 
     def labels(self) -> Labels:
         """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one. In
@@ -190,7 +179,7 @@ class ZarrSource(Source):
         """The attributes of the group above. In format 3 there may be no such node: a folder is enough."""
         path = self._array.path.strip("/")
         group = self._store.node(path.rpartition("/")[0]) if path else None  # else the store is the array
-        attributes = group.attributes if isinstance(group, GroupNode) else {}
+        attributes = group.attributes() if isinstance(group, GroupNode) else {}
         return {key: json_value(value, MOST_KEPT) for key, value in attributes.items()}
 
     @quiet()
@@ -265,8 +254,8 @@ class ZarrFormat(Format):
         return True
 
     def claims_object(self, obj: object) -> bool:
-        """True if `obj` is a `zarr.Array` or a `zarr.Group`."""
-        return isinstance(obj, zarr.Array | zarr.Group)
+        """True if `obj` is a `zarr.Array`."""
+        return isinstance(obj, zarr.Array)
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the store."""
@@ -276,12 +265,6 @@ class ZarrFormat(Format):
         """Make a source of an open `zarr.Array`."""
         paths = (getattr(obj.store, attribute, None) for attribute in ("root", "path"))
         path = next((str(path) for path in paths if isinstance(path, str | os.PathLike)), f"<{type(obj.store).__name__}>")
-        if isinstance(obj, zarr.Group):
-            members = sorted(name for name, member in obj.members(max_depth=None) if isinstance(member, zarr.Array))
-            names = some(list(map(repr, members))) or "none"
-            raise ConfigError(
-                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
-            )
         node, array = ArrayNode.of(obj), watched(obj, access.allow_external)
         return ZarrSource(node, array, describe(node, path, obj.name, access))
 
@@ -322,10 +305,9 @@ class _ZarrStore(OpenFile):
                 if not isinstance(read_node, ArrayNode):
                     raise KeyError(dataset)
                 node, info = read_node, describe(read_node, self._path, dataset, self._access)
-                version = (
-                    store.state_before(metadata_key(dataset, node.version)) if isinstance(store.folder, RemoteFolder) else None
-                )
-                if version is not None:  # all that the other ranks must know: they ask for chunks alone
+                version = store.state_before(metadata_key(dataset, node.version))
+                # All that the other ranks must know: they ask for chunks alone.
+                if version is not None and isinstance(store.folder, RemoteFolder):
                     info = replace(info, parts={"document": node.document, "version": version})
             return ZarrSource(node, watch(node, store, dataset), info)
         except MetadataError as error:
@@ -347,7 +329,7 @@ class _ZarrStore(OpenFile):
         for name, node in self._store.nodes():
             try:
                 if isinstance(node, GroupNode):
-                    groups[name] = dict(node.attributes)
+                    groups[name] = dict(node.attributes())
                 elif isinstance(node, Exception):
                     raise node
             except (OSError, LookupError, TypeError, ValueError) as error:

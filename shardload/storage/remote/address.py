@@ -215,10 +215,7 @@ def _endpoints(config: Mapping[str, Any], kind: str) -> list[str]:
 
 def _count(value: Any) -> int:
     """The option 'requests': the most requests that are under way."""
-    try:
-        count = int(value)
-    except (TypeError, ValueError):
-        count = 0
+    count = int(value) if str(value).isdecimal() else 0
     if not 1 <= count <= 64:
         raise ConfigError("storage's 'requests', the most requests of a process that are under way, must be from 1 to 64")
     return count

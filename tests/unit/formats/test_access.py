@@ -10,7 +10,7 @@ import pytest
 
 from shardload.formats.access import STRICT, Access, Limits
 from shardload.options import Options
-from shardload.storage.local import NotAFileError, OutsideError
+from shardload.storage.local import Fence, NotAFileError, OutsideError
 
 
 def test_options_say_what_may_be_done() -> None:
@@ -35,19 +35,20 @@ def test_a_file_that_another_names_is_opened_inside_of_its_folder_alone(tmp_path
     named_by, inside, outside = str(home / "index"), home / "parts" / "1", other / "secret"
     for path in (named_by, inside, outside):
         Path(path).write_bytes(str(path).encode())
-    assert contents(STRICT.open_file(str(inside), named_by)) == str(inside).encode()
+    fence = Fence.around_file(named_by)
+    assert contents(fence.open(str(inside), named_by)) == str(inside).encode()
     (home / "link").symlink_to(outside)
     for path in (str(outside), str(home / "link"), str(home / "parts" / ".." / ".." / "other" / "secret")):
         with pytest.raises(
             OutsideError, match=rf"'{named_by}' leads to '{outside}', outside the folder of that file; pass allow_e"
         ):
-            STRICT.open_file(path, named_by)
-        assert contents(Access(allow_external=True).open_file(path, named_by)) == str(outside).encode()
-    assert contents(STRICT.open_file(str(home / "link"))) == str(outside).encode(), "what the caller named is inside"
+            fence.open(path, named_by)
+        assert contents(Fence().open(path, named_by)) == str(outside).encode()
     # A store that is a folder may lead into itself alone.
-    assert contents(STRICT.open_file(str(inside), str(home / "parts"))) == str(inside).encode()
-    with pytest.raises(OutsideError, match="outside that store"):
-        STRICT.open_file(named_by, str(home / "parts"))
+    fence = Fence.around_store(str(home / "parts"))
+    assert contents(fence.open(str(inside), str(home / "parts"))) == str(inside).encode()
+    with pytest.raises(OutsideError, match="outside the folder"):
+        fence.open(named_by, str(home / "parts"))
 
 
 def test_a_link_that_is_put_there_meanwhile_does_not_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +67,11 @@ def test_a_link_that_is_put_there_meanwhile_does_not_help(tmp_path: Path, monkey
     monkeypatch.setattr(os, "open", swap)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OutsideError, match="outside the folder"):
-        STRICT.open_file(str(tmp_path / "home" / "part"), str(tmp_path / "home" / "index"))
+        Fence.around_file(str(tmp_path / "home" / "index")).open(str(tmp_path / "home" / "part"), "index")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for how in ((str(tmp_path / "pipe"),), (str(tmp_path / "pipe"), str(tmp_path / "index"))):
-        with pytest.raises(NotAFileError, match="a pipe, expected a file"):
-            STRICT.open_file(*how)
+    with pytest.raises(NotAFileError, match="a pipe, expected a file"):
+        Fence.around_file(str(tmp_path / "index")).open(str(tmp_path / "pipe"), "index")

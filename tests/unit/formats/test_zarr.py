@@ -230,10 +230,8 @@ def test_open_arrays_of_any_store(tmp_path: Path) -> None:
     check_source(source, flat((5, 7)))
     source.close()
     np.testing.assert_array_equal(array[...], flat((5, 7)))
-    with pytest.raises(ConfigError, match=r"'/' in '<MemoryStore>' is a group.*group\['name'\].*: 'g/a'"):
+    with pytest.raises(ConfigError, match=r"from an object of type zarr\..*Group\. .*group\['name'\]"):
         find_array(group)
-    with pytest.raises(ConfigError, match=r"'/g' in '<MemoryStore>' is a group.*: 'a'"):  # zarr knows it by no other there
-        find_array(group["g"])
     with pytest.raises(ConfigError, match=r"the array handed in is '/g/a' .* dataset='b' names another"):
         find_array(array, "b")
     path = write_zarr(tmp_path / "a.zarr", {"a": flat((3,))})
