@@ -131,6 +131,8 @@ def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     assert error.value.path == str(tmp_path / "none.h5")
     with h5py.File(path) as file, pytest.raises(ConfigError, match="Pass the path of the file"):
         find_array(file["a"], access=Access(untrusted=LIMITS))
+    store = write_zarr(tmp_path / "bools.zarr", {"x": DATA > 3}, zarr_format=2)  # its fill value, False, means "no value"
+    assert list_arrays(store, access=Access(untrusted=LIMITS)) == list_arrays(store)
 
 
 def test_several_threads_read_at_once(tmp_path: Path) -> None:
