@@ -264,7 +264,10 @@ class UntrustedFile(OpenFile):
             except HelperError as lost:
                 self._last_error = str(lost)
                 raise
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # a variable with the error that is raised keeps the buffers of the load: see `let_go`
 
     @property
     def is_running(self) -> bool:
