@@ -174,7 +174,7 @@ def info_of(answer: Any, path: str) -> ArrayInfo:
         _require("type of values", dtype.name == info.dtype, refusal(dtype) is None, nbytes < _INT64)
     for name, (kind, values) in info.packing.items():
         leaves = [leaf for value in values for leaf in (value if isinstance(value, list) else [value])]
-        kinds = (str,) if kind in ("text", "unreadable") else (int, float)
+        kinds = (str,) if kind in ("text", "unreadable") else (bool, int, float)
         _require("packing", name in ATTRIBUTES, 0 < len(values) <= _MOST_VALUES, *(type(leaf) in kinds for leaf in leaves))
         if kind not in ("text", "unreadable", "number"):
             dtype = np.dtype(kind)
@@ -264,7 +264,10 @@ class UntrustedFile(OpenFile):
             except HelperError as lost:
                 self._last_error = str(lost)
                 raise
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # a variable with the error that is raised keeps the buffers of the load: see `let_go`
 
     @property
     def is_running(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -10,9 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,8 @@ def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     assert error.value.path == str(tmp_path / "none.h5")
     with h5py.File(path) as file, pytest.raises(ConfigError, match="Pass the path of the file"):
         find_array(file["a"], access=Access(untrusted=LIMITS))
+    store = write_zarr(tmp_path / "bools.zarr", {"x": DATA > 3}, zarr_format=2)  # its fill value, False, means "no value"
+    assert list_arrays(store, access=Access(untrusted=LIMITS)) == list_arrays(store)
 
 
 def test_several_threads_read_at_once(tmp_path: Path) -> None:
@@ -211,6 +215,22 @@ def test_a_helper_that_was_lost_is_replaced_a_few_times(tmp_path: Path) -> None:
         source.read_into(Region((4, 0), (8, 8)), out)
     assert source.state() is None
     source.close()
+
+
+@pytest.mark.usefixtures("quick_helpers")
+def test_an_error_of_a_helper_keeps_no_memory(tmp_path: Path) -> None:
+    """A caller that goes on after it had all of the load's buffers until the next collection."""
+    file, out = UntrustedFile(write_hdf5(tmp_path / "a.h5", {"x": DATA}), Access(untrusted=LIMITS)), np.empty(SHAPE, "i4")
+    kept = weakref.ref(out)
+    gc.disable()
+    try:
+        with suppress(KeyError):
+            file.ask(print, "plain", (0, 0), SHAPE, dataset="no", values=out)
+        del out
+        assert kept() is None
+    finally:
+        gc.enable()
+        file.close()
 
 
 def test_memory_is_limited(tmp_path: Path) -> None:
