@@ -12,14 +12,13 @@ import h5py
 import jax
 import numpy as np
 import pytest
-import zarr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, VerifyError
 from shardload.engine.file_target import FileTarget
-from tests.mpi.support import check, mesh_of, on_disk, on_root, same_error
+from tests.mpi.support import check, mesh_of, on_disk, on_root, put, read, same_error
 from tests.unit.files import write_hdf5
 
 SPEC = P(("a", "b"))
@@ -29,15 +28,7 @@ VALUES = np.arange(24 * 10 * 6, dtype="f4").reshape(24, 10, 6)
 
 def made(mesh: Mesh, values: np.ndarray[Any, Any] = VALUES) -> jax.Array:
     """`values` on all devices, cut along the first axis."""
-    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, SPEC), lambda index: values[index])
-
-
-def read(path: Path, name: str = "x") -> Any:
-    """What the format's own library reads."""
-    if path.suffix == ".zarr":
-        return zarr.open_array(str(path / name), mode="r")[...]
-    with h5py.File(path) as file:
-        return file[name][...]
+    return put(values, mesh, SPEC)
 
 
 @pytest.mark.mpi
@@ -60,7 +51,7 @@ def test_the_values_of_the_call_are_saved(comm: Any, shared_tmp_path: Path, suff
     assert save.is_done and save.wait() is report
     check(loaded, VALUES, mesh, P(None, "a"))
     check(y, VALUES + 1, mesh, SPEC)
-    np.testing.assert_array_equal(read(path), VALUES)
+    np.testing.assert_array_equal(read(path, "x"), VALUES)
     np.testing.assert_array_equal(read(path, "small"), np.full(3, 7.0))
 
 
@@ -72,11 +63,11 @@ def test_the_next_save_waits(comm: Any, shared_tmp_path: Path) -> None:
     first = shardload.save(path, {"x": made(mesh)}, dims=dims, unlimited="time", background=True)
     shardload.append(path, {"x": made(mesh, VALUES + 5)}, dim="time")
     assert first.is_done
-    np.testing.assert_array_equal(read(path), np.concatenate([VALUES, VALUES + 5]))
+    np.testing.assert_array_equal(read(path, "x"), np.concatenate([VALUES, VALUES + 5]))
     second = shardload.save(path, {"x": made(mesh)}, mode="w", background=True)
     shardload.save(path, {"x": made(mesh, VALUES + 7)}, mode="w")
     assert second.is_done
-    np.testing.assert_array_equal(read(path), VALUES + 7)
+    np.testing.assert_array_equal(read(path, "x"), VALUES + 7)
 
 
 @pytest.fixture

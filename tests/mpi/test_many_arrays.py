@@ -14,16 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from shardload.comm.group import group_of
 from tests.mpi.support import READERS, check, mesh_of, on_root, peak_nbytes, ramp, same_error, unit
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py makes for itself
 
 
-@pytest.fixture(autouse=True)
-def as_large(tune: Any) -> None:
-    """Small arrays are moved as large ones are."""
-    tune(small_nbytes=0, worth_sharing_nbytes=0, min_chunk_nbytes=1, inline_nbytes=-1)
+pytestmark = pytest.mark.usefixtures("moved_as_large")
 
 
 @pytest.mark.parametrize("readers", READERS)
@@ -52,7 +48,9 @@ def test_one_of_them_fails(comm: Any, shared_tmp_path: Path, readers: Any) -> No
 
 @pytest.mark.any_version
 @pytest.mark.any_library
-def test_staging_bounds_all_of_them_together(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_bounds_all_of_them_together(
+    comm: Any, own_comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wrong if each array had staging buffers or threads of its own."""
     n, names, staging = unit(), ("a", "b", "c", "d"), 1 << 20
     shape = (4 * n, 8 * n, -(-32768 // (8 * n * n)) * n)
@@ -67,8 +65,7 @@ def test_staging_bounds_all_of_them_together(comm: Any, shared_tmp_path: Path, m
                 )
 
     on_root(comm, write)
-    own = comm.Dup() if hasattr(comm, "Dup") else None  # so that shared memory is made for this load
-    how: dict[str, Any] = {"dataset": list(names), "readers": "parallel", "staging": staging, "comm": own}
+    how: dict[str, Any] = {"dataset": list(names), "readers": "parallel", "staging": staging, "comm": own_comm}
     plan = shardload.plan(path, mesh_of(), P(None, "b", "a"), **how)
     gc.collect()
     arrays, extra = peak_nbytes(plan, monkeypatch)
@@ -76,9 +73,6 @@ def test_staging_bounds_all_of_them_together(comm: Any, shared_tmp_path: Path, m
     assert plan.report.peak_staging_nbytes <= staging
     for k, x in enumerate(arrays):
         check(x, ramp(shape, "float32") + np.float32(k), mesh_of(), P(None, "b", "a"))
-    if own is not None:
-        group_of(own).forget_shared_memory()
-        own.Free()
 
 
 def test_arrays_that_fit_alone_but_not_together(comm: Any, shared_tmp_path: Path) -> None:

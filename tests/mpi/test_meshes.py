@@ -71,14 +71,6 @@ def test_sharding_instead_of_mesh_and_spec(files: dict[str, str], readers: Any) 
         check(x, ramp(cube()), mesh, spec)
 
 
-@pytest.mark.parametrize("spec", [P("a"), P(None, None, "a"), P()])
-def test_one_axis(files: dict[str, str], spec: Any) -> None:
-    """Wrong if two mesh axes were taken for granted."""
-    for devices, readers in share((None, shuffled()), READERS):
-        mesh = mesh_of(devices, ("a",))
-        check(shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers), ramp(cube()), mesh, spec)
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -129,16 +121,6 @@ def test_fewer_devices_than_processes(comm: Any, files: dict[str, str], which: s
             assert len(x.addressable_shards) == sum(d.process_index == jax.process_index() for d in devices)
     x = shardload.scatter(values if comm.rank == 0 else None, mesh, P())
     check(x, values, mesh, P())
-
-
-@pytest.mark.mpi(min_size=2)
-def test_reader_that_holds_nothing(comm: Any, files: dict[str, str]) -> None:
-    """Wrong if only ranks with devices read: here rank 0 reads all and the last rank holds all."""
-    mesh = mesh_of(jax.devices()[-1:])
-    made = shardload.plan(files["chunked"], mesh, P(), dataset=NAME, readers="root")
-    assert made.schedule.is_owner(0)
-    assert not made.schedule.shards.shards_of(0)
-    check(made.execute(), ramp(cube()), mesh, P())
 
 
 @pytest.mark.mpi(min_size=2)

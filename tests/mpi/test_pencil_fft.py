@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from examples import pencil_fft as example
+from tests.mpi.support import put
 from tests.tiers import IS_QUICK
 from tests.unit.files import write_hdf5
 
@@ -46,10 +47,6 @@ def field(dtype: type) -> np.ndarray[Any, Any]:
     return np.random.default_rng(1).normal(1, 1, (2 * n, 3 * n, 5 * n)).astype(dtype)
 
 
-def place(values: np.ndarray[Any, Any], mesh: Mesh, spec: Any) -> jax.Array:
-    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
-
-
 def worst(modes: jax.Array, expected: np.ndarray[Any, Any]) -> float:
     """Largest error on the shards of this process, relative to the largest mode."""
     errors = [np.abs(np.asarray(s.data) - expected[s.index]).max(initial=0) for s in modes.addressable_shards]
@@ -64,7 +61,7 @@ def test_equals_numpy_on_every_mesh(dtype: type) -> None:
         for mesh in meshes()[1::2] if IS_QUICK else meshes() if dtype is np.float32 else meshes()[-1:]:
             a, b = mesh.axis_names
             pa, pb = mesh.devices.shape
-            modes = example.fft3d(place(values, mesh, P(None, a, b)))
+            modes = example.fft3d(put(values, mesh, P(None, a, b)))
             assert modes.dtype == np.result_type(dtype, np.complex64)
             n0, n1, n2 = values.shape
             assert modes.sharding.shard_shape(modes.shape) == (n0 // pa, n1 // pb, n2)
@@ -75,7 +72,7 @@ def test_explicit_mesh() -> None:
     """What jax.make_mesh gives today has axes of another type than Mesh(...) has."""
     mesh = jax.make_mesh((1, len(jax.devices())), ("a", "b"))
     values = field(np.float32)
-    modes = example.fft3d(place(values, mesh, P(None, "a", "b")))
+    modes = example.fft3d(put(values, mesh, P(None, "a", "b")))
     assert worst(modes, np.fft.fftn(values)) < TOLERANCE[np.float32]
 
 
@@ -104,7 +101,7 @@ def test_refuses_what_is_not_a_pencil() -> None:
     values = field(np.float32)
     for spec in (P("a", "b"), P(None, "a"), P(None, ("a", "b"), None), P()):
         with pytest.raises(ValueError, match=re.escape("P(None, 'a', 'b')")):
-            example.fft3d(place(values, mesh, spec))
+            example.fft3d(put(values, mesh, spec))
 
 
 @pytest.mark.mpi(min_size=4)
@@ -113,4 +110,4 @@ def test_refuses_axes_that_do_not_divide() -> None:
     pa = mesh.shape["a"]
     values = np.zeros((pa + 1, 4 * pa, 4 * pa), np.float32)
     with pytest.raises(ValueError, match=f"axis 0 has {pa + 1} elements"):
-        example.fft3d(place(values, mesh, P(None, "a", "b")))
+        example.fft3d(put(values, mesh, P(None, "a", "b")))

@@ -5,7 +5,6 @@ Compared with h5py, zarr and NumPy. Arrays of the same shape differ in every ele
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +25,22 @@ from shardload.engine import session
 from shardload.formats.hdf5 import file as hdf5_file
 from shardload.jobs.loading import endpoints
 from shardload.transfer import buffers
-from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, ramp, refuse_reads, same_error, unit
+from tests.mpi.support import (
+    READERS,
+    check,
+    counted,
+    mesh_of,
+    on_root,
+    padded,
+    ramp,
+    refuse_reads,
+    same_error,
+    unit,
+    warned_once,
+)
 
 Pair = namedtuple("Pair", "left right")
-
-
-@pytest.fixture(autouse=True)
-def as_large(tune: Any) -> None:
-    """Small arrays are moved as large ones are."""
-    tune(small_nbytes=0, worth_sharing_nbytes=0, min_chunk_nbytes=1, inline_nbytes=-1)
+pytestmark = pytest.mark.usefixtures("moved_as_large")
 
 
 def values() -> dict[str, np.ndarray]:
@@ -367,12 +373,10 @@ def test_missing_chunks_of_several_arrays(comm: Any, shared_tmp_path: Path, monk
     names = {f"y{k}": f"x{k}" for k in range(4)}
     counts: Counter[str] = Counter()
     counted(monkeypatch, counts, Group, "least_ints")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned_once(comm, MissingChunksWarning) as told:
         plan = shardload.plan(path, mesh_of(), P(), dataset=names, readers="parallel")
         x = plan.execute()
-    told = [str(one.message) for one in caught if issubclass(one.category, MissingChunksWarning)]
-    assert len(told) == (comm.rank == 0) and counts["least_ints"] == 1
+    assert counts["least_ints"] == 1
     for text in told:
         assert "array ['y1']: 1 of 4" in text and "array ['y3']: 3 of 4" in text and "['y0']" not in text
     assert [one.chunks_missing for one in plan.report.arrays] == [0, 1, 2, 3] and plan.report.chunks_missing == 6

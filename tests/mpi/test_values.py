@@ -256,16 +256,6 @@ def test_padding(comm: Any, shared_tmp_path: Path, case: str) -> None:
     check(shardload.scatter(values, mesh, spec, pad=-7), expected, mesh, spec)
 
 
-def test_padding_with_nan_and_in_another_type(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the fill value were cast with the file's type instead of the array's."""
-    spec, mesh = P("a", "b"), mesh_of()
-    values = ramp((2 * unit() + 1, 3 * unit() - 1), "int16")
-    path = write(comm, shared_tmp_path, values, chunks=(3, 5))
-    for readers in READERS:
-        x = shardload.load(path, mesh, spec, pad=np.nan, dtype="float32", readers=readers)
-        check(x, padded(values.astype("float32"), mesh, spec, np.nan), mesh, spec, readers)
-
-
 # --- selections -------------------------------------------------------------------------------------------------------
 
 SELECTIONS: dict[str, Any] = {

@@ -23,7 +23,6 @@ from unittest.mock import patch
 
 import h5py
 import jax
-import numpy as np
 import zarr
 from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
@@ -35,6 +34,7 @@ from shardload.formats.hdf5.chunks import Hdf5Chunks
 from shardload.formats.zarr.chunks import ChunkFiles, ZarrChunks
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import as_large
+from tests.unit.files import write_hdf5
 
 PATIENCE_SECONDS = 8.0  # longer than until a rank hears of another one (the heartbeat, 5 s)
 SHAPE, CHUNKS, SPEC = (16, 24, 20), (4, 6, 20), P(None, "a", "b")
@@ -50,11 +50,6 @@ as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
 
 def load(path: Any = "good.h5", readers: Any = "parallel", **options: Any) -> Any:
     return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="48KiB", **options)
-
-
-def write_hdf5(path: str, values: np.ndarray, **how: Any) -> None:
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=values, chunks=CHUNKS, **how)
 
 
 def damage_hdf5(path: str, change: Callable[[bytes], bytes]) -> None:
@@ -82,9 +77,9 @@ def cut(stored: bytes) -> bytes:
 def prepare() -> None:
     """Make the files."""
     values = ramp(SHAPE)
-    write_hdf5("good.h5", values, compression="gzip")
-    write_hdf5("other.h5", values + 1, compression="gzip")
-    write_hdf5("checked.h5", values, fletcher32=True)
+    write_hdf5("good.h5", {"x": values}, chunks=CHUNKS, compression="gzip")
+    write_hdf5("other.h5", {"x": values + 1}, chunks=CHUNKS, compression="gzip")
+    write_hdf5("checked.h5", {"x": values}, chunks=CHUNKS, fletcher32=True)
     zarr.create_array("good.zarr", data=values, chunks=CHUNKS)
     shutil.copy("good.h5", "beside.h5")
     zarr.create_array("beside.zarr", data=values, chunks=CHUNKS)

@@ -3,11 +3,9 @@
 ``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late [RANK]`` (devices first, everywhere or
 there), ``never RANK [copied]`` (which starts MPI and not JAX; after a call of all ranks), ``finalized`` (MPI, before a
 load), ``part`` (of a coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as
-process K of N, then load), ``given
-ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals
-ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test
-to end it: idle, in a load, in JAX's barrier), ``leaves ADDRESS N K`` (process 1 ends, the others load), or ``late ADDRESS N K``
-(process 1 is busy with something else while the others load).
+process K of N, then load), ``given ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks,
+which nobody catches), ``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's barrier), ``leaves ADDRESS N K``
+(process 1 ends, the others load), or ``late ADDRESS N K`` (process 1 is busy with something else while the others load).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from tests.mpi.support import check, mesh_of, ramp
-from tests.ports import catches_sigterm, free_ports, listeners
+from tests.ports import free_ports
 
 SHAPE = (8, 12, 20)
 
@@ -147,25 +145,14 @@ def main(path: str, what: str, *more: str) -> None:
     elif what == "given":
         address, n, k = more
         attempt(lambda: shardload.initialize(address, int(n), int(k)))
-    elif what == "signals":
-        (address,) = more
-        shardload.initialize(address, 1, 0)
-        print(json.dumps({"catches": catches_sigterm(), "listens": listeners(int(address.rpartition(":")[2]))}))
-        return
-    elif what == "leaves":
+    elif what in ("leaves", "late"):
         address, n, k = more
         shardload.initialize(address, int(n), int(k))
         load(path)
         if k != "1":
             attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
-        return
-    elif what == "late":
-        address, n, k = more
-        shardload.initialize(address, int(n), int(k))
-        load(path)
-        if k == "1":
+        elif what == "late":
             time.sleep(600)  # the test does not wait so long
-        attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
         return
     elif what == "waits":
         address, n, k = more
