@@ -35,7 +35,7 @@ from shardload.storage import new_folder
 from shardload.storage.changes import AppendLock
 from tests.mpi.support import compare, mesh_of, on_disk, on_root, padded, put, ramp, same_error, turned
 from tests.tiers import IS_QUICK, thorough
-from tests.unit.files import raising, write_hdf5
+from tests.unit.files import change_json, raising, write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -911,34 +911,48 @@ def test_arrays_that_a_load_refuses_grow(comm: Any, shared_tmp_path: Path, how: 
     compare(comm, path, {"t": values})
 
 
-@pytest.mark.parametrize("damage", ["type", "grid", "consolidated", "index"])
+# Metadata in a store: the file, what is done to it, and what the error says beside its name.
+DAMAGE: dict[str, tuple[str, Any, str]] = {
+    "type": ("g/rho/zarr.json", lambda file: change_json(file, data_type=True), ""),
+    "grid": ("g/rho/zarr.json", lambda file: change_json(file, chunk_key_encoding="x"), ""),
+    "consolidated": ("zarr.json", lambda file: change_json(file, consolidated_metadata=[1]), ""),
+    "a pipe": ("g/y/zarr.json", lambda file: file.unlink() or os.mkfifo(file), "is a pipe, expected a file"),
+    "long": ("g/y/zarr.json", lambda file: os.truncate(file, 1 << 40), "33554432 at most"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_an_error_that_names_the_file(ranks: Any, shared_tmp_path: Path, damage: str) -> None:
-    """Wrong if it were an error of zarr-python, NumPy or HDF5, which says neither which file nor which array; or if it changed
-    anything.
+    """Wrong if it were an error of zarr-python or NumPy, which says neither which file nor which array; if it changed anything;
+    or if the append waited for the writer of a pipe, or read gigabytes.
     """
-    path, values = shared_tmp_path / ("run.h5" if damage == "index" else "run.zarr"), ramp((7, Y, X), "float32")
+    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
+    name, spoil, says = DAMAGE[damage]
 
-    def begin() -> None:
-        if damage == "index":
-            make_file(path, values[:4], "HDF5")
-            content = path.read_bytes()
-            node = content.rindex(b"TREE\x01\x00")  # of chunks: the first one begins where the bytes from the 32nd on say
-            path.write_bytes(content[: node + 33] + b"\x51" + content[node + 34 :])
-            return
-        make(path, values[:4])
-        file = path / ("zarr.json" if damage == "consolidated" else "g/rho/zarr.json")
-        document = json.loads(file.read_text())
-        changed = {
-            "type": {"data_type": True},
-            "grid": {"chunk_key_encoding": "x"},
-            "consolidated": {"consolidated_metadata": [1]},
-        }
-        file.write_text(json.dumps(document | changed[damage]))
+    def begin() -> dict[str, bytes]:
+        make(path, values[:5], is_consolidated=damage == "consolidated")
+        spoil(path / name)
+        return files(path / "g" / "rho")
 
-    on_root(ranks, begin)
-    before = on_root(ranks, lambda: files(shared_tmp_path))
+    before = on_root(ranks, begin)
+    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, str(path), says)
+    assert on_root(ranks, lambda: files(path / "g" / "rho")) == before
+
+
+def test_a_damaged_index_of_chunks(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if it were an error of HDF5, which names no file, or if it changed anything."""
+    path, values = shared_tmp_path / "run.h5", ramp((7, Y, X), "float32")
+
+    def begin() -> bytes:
+        make_file(path, values[:4], "HDF5")
+        content = path.read_bytes()
+        node = content.rindex(b"TREE\x01\x00")  # of chunks: the first one begins where the bytes from the 32nd on say
+        path.write_bytes(content[: node + 33] + b"\x51" + content[node + 34 :])
+        return path.read_bytes()
+
+    before = on_root(ranks, begin)
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 4, P())), SourceError, str(path))
-    assert on_root(ranks, lambda: files(shared_tmp_path)) == before
+    assert on_root(ranks, path.read_bytes) == before
 
 
 @pytest.mark.parametrize("version", [3, 2])
@@ -969,25 +983,6 @@ def test_a_time_in_the_group_above(ranks: Any, shared_tmp_path: Path, version: i
             assert {name: node.sizes.get("time") for name, node in tree.children.items()} == {"product": 5, "aux": 5}
 
     on_root(ranks, check)
-
-
-@pytest.mark.parametrize("what", ["a pipe", "long"])
-def test_metadata_that_are_not_read(ranks: Any, shared_tmp_path: Path, what: str) -> None:
-    """Wrong if the append waited for the writer of a pipe, or read gigabytes."""
-    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
-    document = path / "g" / "y" / "zarr.json"
-
-    def begin() -> None:
-        make(path, values[:5], is_consolidated=False)
-        if what == "a pipe":
-            document.unlink()
-            os.mkfifo(document)
-        else:
-            os.truncate(document, 1 << 40)
-
-    on_root(ranks, begin)
-    said = "is a pipe, expected a file" if what == "a pipe" else "33554432 at most"
-    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, "y/zarr.json", said)
 
 
 @pytest.mark.parametrize("suffix", [".zarr", ".h5"])

@@ -381,61 +381,6 @@ def test_file_that_changes_between_plan_and_execution(comm: Any, shared_tmp_path
     same_error(comm, made.execute, SourceError, "there is no file")
 
 
-def make_pair(folder: Path, kind: str) -> tuple[Path, Path]:
-    """A file, and another of the same shape whose numbers have the other byte order."""
-    found = []
-    for name, values in (("old", ramp(cube())), ("new", ramp(cube()).astype(">f4") + 1)):
-        path = folder / f"{name}.{kind}"
-        if kind == "h5":
-            write_hdf5(path, {"x": values})
-        else:
-            codec = zarr.codecs.BytesCodec(endian="big" if name == "new" else "little")
-            how = {"shape": values.shape, "chunks": (unit(), *cube()[1:]), "dtype": "float32", "serializer": codec}
-            with zarr.storage.LocalStore(path) as store:
-                zarr.create_array(store, name="x", compressors=None, **how)[...] = values
-        found.append(path)
-    for path in folder.glob("old.*/**/zarr.json" if kind == "zarr" else "old.*"):
-        os.utime(path, ns=(0, 0))  # not the time of the other one
-    return found[0], found[1]
-
-
-@pytest.mark.any_library
-@pytest.mark.parametrize("kind", ["h5", "zarr"])
-def test_a_small_array_that_changes_when_it_has_been_opened(
-    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Wrong if numbers of the new file were read as the metadata of the old one say. (Larger ones: `tests/jobs/faults.py`.)"""
-    paths = on_root(comm, lambda: [str(one) for one in make_pair(shared_tmp_path, kind)])
-    path, other = map(Path, paths)
-
-    def change() -> None:
-        if not other.exists():
-            return
-        if kind == "h5":  # in place: an open file stays what it is if another one gets its name
-            path.write_bytes(other.read_bytes())
-            other.unlink()
-        else:
-            os.rename(path, shared_tmp_path / "gone")
-            os.rename(other, path)
-
-    def then_changed(*arguments: Any) -> Any:
-        result = iter(*arguments)
-        change()
-        return result
-
-    if comm.rank == 0:  # between the look at its state and the reading of its values
-        monkeypatch.setattr(importlib.import_module("shardload.formats.lookup"), "iter", then_changed, raising=False)
-    with tuned(small_nbytes=1 << 20, tiny_nbytes=1 << 20):
-        try:
-            x = shardload.load(path, mesh_of(), P("a"), dataset="x")
-        except SourceError as error:
-            assert "changed while it was read" in str(error)
-        else:  # the values of one file, and all of them
-            check(x, ramp(cube()) + 1, mesh_of(), P("a"))
-    comm.Barrier()
-    assert not other.exists(), "nothing has changed"
-
-
 @pytest.mark.parametrize("readers", READERS)
 def test_a_part_of_a_virtual_dataset_that_changes(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
     """Wrong if old parts were mixed with new ones, or HDF5 put fill values in the place of one that is gone."""

@@ -13,37 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, SourceError
-from tests.mpi.support import READERS, check, mesh_of, on_root, peak_nbytes, ramp, same_error, unit
+from shardload import ConfigError
+from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, ramp, same_error, unit
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py makes for itself
 
 
 pytestmark = pytest.mark.usefixtures("moved_as_large")
-
-
-@pytest.mark.parametrize("readers", READERS)
-def test_one_of_them_fails(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
-    """Wrong if a rank hung, raised another error, or if what came before or after were touched."""
-    n, path = unit(), shared_tmp_path / "a.h5"
-    values = {"rho": ramp((n, 2 * n, 3)), "mask": ramp((2 * n, n), "uint8"), "wave": ramp((n, 3, n), "complex64")}
-
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            for name, data in values.items():
-                file.create_dataset(name, data=data, chunks=(3,) * data.ndim, compression="gzip")
-            bad = file.create_dataset("bad", data=values["rho"], chunks=(3, 3, 2), compression="gzip")
-            bad.id.write_direct_chunk((3, 3, 0), b"\xff" * 20)
-
-    def load(*names: str) -> Any:
-        return shardload.load(path, mesh_of(), P("a"), dataset=dict(zip(names, names, strict=True)), readers=readers)
-
-    on_root(comm, write)
-    before = load("rho", "mask")
-    error = same_error(comm, lambda: load("rho", "bad", "wave"), SourceError, "chunk (1, 1, 0) of '/bad'")
-    assert isinstance(error, SourceError) and error.dataset == "/bad" and error.chunk == (1, 1, 0)
-    for name, x in [*load("wave", "rho").items(), *before.items()]:
-        check(x, values[name], mesh_of(), P("a"), name)
 
 
 @pytest.mark.any_version

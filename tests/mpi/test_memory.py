@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import jax
 import numpy as np
 import pytest
 import zarr
@@ -138,15 +137,6 @@ def test_tree_of_40_arrays(comm: Any, own_comm: Any, shared_tmp_path: Path, read
         assert 40 * base.nbytes > pieces + staging + extra
     for k in (0, 17, 39):
         check(found[k], base + np.float32(k), mesh_of(), P(None, "a", "b"))
-
-
-def test_shard_larger_than_staging(field: tuple[dict[str, str], np.ndarray]) -> None:
-    """Wrong if a piece had to fit into staging."""
-    paths, values = field
-    staging = values.nbytes // len(jax.devices()) // 4
-    for name in ("plain.h5", "chunks.h5"):
-        x = shardload.load(paths[name], mesh_of(), P("a", "b"), staging=max(staging, 2 << 20), readers="parallel")
-        check(x, values, mesh_of(), P("a", "b"))
 
 
 def test_chunk_larger_than_staging(comm: Any, field: tuple[dict[str, str], np.ndarray]) -> None:

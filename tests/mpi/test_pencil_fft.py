@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from examples import pencil_fft as example
 from tests.mpi.support import put
 from tests.tiers import IS_QUICK
-from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
 
@@ -74,19 +72,6 @@ def test_explicit_mesh() -> None:
     values = field(np.float32)
     modes = example.fft3d(put(values, mesh, P(None, "a", "b")))
     assert worst(modes, np.fft.fftn(values)) < TOLERANCE[np.float32]
-
-
-def test_of_pencils_loaded_from_a_file(shared_tmp_path: Path, comm: Any) -> None:
-
-    import shardload
-
-    values = field(np.float32)
-    path = shared_tmp_path / "field.h5"
-    if comm.Get_rank() == 0:
-        write_hdf5(path, {"density": values}, chunks=(1, *values.shape[1:]), compression="gzip")
-    comm.Barrier()
-    x = shardload.load(str(path), example.square_mesh(), P(None, "a", "b"))
-    assert worst(example.fft3d(x), np.fft.fftn(values)) < TOLERANCE[np.float32]
 
 
 def test_plane_wave_has_two_modes() -> None:

@@ -691,18 +691,6 @@ def test_the_plan_counts_steps_as_long_as_they_are_held(
     assert epoch.most_held_nbytes == held.max()
 
 
-@pytest.mark.parametrize(("window", "batch"), [(0, 240), ((-1, 0, 1), 48)])
-def test_shuffled_chunks_are_decoded_once_if_no_window_crosses_a_block(
-    comm: Any, long_file: str, window: Any, batch: int
-) -> None:
-    """(12) Wrong if a step were let go before its last sample."""
-    options = {"window": window, "batch": batch, "border": "drop", "remainder": "pad", "pool": 400 * 6 * 4}
-    ds = stream(long_file, mesh_of(), P("a"), dataset="x", shuffle=2, **options)
-    given = take(comm, ds, lambda batch, index: None)
-    assert given.anchors == ds.order().tolist() != sorted(given.anchors)
-    assert given.n_decoded == 100
-
-
 def test_resuming_reads_at_most_the_pool(comm: Any, long_file: str) -> None:
     """(16) Wrong if a stream that goes on read the epoch from its beginning, or all of the file."""
     ds = stream(long_file, mesh_of(), P("a"), dataset="x", window=(-1, 0, 1), shuffle=1, batch=240, pool=400 * 6 * 4)

@@ -147,25 +147,6 @@ def test_dimensions_without_a_variable_are_no_arrays(comm: Any, shared_tmp_path:
     assert by_name.shape == (5,), "what a program of HDF5 finds there"
 
 
-def test_numbers_that_numpy_does_not_have_are_left_out(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the name of such a type, which is none of NumPy's, ended the load."""
-    path = str(shared_tmp_path / "a.h5")
-
-    def write() -> None:
-        odd = h5py.h5t.STD_I32LE.copy()
-        odd.set_precision(24)
-        odd.set_size(3)
-        with h5py.File(path, "w") as file:
-            file["v"] = np.ones((5, 2), "f4")
-            for name, kind in {"int24": odd, "quad": h5py.h5t.IEEE_F128BE.copy()}.items():
-                h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple((3,)))
-
-    on_root(comm, write)
-    plan = shardload.plan(path, mesh_of(), P(), dataset="*")
-    assert set(plan.execute()) == {"v"} and [one.dataset for one in plan.left_out] == ["/int24", "/quad"]
-    same_error(comm, lambda: shardload.load(path, mesh_of(), P(), dataset="int24"), SourceError, "NumPy does not have")
-
-
 @pytest.mark.parametrize("kind", ["HDF5", "Zarr"])
 def test_all_arrays(snap: tuple[str, str], kind: str) -> None:
     """Wrong if an array were missing or in another's place, or text ended the load."""
