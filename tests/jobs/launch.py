@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -153,7 +153,7 @@ def run_job(
         command = job_command(program, n, mpi=mpi, python=python, rank_shell=True, env=environment if preloaded else None)
         log = Path(folder, "mpiexec")
         with log.open("wb") as launcher:
-            code, seconds, killed = _run(command, environment, timeout, launcher, launcher, cwd)
+            code, seconds, killed = _run(command, environment, timeout, stdout=launcher, stderr=launcher, cwd=cwd)
         out = tuple(read(Path(folder, f"{rank}.out")) for rank in range(n))
         err = tuple(read(Path(folder, f"{rank}.err")) for rank in range(n))
         said = read(log)
@@ -255,17 +255,10 @@ def _openmpi_prefix() -> Path:
     return prefix
 
 
-def _run(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    timeout: float,
-    stdout: IO[bytes] | None,
-    stderr: IO[bytes] | None,
-    cwd: str | Path | None,
-) -> tuple[int | None, float, int]:
+def _run(command: Sequence[str], env: Mapping[str, str], timeout: float, **options: Any) -> tuple[int | None, float, int]:
     """Exit code (None: hung), seconds, and how many processes had to be killed."""
     began = time.monotonic()
-    job, launcher = start_job(command, env, stdout, stderr, cwd)
+    job, launcher = start_job(command, env, **options)
     code = None
     try:
         code = launcher.wait(timeout)
@@ -277,25 +270,12 @@ def _run(
     return code, seconds, killed
 
 
-def start_job(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    stdout: IO[bytes] | None,
-    stderr: IO[bytes] | None,
-    cwd: str | Path | None,
-) -> tuple[str, subprocess.Popen[bytes]]:
-    """Start a launcher; its process, and the job's id, which all that it starts carry with them."""
+def start_job(command: Sequence[str], env: Mapping[str, str], **options: Any) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start a launcher; its process, and the job's id, which all that it starts carry with them. Options are those of Popen."""
     job = uuid.uuid4().hex
     marks = f"{os.environ.get(MARK, '')}:{job}"  # a job inside a job ends with the outer one
-    launcher = subprocess.Popen(
-        command,
-        env={**env, MARK: marks},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-    )
+    own = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    launcher = subprocess.Popen(command, env={**env, MARK: marks}, **own, **options)
     return job, launcher
 
 
@@ -430,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         env.setdefault("NO_COLOR", "1")  # Open MPI gives its ranks a terminal, whatever its own output is
     modules = options.copies.split(",") if options.copies else ()
     command = job_command(options.program, options.n, mpi=options.mpi, env=env if modules else None, modules=modules)
-    code, _, killed = _run(command, env, options.timeout, None, None, None)
+    code, _, killed = _run(command, env, options.timeout)
     if modules:
         from tests.jobs import preloaded
 

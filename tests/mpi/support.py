@@ -98,6 +98,11 @@ def turned() -> Mesh:
     return mesh_of([*jax.devices()[1:], jax.devices()[0]])
 
 
+def backwards() -> Mesh:
+    """A mesh of all devices, the last one first."""
+    return mesh_of(jax.devices()[::-1])
+
+
 def distinct(specs: dict[str, Any]) -> dict[str, Any]:
     """Those of some specs that give the devices of this run other parts than the ones before: on one device all are alike.
 
@@ -153,6 +158,15 @@ def read(path: Path, name: str) -> Array:
         return np.asarray(file[name][...])
 
 
+def damage_chunk(path: Path | str, name: str, *begin: int) -> None:
+    """Write bytes that no filter makes over the chunk of an HDF5 file that begins at this element."""
+    with h5py.File(path) as file:
+        chunk = file[name].id.get_chunk_info_by_coord(begin)
+    with open(path, "r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(b"\xff" * chunk.size)
+
+
 def compare(comm: Any, path: Path, values: dict[str, Array]) -> None:
     """Raise on all ranks unless the format's library reads these values."""
 
@@ -165,13 +179,14 @@ def compare(comm: Any, path: Path, values: dict[str, Array]) -> None:
 
 def padded(expected: Array, mesh: Any, spec: Any, value: Any) -> Array:
     """`expected` with each axis padded up to what the mesh divides: how NumPy would do it."""
-    entries = [*spec, *[None] * (expected.ndim - len(spec))]
-    width = []
-    for n, entry in zip(expected.shape, entries, strict=True):
-        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        parts = math.prod(mesh.shape[name] for name in names)
-        width.append((0, -n % parts))
+    width = [(0, -n % parts) for n, parts in zip(expected.shape, parts_of(mesh, spec, expected.ndim), strict=True)]
     return np.pad(expected, width, constant_values=value) if width else expected
+
+
+def parts_of(mesh: Any, spec: Any, ndim: int) -> list[int]:
+    """How many shards each axis is cut into."""
+    names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [math.prod(mesh.shape[name] for name in names[k]) if k < len(names) else 1 for k in range(ndim)]
 
 
 def share(*axes: Iterable[Any], first: int | None = None) -> list[tuple[Any, ...]]:

@@ -243,13 +243,11 @@ def test_rows_one_by_one_by_number_and_without_values(ranks: Any, shared_tmp_pat
 
 @pytest.mark.any_version
 def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> None:
-    """Wrong if a file changed although there was an error; or the copy that the error advises could not grow."""
+    """Wrong if a file changed although there was an error. What else cannot grow: tests/unit/formats/test_hdf5_growth.py."""
     path, values = shared_tmp_path / "run.h5", ramp((7, Y, X), "float32")
 
     def begin() -> None:
         make_file(path, values[:5], "HDF5")
-        with h5py.File(shared_tmp_path / "new.h5", "w", userblock_size=512) as file:
-            file.create_dataset("rho", data=values[:5], chunks=(4, 5, 7), maxshape=(None, Y, X))
         with netCDF4.Dataset(shared_tmp_path / "run.nc", "w") as file:  # two groups with one dimension
             file.createDimension("time", None)
             for group in (file, file.createGroup("g")):
@@ -257,22 +255,17 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
 
     on_root(ranks, begin)
     before = on_root(ranks, lambda: files(shared_tmp_path))
-    rho, time = put(values[5:], mesh_of(), P(None, "a")), _times(7)[5:]
-    new, one, whole = shared_tmp_path / "new.h5", {"rho": rho}, {"g/rho": rho, "g/time": time}
+    time = _times(7)[5:]
+    whole = {"g/rho": put(values[5:], mesh_of(), P(None, "a")), "g/time": time}
     same_error(ranks, lambda: shardload.append(path, whole, dim="t"), ConfigError, "no such axis", "('time', None, None)")
     nc = shared_tmp_path / "run.nc"
     same_error(ranks, lambda: shardload.append(nc, {"g/x": time}), ConfigError, "'/x'", "would not grow with", "Pass 'x'")
-    same_error(ranks, lambda: shardload.append(new, one, dim=0), ConfigError, "a user block", "shardload copy")
     assert on_root(ranks, lambda: files(shared_tmp_path)) == before
     saved = shared_tmp_path / "saved.h5"  # a copy of which would be like it
     shardload.save(saved, {"x": values[:5]}, chunks=(4, 5, 7))
     same_error(
         ranks, lambda: shardload.append(saved, {"x": values[5:]}, dim=0), ConfigError, "(its maxshape)", "--unlimited AXIS"
     )
-    copy = shared_tmp_path / "copy.h5"
-    shardload.copy(str(new), str(copy), timeout=60.0, comm=ranks, progress=False)
-    shardload.append(copy, one, dim=0)
-    compare(ranks, copy, {"rho": values})
 
 
 def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:

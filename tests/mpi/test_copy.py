@@ -26,7 +26,7 @@ from shardload.engine.session import Session
 from shardload.jobs.copying import copy as copying
 from shardload.jobs.copying.copy import CopySource
 from shardload.storage.leftovers import find_leftover
-from tests.mpi.support import compare, mesh_of, on_root, ramp, read, same_error
+from tests.mpi.support import compare, mesh_of, on_disk, on_root, ramp, read, same_error
 from tests.tiers import thorough
 from tests.unit.files import write_hdf5
 
@@ -123,8 +123,7 @@ def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, where: str
         warnings.simplefilter("error" if is_error else "ignore")
         with pytest.raises(shardload.LeftOutWarning, match="links were left out"):
             shardload.copy(before, after, timeout=30)
-    comm.barrier()
-    assert os.listdir(shared_tmp_path) == ["in.h5"]
+    assert on_disk(comm, shared_tmp_path) == ["in.h5"]
     copy(comm, before, after)
 
 
@@ -311,8 +310,7 @@ def test_a_plan_says_how_often_chunks_are_decoded(comm: Any, shared_tmp_path: Pa
     before, after, values = planes
     options = {"staging": 60_000, "chunks": (24, 5, 4)}
     planned = shardload.copy(str(before), str(after), timeout=60.0, comm=comm, only_plan=True, **options)
-    comm.barrier()
-    assert os.listdir(shared_tmp_path) == ["in.h5"]
+    assert on_disk(comm, shared_tmp_path) == ["in.h5"]
     assert planned.plan.arrays[0].factor > 1
     assert f"is decoded {planned.plan.arrays[0].factor:.2g} times" in str(planned.plan)
     report = copy(comm, before, after, **options)
@@ -580,8 +578,7 @@ def test_what_is_refused(comm: Any, shared_tmp_path: Path) -> None:
             copy(comm, source, shared_tmp_path / target, **options)
         else:
             same_error(comm, lambda s=source, t=target, o=options: copy(comm, s, shared_tmp_path / t, **o), kind, text)
-    comm.barrier()
-    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", "in.zarr", "out.h5"]
+    assert on_disk(comm, shared_tmp_path) == ["in.h5", "in.zarr", "out.h5"]
 
 
 @pytest.mark.usefixtures("small")
@@ -600,8 +597,7 @@ def test_a_source_that_changes_meanwhile(comm: Any, shared_tmp_path: Path, monke
     target = shared_tmp_path / "out.h5"
     options = {"staging": 60_000, "dataset": ("rho",)}  # no other array is opened later and finds it
     same_error(comm, lambda: copy(comm, before, target, **options), SourceError, "changed while it was read")
-    comm.barrier()
-    assert os.listdir(shared_tmp_path) == ["in.h5"]
+    assert on_disk(comm, shared_tmp_path) == ["in.h5"]
 
 
 class Stopped(KeyboardInterrupt):
@@ -665,8 +661,7 @@ def test_a_copy_that_was_stopped_goes_on(comm: Any, shared_tmp_path: Path, stopp
     assert report.written.n_chunks == report.written.n_read_back == n_all - report.n_resumed
     told = f"{report.n_resumed:,} of {n_all:,} chunks were there already, and were not read back"
     assert told in report.notes
-    comm.barrier()
-    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", name]
+    assert on_disk(comm, shared_tmp_path) == ["in.h5", name]
     compare_files(comm, before, target, "rho", "g/big", "scalar", "empty")
 
 

@@ -16,15 +16,9 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
 from tests.mpi.sources import NAME, SOURCES
-from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error, turned, unit, warned_once
+from tests.mpi.support import check, cube, mesh_of, on_root, padded, parts_of, ramp, same_error, turned, unit, warned_once
 
 Array = np.ndarray[Any, Any]
-
-
-def parts_of(mesh: Any, spec: Any, ndim: int) -> list[int]:
-    """How many shards each axis is cut into."""
-    names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return [int(np.prod([mesh.shape[n] for n in names[k]])) if k < len(names) else 1 for k in range(ndim)]
 
 
 def around(values: Array, widths: tuple[int, ...], edges: tuple[Any, ...]) -> Array:
@@ -105,8 +99,7 @@ def test_with_select_dtype_and_pad(files: dict[str, str]) -> None:
     select = np.s_[3, 1 : 1 + 2 * n, n:-1]
     values = ramp(cube())[select].astype("float16" if cube()[2] < 30 else "float32")
     spec, widths, edges = P("a", "b"), (2, 0), ("wrap", 0)
-    parts = parts_of(mesh, spec, 2)
-    expected = np.pad(values, [(0, -m % p) for m, p in zip(values.shape, parts, strict=True)], constant_values=-1)
+    expected = padded(values, mesh, spec, -1)
     x = shardload.load(
         files["gzip_shuffle"], mesh, spec, dataset=NAME, select=select, dtype=values.dtype, pad=-1, halo=(2,), verify="full"
     )

@@ -703,11 +703,7 @@ def test_a_dataset_with_bfloat16_of_numpy(comm: Any, shared_tmp_path: Path, name
 @pytest.mark.parametrize(
     ("make", "how", "says"),
     [
-        (
-            lambda ds: ds.assign_coords(name=("lat", ["a", "b", "c"])),
-            {},
-            "'name' holds strings, and save writes numbers",
-        ),
+        (lambda ds: ds.assign_coords(name=("lat", ["a", "b", "c"])), {}, "'name' holds strings, and save writes numbers"),
         (lambda ds: ds.stack(z=("lat", "lon")), {}, "an index of several levels, which no file has"),
         (lambda ds: ds.assign(kind=("lat", pd.Categorical(["a"] * ds.sizes["lat"]))), {}, "Leave it out: ds.drop_vars('kind')"),
         (lambda ds: xr.DataTree(ds), {}, "found a DataTree; expected a Dataset"),

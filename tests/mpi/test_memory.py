@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import shutil
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, peak_of, put, ramp, same_error, unit
+from tests.mpi.support import check, damage_chunk, mesh_of, on_root, peak_nbytes, peak_of, put, ramp, same_error, unit
 from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
@@ -75,32 +76,6 @@ def test_peak(
     said = plan.costs[plan.readers].peak_nbytes - plan.pieces_nbytes
     of_ranks = own_comm.allgather(extra)
     assert max(of_ranks) <= min(said + CAST_NBYTES, staging) + EXTRA_NBYTES, (of_ranks, said, staging)
-
-
-@pytest.mark.thorough  # test_peak has small chunks, and tests/unit what is kept for each
-@pytest.mark.any_version
-@pytest.mark.usefixtures("field")  # what Python imports is not counted
-@pytest.mark.parametrize("readers", ["parallel", "direct"])
-def test_chunks_of_one_byte(
-    comm: Any, own_comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong if what is kept for each chunk, written or not, were kept for all chunks of a block of so many bytes."""
-    side, staging = 72 * unit(), 2 << 20
-
-    def write() -> str:
-        with h5py.File(shared_tmp_path / "a.h5", "w") as file:
-            file.create_dataset("x", (side, side), "u1", chunks=(1, 1))[:2, :2] = 1
-        return str(shared_tmp_path / "a.h5")
-
-    path = on_root(comm, write)
-    plan = shardload.plan(path, mesh_of(), P("a", "b"), readers=readers, staging=staging, comm=own_comm, missing="fill")
-    x, extra = peak_nbytes(plan, monkeypatch)
-    expected = np.zeros((side, side), "u1")
-    expected[:2, :2] = 1
-    check(x, expected, mesh_of(), P("a", "b"))
-    assert plan.report is not None and plan.report.chunks_missing == side**2 - 4
-    few_of_each = 8 * side**2 // comm.size  # bytes: where a chunk is, and that it is not there
-    assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES + few_of_each, comm.allgather(extra)
 
 
 def resident_nbytes(which: str) -> int:
@@ -177,11 +152,8 @@ def test_what_failed_waits_for_no_garbage_collector(
         if what == "small":
             write_hdf5(shared_tmp_path / "small.h5", {"x": np.zeros((unit(), unit(), unit()), "f4")})
             return str(shared_tmp_path / "small.h5")
-        with h5py.File(path, "r") as file:
-            at = file["x"].id.get_chunk_info(3).byte_offset
-        damaged = bytearray(Path(path).read_bytes())
-        damaged[at + 20 : at + 60] = b"\xff" * 40
-        (shared_tmp_path / "damaged.h5").write_bytes(damaged)
+        shutil.copy(path, shared_tmp_path / "damaged.h5")
+        damage_chunk(shared_tmp_path / "damaged.h5", "x", 0, 0, 0)
         return str(shared_tmp_path / "damaged.h5")
 
     def fail(done: int, total: int) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PeerError
 from tests.mpi.sources import NAME
-from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, ramp, same_error, share
+from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, padded, ramp, same_error, share
 
 SPECS = (P("a", "b"), P("b", "a"), P(None, "a"), P(None, None, ("b", "a")))
 
@@ -114,10 +114,7 @@ def test_fewer_devices_than_processes(comm: Any, files: dict[str, str], which: s
     for readers in READERS:
         for spec in (P("a", "b"), P("b"), P()):
             x = shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers, pad=-1, verify="checksum")
-            n = [-(-size // mesh.shape[axis]) * mesh.shape[axis] for size, axis in zip(cube(), spec, strict=False)]
-            full = np.full((*n, *cube()[len(n) :]), -1, "float32")
-            full[tuple(slice(k) for k in cube())] = values
-            check(x, full, mesh, spec, (readers, spec))
+            check(x, padded(values, mesh, spec, -1), mesh, spec, (readers, spec))
             assert len(x.addressable_shards) == sum(d.process_index == jax.process_index() for d in devices)
     x = shardload.scatter(values if comm.rank == 0 else None, mesh, P())
     check(x, values, mesh, P())

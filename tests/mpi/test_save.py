@@ -545,11 +545,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
             ({"a": np.zeros((2, 3))}, {"dims": {"a": ("t", "t")}, "format": kind}, "axis 't' has 3 elements in '/a', but 2")
             for kind in ("netcdf4", "zarr")
         ),
-        (
-            {"a": np.zeros(3), "t": np.zeros(())},
-            {"dims": {"a": "t"}, "format": "zarr"},
-            "the name of '/t', a single number",
-        ),
+        ({"a": np.zeros(3), "t": np.zeros(())}, {"dims": {"a": "t"}, "format": "zarr"}, "the name of '/t', a single number"),
         *(
             (tree, {"attrs": attrs, "format": kind}, f"'{name}': an attribute is called {key!r}; expected text")
             for kind in ("hdf5", "zarr")

@@ -27,7 +27,7 @@ from shardload.comm.mpi import load_mpi
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 from shardload.jobs.streaming.endpoints import BatchTarget
 from shardload.jobs.streaming.plan import EpochRounds
-from tests.mpi.support import check, check_shards, mesh_of, on_root, ramp
+from tests.mpi.support import check, check_shards, damage_chunk, mesh_of, on_root, ramp
 from tests.unit.files import write_hdf5
 
 N_STEPS, CHUNK_STEPS, BATCH = 60, 3, 4
@@ -63,13 +63,8 @@ def path(comm: Any, shared_tmp_path: Path) -> Path:
 
     def write() -> None:
         chunks = CHUNK_STEPS, shape()[1], shape()[2] // 2 + 1
-        with h5py.File(made, "w") as file:
-            file.create_dataset("x", data=ramp(shape()), chunks=chunks, compression="gzip")
-            bad = file.create_dataset("bad", data=ramp(shape()), chunks=chunks, compression="gzip")
-            found = bad.id.get_chunk_info_by_coord((DAMAGED * CHUNK_STEPS, 0, chunks[2]))
-        with open(made, "r+b") as raw:
-            raw.seek(found.byte_offset)
-            raw.write(b"\xff" * found.size)
+        write_hdf5(made, dict.fromkeys(("x", "bad"), ramp(shape())), chunks=chunks, compression="gzip")
+        damage_chunk(made, "bad", DAMAGED * CHUNK_STEPS, 0, chunks[2])
 
     on_root(comm, write)
     return made

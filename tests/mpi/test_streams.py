@@ -721,6 +721,7 @@ def test_a_state_goes_on_anywhere(comm: Any, files: dict[str, str]) -> None:
     compare = comparer(data, mesh, spec, (-1, 0))
     for n in (2, 6, 12):
         state = take(comm, ds, compare, n).state
+        assert (state["epoch"], state["sample"]) == (n // 6, n % 6 * 6)  # the end of an epoch is the beginning of the next
         there = stream(path, other, P(None, None, None, "b"), prefetch=n % 3, pad=0, **STATE)
 
         def elsewhere(batch: Any, index: Array) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PackedWarning, SourceError, VerifyError, between, near
 from shardload.transfer.reader import BoxReader
+from tests.mpi import test_labels
 from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, refuse_reads, same_error, turned, unit, warned_once
 from tests.mpi.test_decode import by_xarray
 from tests.mpi.test_halo import with_halos
@@ -193,17 +194,10 @@ def test_masks_and_true_shapes_of_decoded_arrays(comm: Any, shared_tmp_path: Pat
 
 
 def climate() -> xr.Dataset:
-    n = 2 * unit(), 3 * unit(), unit() + 1
-    t = np.arange(np.prod(n), dtype="i2").reshape(n)
-    made = xr.Dataset(
-        {
-            "t": (("time", "lat", "lon"), t * np.float32(0.5), {"units": "K"}),
-            "s": (("lon", "time"), np.float32(1000) + np.arange(n[2] * n[0], dtype="f4").reshape(n[2], n[0])),
-        },
-        coords={"time": np.arange(n[0]) * 6.0, "lat": np.linspace(60, 40, n[1]), "lon": np.arange(n[2], dtype="i4")},
-    )
-    made["t"].encoding.update(dtype="i2", scale_factor=np.float32(0.5), _FillValue=np.int16(-1))
-    return made
+    """The variable of `test_labels`, and one whose axes are in another order."""
+    made = test_labels.climate()
+    n = made.sizes["lon"], made.sizes["time"]
+    return made.assign(s=(("lon", "time"), np.float32(1000) + np.arange(n[0] * n[1], dtype="f4").reshape(n)))
 
 
 @pytest.fixture(scope="module")

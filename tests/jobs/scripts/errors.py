@@ -30,7 +30,7 @@ from shardload.comm.transport import MpiTransport
 from shardload.formats.lookup import open_source
 from shardload.planning.tuning import tuned
 from shardload.transfer.channels import OFFER
-from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.mpi.support import check, damage_chunk, mesh_of, on_root, ramp
 from tests.tuning import tune
 from tests.unit.files import write_hdf5
 
@@ -81,14 +81,8 @@ def prepare() -> None:
     write_hdf5("plain.h5", {"x": ramp((200, 300))})
     whole = Path("plain.h5").read_bytes()
     Path("truncated.h5").write_bytes(whole[: len(whole) // 2])
-    with h5py.File("damaged.h5", "w") as file:
-        made = file.create_dataset("group/x", data=ramp(SHAPE), chunks=CHUNKS, compression="gzip", shuffle=True)
-        infos = [made.id.get_chunk_info(k) for k in range(made.id.get_num_chunks())]
-        at = tuple(i * c for i, c in zip(DAMAGED, CHUNKS, strict=True))
-        info = next(i for i in infos if i.chunk_offset == at)
-    with open("damaged.h5", "r+b") as raw:
-        raw.seek(info.byte_offset)
-        raw.write(b"\xff" * info.size)
+    write_hdf5("damaged.h5", {"group/x": ramp(SHAPE)}, chunks=CHUNKS, compression="gzip", shuffle=True)
+    damage_chunk("damaged.h5", "group/x", *(i * c for i, c in zip(DAMAGED, CHUNKS, strict=True)))
     for name, more in (("damaged", {}), ("damaged2", {"zarr_format": 2}), ("lost", {})):
         group = zarr.open_group(f"{name}.zarr", mode="w", **({"zarr_format": 3} | more))
         group.create_array("group/x", data=ramp(SHAPE) + 1, chunks=CHUNKS)

@@ -147,8 +147,8 @@ def short(right: Callable[..., int]) -> Callable[..., int]:
     return call
 
 
-def truncate(path: str) -> None:
-    os.truncate(path, os.path.getsize(path) // 2)
+def truncate() -> None:
+    os.truncate("changing.h5", os.path.getsize("changing.h5") // 2)
 
 
 def replace() -> None:
@@ -181,45 +181,22 @@ def changing() -> str:
     return "changing.h5"
 
 
+def at_second(kind: Any, name: str, fault: Callable[[], None], stays: bool = False) -> Callable[[], Any]:
+    """Something that happens before the second call of a method of a chunk reader."""
+    return lambda: patch.object(kind, name, on_call(getattr(kind, name), 2, fault, stays))
+
+
 # Each: on which ranks it happens (None: on the first that reads), what is patched there, and which file is loaded.
 FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
-    "EIO at a reader's 2nd chunk, HDF5": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, io_error, stays=True)),
-        lambda: "good.h5",
-    ),
-    "EIO at a reader's 2nd chunk, Zarr": (
-        None,
-        lambda: patch.object(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, io_error, stays=True)),
-        lambda: "good.zarr",
-    ),
-    "no memory at a reader's 2nd chunk": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "decode", on_call(Hdf5Chunks.decode, 2, no_memory)),
-        lambda: "good.h5",
-    ),
+    "EIO at a reader's 2nd chunk, HDF5": (None, at_second(Hdf5Chunks, "fetch", io_error, stays=True), lambda: "good.h5"),
+    "EIO at a reader's 2nd chunk, Zarr": (None, at_second(ChunkFiles, "fetch", io_error, stays=True), lambda: "good.zarr"),
+    "no memory at a reader's 2nd chunk": (None, at_second(Hdf5Chunks, "decode", no_memory), lambda: "good.h5"),
     "reads of 7 bytes at a time": (None, lambda: patch.object(os, "preadv", short(os.preadv)), lambda: "good.h5"),
     "no space for shared memory on rank 1": (1, lambda: patch.object(Segment, "create", no_space), lambda: "good.h5"),
-    "file truncated during the load": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, lambda: truncate("changing.h5"))),
-        changing,
-    ),
-    "file replaced during the load": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, replace)),
-        changing,
-    ),
-    "file written during the load": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, write)),
-        changing,
-    ),
-    "store replaced during the load": (
-        None,
-        lambda: patch.object(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, replace_store)),
-        changing_store,
-    ),
+    "file truncated during the load": (None, at_second(Hdf5Chunks, "fetch", truncate), changing),
+    "file replaced during the load": (None, at_second(Hdf5Chunks, "fetch", replace), changing),
+    "file written during the load": (None, at_second(Hdf5Chunks, "fetch", write), changing),
+    "store replaced during the load": (None, at_second(ChunkFiles, "fetch", replace_store), changing_store),
     **{
         f"{what}, {kind}": (DAMAGED, ExitStack, lambda path=path: path)
         for what, kind, path in (

@@ -110,15 +110,6 @@ def thread(readers: Any) -> None:
 
 
 @case
-def library(readers: Any) -> None:
-    """Held up in the library's own read of a block."""
-    tune(min_chunk_nbytes=1 << 30)
-    if comm.rank == 1:
-        slow_source(hold)
-    load(readers)
-
-
-@case
 def inline(readers: Any) -> None:
     """A read so small that the thread that calls MPI does it: that rank says nothing any more."""
     if comm.rank == 2:

@@ -17,9 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.engine.read_back import ReadBack
-from shardload.formats.zarr.growth import GrowthSink
 from shardload.storage.changes import GrowingFile
-from shardload.storage.new_folder import AddedFolder
 from tests.mpi.support import put
 
 # The rank that is killed (-1: the last), before which call, for which time, of those with a word among their arguments.
@@ -34,13 +32,10 @@ PHASES: dict[str, dict[str, tuple[int, Any, str, int, str]]] = {
     "append": {
         "put": (-1, os, "pwrite", 1, ""),
         "read back": (-1, ReadBack, "_compare_stored", 1, ""),
-        "commit": (0, GrowthSink, "commit", 1, ""),
         "first new chunk": (0, os, "rename", 2, ""),
-        "edge": (0, AddedFolder, "replace", 1, ""),
         "metadata": (0, os, "rename", 1, "zarr.json"),
         "second metadata": (0, os, "rename", 2, "zarr.json"),
         "consolidated": (0, os, "rename", 3, "zarr.json"),
-        "end": (0, GrowthSink, "abandon", 1, ""),
         # What rank 0 syncs: the new end; then the mark, changes, and the head.
         "changes": (0, GrowingFile, "sync", 3, ""),
     },
