@@ -274,8 +274,8 @@ def start_job(command: Sequence[str], env: Mapping[str, str], **options: Any) ->
     """Start a launcher; its process, and the job's id, which all that it starts carry with them. Options are those of Popen."""
     job = uuid.uuid4().hex
     marks = f"{os.environ.get(MARK, '')}:{job}"  # a job inside a job ends with the outer one
-    own = {"stdin": subprocess.DEVNULL, "start_new_session": True}
-    launcher = subprocess.Popen(command, env={**env, MARK: marks}, **own, **options)
+    options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    launcher = subprocess.Popen(command, env={**env, MARK: marks}, **options)
     return job, launcher
 
 

@@ -454,12 +454,8 @@ def test_a_call_in_the_middle_of_another(comm: Any, shared_tmp_path: Path, monke
     """Wrong if it waited for a lock of the other one, or decoded into the memory where that has a chunk half decoded."""
     values, others, path = ramp(cube()), -1 - ramp(cube()), str(shared_tmp_path / "x.h5")
 
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            for name, data in (("x", values), ("y", others)):
-                file.create_dataset(name, data=data.astype(">f4"), chunks=(2, 3, 5), compression="gzip", shuffle=True)
-
-    on_root(comm, write)
+    arrays = {"x": values.astype(">f4"), "y": others.astype(">f4")}
+    on_root(comm, lambda: write_hdf5(path, arrays, chunks=(2, 3, 5), compression="gzip", shuffle=True))
     own, alone = comm.Split(comm.rank), mesh_of(jax.local_devices())
     right, found, is_inside = algorithms.Chain.__init__, list[Any](), False
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,21 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from examples import pencil_fft as example
 from tests.mpi.support import put
+from tests.mpi.test_values import X64
 from tests.tiers import IS_QUICK
 
 pytestmark = pytest.mark.any_library
 
 TOLERANCE: dict[type, float] = {np.float32: 2e-6, np.float64: 2e-15}  # of the largest mode
-
-
-@contextmanager
-def precision_of(dtype: type) -> Iterator[None]:
-    before = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", dtype is np.float64)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
 def meshes() -> list[Mesh]:
@@ -53,7 +42,7 @@ def worst(modes: jax.Array, expected: np.ndarray[Any, Any]) -> float:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_equals_numpy_on_every_mesh(dtype: type) -> None:
-    with precision_of(dtype):
+    with X64(dtype is np.float64):
         values = field(dtype)
         expected = np.fft.fftn(values.astype(np.float64))
         for mesh in meshes()[1::2] if IS_QUICK else meshes() if dtype is np.float32 else meshes()[-1:]:

@@ -311,13 +311,6 @@ def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
     assert not no.exists()
 
 
-KINDS_OF_XARRAY = {
-    "h5": ("x.h5", "h5netcdf"),
-    "nc": ("x.nc", "netcdf4"),
-    "zarr": ("x.zarr", "zarr"),
-}
-
-
 @pytest.mark.parametrize("where", ["on all ranks", "on the last rank"])
 @pytest.mark.parametrize("call", ["save", "plan_save"])
 def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, call: str, where: str) -> None:
@@ -335,12 +328,12 @@ def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, call: str,
     compare(comm, path, {"data": np.arange(2)})
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_XARRAY)
+@pytest.mark.parametrize("kind", ["h5", "nc", "zarr"])
 def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) -> None:
     """Wrong if xarray could not open the file, or did not see which values are missing."""
     import xarray
 
-    name, engine = KINDS_OF_XARRAY[kind]
+    name, engine = f"x.{kind}", {"h5": "h5netcdf", "nc": "netcdf4", "zarr": "zarr"}[kind]
     shape = cube()
     values = ramp(shape, "int16")
     values[0, 0, 0] = -9

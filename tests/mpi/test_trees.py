@@ -38,6 +38,7 @@ from tests.mpi.support import (
     unit,
     warned_once,
 )
+from tests.unit.files import write_hdf5
 
 Pair = namedtuple("Pair", "left right")
 pytestmark = pytest.mark.usefixtures("moved_as_large")
@@ -392,14 +393,8 @@ def version(path: Path, k: int) -> None:
         if path.exists():
             path.rename(path.with_name(f"old{k}"))
     else:
-        write_arrays(new, arrays)
+        write_hdf5(new, arrays)
     new.rename(path)
-
-
-def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    with h5py.File(path, "w") as file:
-        for name, data in arrays.items():
-            file[name] = data
 
 
 @pytest.mark.parametrize("name", ["a.h5", "a.zarr"])
