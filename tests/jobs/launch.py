@@ -25,13 +25,13 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import psutil
 
-__all__ = ["PATHS", "Job", "job_command", "job_environment", "mpiexec_of", "run_job"]
+__all__ = ["PATHS", "Done", "Job", "job_command", "job_environment", "mpiexec_of", "run_alone", "run_job", "start_alone"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = str(Path(__file__).resolve().parent / "site")  # each rank's sitecustomize
@@ -89,9 +89,21 @@ class Job:
         return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in self.rank_stdout]
 
     def tail(self) -> str:
-        """Every rank's last lines, and mpiexec's."""
-        said = "".join(self.rank_stderr)
-        return tails(self.rank_stdout, self.rank_stderr, self.stderr.removeprefix(said))
+        """The last lines of every rank, and of mpiexec."""
+        said: list[tuple[str, str]] = []
+        for rank, (out, err) in enumerate(zip(self.rank_stdout, self.rank_stderr, strict=True)):
+            said += [(f"rank {rank} stdout", out), (f"rank {rank} stderr", err)]
+        said.append(("mpiexec", self.stderr.removeprefix("".join(self.rank_stderr))))
+        ends = [(title, text.splitlines()[-TAIL_LINES:]) for title, text in said if text.strip()]
+        return "\n".join(f"--- {title}\n" + "\n".join(lines) for title, lines in ends)
+
+
+class Done(NamedTuple):
+    """A process that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 def run_job(
@@ -141,15 +153,17 @@ def run_job(
         command = job_command(program, n, mpi=mpi, python=python, rank_shell=True, env=environment if preloaded else None)
         log = Path(folder, "mpiexec")
         with log.open("wb") as launcher:
-            code, seconds, killed = _run(command, environment, timeout, launcher, launcher, cwd)
+            code, seconds, killed = _run(command, environment, timeout, stdout=launcher, stderr=launcher, cwd=cwd)
         out = tuple(read(Path(folder, f"{rank}.out")) for rank in range(n))
         err = tuple(read(Path(folder, f"{rank}.err")) for rank in range(n))
         said = read(log)
+    job = Job(code or 0, "".join(out), "".join(err) + said, seconds, out, err)
     if code is None:
-        raise AssertionError(hung(arguments, n, mpi, timeout, killed, out, err, said))
+        head = f"HUNG: {' '.join(arguments)} on {n} ranks ({mpi}): not done after {timeout} s"
+        raise AssertionError(f"{head}; its {killed} processes were killed\n{job.tail()}")
     if killed:
-        said += f"run_job: {killed} processes outlived mpiexec and were killed\n"
-    return Job(code, "".join(out), "".join(err) + said, seconds, out, err)
+        job = replace(job, stderr=f"{job.stderr}run_job: {killed} processes outlived mpiexec and were killed\n")
+    return job
 
 
 def job_environment(n: int, *, mpi: str = "mpich", devices_per_process: int = 1) -> dict[str, str]:
@@ -241,17 +255,10 @@ def _openmpi_prefix() -> Path:
     return prefix
 
 
-def _run(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    timeout: float,
-    stdout: IO[bytes] | None,
-    stderr: IO[bytes] | None,
-    cwd: str | Path | None,
-) -> tuple[int | None, float, int]:
+def _run(command: Sequence[str], env: Mapping[str, str], timeout: float, **options: Any) -> tuple[int | None, float, int]:
     """Exit code (None: hung), seconds, and how many processes had to be killed."""
     began = time.monotonic()
-    job, launcher = start_job(command, env, stdout, stderr, cwd)
+    job, launcher = start_job(command, env, **options)
     code = None
     try:
         code = launcher.wait(timeout)
@@ -263,25 +270,12 @@ def _run(
     return code, seconds, killed
 
 
-def start_job(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    stdout: IO[bytes] | None,
-    stderr: IO[bytes] | None,
-    cwd: str | Path | None,
-) -> tuple[str, subprocess.Popen[bytes]]:
-    """Start a launcher; its process, and the job's id, which all that it starts carry with them."""
+def start_job(command: Sequence[str], env: Mapping[str, str], **options: Any) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start a launcher; its process, and the job's id, which all that it starts carry with them. Options are those of Popen."""
     job = uuid.uuid4().hex
     marks = f"{os.environ.get(MARK, '')}:{job}"  # a job inside a job ends with the outer one
-    launcher = subprocess.Popen(
-        command,
-        env={**env, MARK: marks},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-    )
+    options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+    launcher = subprocess.Popen(command, env={**env, MARK: marks}, **options)
     return job, launcher
 
 
@@ -369,34 +363,36 @@ def _shared_memory(process: psutil.Process) -> set[Path]:
     return {Path(name) for name in names if not name.endswith(" (deleted)")}
 
 
-def hung(
-    arguments: Sequence[str],
-    n: int,
-    mpi: str,
-    timeout: float,
-    n_killed: int,
-    out: Sequence[str],
-    err: Sequence[str],
-    launcher: str,
-) -> str:
-    """What there is to say of a job that was not done in time."""
-    head = f"HUNG: {' '.join(arguments)} on {n} ranks ({mpi}): not done after {timeout} s"
-    return f"{head}; its {n_killed} processes were killed\n{tails(out, err, launcher)}"
+def start_alone(arguments: Sequence[str | Path], env: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
+    """Start a Python program that no launcher of MPI starts, with these variables on top of a job's. Its output is piped."""
+    from tests.jobs import preloaded  # which needs this module
+
+    variables = {**job_environment(1), **env}
+    command = preloaded.command_for(sys.executable, [str(part) for part in arguments], variables)
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def run_alone(*programs: Sequence[str | Path], env: Sequence[Mapping[str, str]], **options: Any) -> list[Done]:
+    """Run such programs beside each other, with variables of their own, and wait for them, at most 240 s."""
+    started = [start_alone(arguments, own, **options) for arguments, own in zip(programs, env, strict=True)]
+    said: list[tuple[str, str]] = []
+    try:
+        for process in started:
+            try:
+                said.append(process.communicate(timeout=240))
+            except subprocess.TimeoutExpired:
+                for one in started:  # one of them waits for another: what each said tells why
+                    one.kill()
+                said.append(process.communicate())
+    finally:
+        for process in started:
+            process.kill()
+    return [Done(process.returncode, *output) for process, output in zip(started, said, strict=True)]
 
 
 def read(path: Path) -> str:
     """What is in a file; nothing if there is none."""
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-def tails(out: Sequence[str], err: Sequence[str], launcher: str) -> str:
-    """The last lines of every rank, and of the launcher."""
-    parts = []
-    for rank in range(len(out)):
-        parts += [(f"rank {rank} stdout", out[rank]), (f"rank {rank} stderr", err[rank])]
-    parts.append(("mpiexec", launcher))
-    ends = [(title, text.splitlines()[-TAIL_LINES:]) for title, text in parts if text.strip()]
-    return "\n".join(f"--- {title}\n" + "\n".join(lines) for title, lines in ends)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -414,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         env.setdefault("NO_COLOR", "1")  # Open MPI gives its ranks a terminal, whatever its own output is
     modules = options.copies.split(",") if options.copies else ()
     command = job_command(options.program, options.n, mpi=options.mpi, env=env if modules else None, modules=modules)
-    code, _, killed = _run(command, env, options.timeout, None, None, None)
+    code, _, killed = _run(command, env, options.timeout)
     if modules:
         from tests.jobs import preloaded
 

@@ -9,15 +9,12 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
-from tests.jobs.preloaded import command_for
+from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_alone, run_job, start_alone
 from tests.mpi.support import ramp
 from tests.ports import free_ports
 from tests.tiers import IS_QUICK, quick_ones, thorough
@@ -186,18 +183,14 @@ def test_an_error_of_all_ranks_is_shown_once(field: str, start: list[str | Path]
         assert is_whole and len(shown) == 1, job.tail()
 
 
+def command(path: str, words: list[str]) -> list[Any]:
+    """The arguments of the interpreter."""
+    return [*PYTHON, SCRIPTS / "launched.py", path, *words]
+
+
 def singleton(path: str, what: str, *more: str, **env: str) -> list[dict[str, Any]]:
     """What one process, started without a launcher, says of each attempt."""
-    variables = {**job_environment(1), **ENV, **env}
-    done = subprocess.run(
-        command_for(sys.executable, [*PYTHON, str(SCRIPTS / "launched.py"), path, what, *more], variables),
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    return lines(done.stdout)
+    return together(path, [[what, *more]], [env])[0]
 
 
 @pytest.mark.parametrize(
@@ -273,36 +266,11 @@ def test_launcher_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
     same([said], "no MPI library can be loaded", "pip install 'shardload[mpich]'")
 
 
-def start(path: str, words: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
-    """A process that no launcher of MPI started."""
-    variables = {**job_environment(1), **ENV, **env}
-    return subprocess.Popen(
-        command_for(sys.executable, [*PYTHON, str(SCRIPTS / "launched.py"), path, *words], variables),
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def together(path: str, what: list[list[str]], envs: list[dict[str, str]]) -> list[list[dict[str, Any]]]:
     """What processes that no launcher of MPI started say, each with its own arguments and variables."""
-    started = [start(path, words, env) for words, env in zip(what, envs, strict=True)]
-    outputs: list[tuple[str, str]] = []
-    try:
-        for process in started:
-            try:
-                outputs.append(process.communicate(timeout=240))
-            except subprocess.TimeoutExpired:
-                for one in started:  # one of them waits for another: what each said tells why
-                    one.kill()
-                outputs.append(process.communicate())
-    finally:
-        for process in started:
-            process.kill()
-    said = [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
-    assert not any(code for code, *_ in said), said
-    return [lines(out) for out, _ in outputs]
+    ended = run_alone(*(command(path, words) for words in what), env=[{**ENV, **env} for env in envs])
+    assert not any(done.returncode for done in ended), ended
+    return [lines(done.stdout) for done in ended]
 
 
 def does_all_without_mpi(said: list[list[dict[str, Any]]], n_nodes: int = 1) -> None:
@@ -338,16 +306,9 @@ def test_tasks_of_srun_without_mpi(field: str) -> None:
     does_all_without_mpi(together(field, [["initialize"]] * 4, envs), n_nodes=2)
 
 
-def test_preemption_and_where_the_coordinator_listens(field: str) -> None:
-    """Wrong if JAX's preemption service were there, which catches SIGTERM, or anybody could come to the coordinator."""
-    for (said,) in together(field, [["signals"]] * 2, tasks_of_srun(2)):
-        (host,) = said["listens"]
-        assert not said["catches"] and host.startswith("127.")
-
-
 def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
     """Wrong if one that is idle, in a load or in a collective of JAX's went on when it is told to end."""
-    started = [start(field, ["waits"], task) for task in tasks_of_srun(3)]
+    started = [start_alone(command(field, ["waits"]), {**ENV, **task}) for task in tasks_of_srun(3)]
     try:
         for process in started:
             assert process.stdout is not None and process.stdout.readline() == "waits\n"
@@ -369,7 +330,7 @@ def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
 )
 def test_a_process_that_is_not_there_without_mpi(field: str, what: str, text: str) -> None:
     """Wrong if the other waited for it in JAX, for minutes, until JAX ended both, or for ever."""
-    started = [start(field, [what], task) for task in tasks_of_srun(4)]
+    started = [start_alone(command(field, [what]), {**ENV, **task}) for task in tasks_of_srun(4)]
     try:
         for process in (started[0], *started[2:]):  # also if the first one, which has JAX's coordinator, has ended
             out, _ = process.communicate(timeout=90)

@@ -26,15 +26,15 @@ def steps_of(text: str) -> Steps:
     return {int(step): (loss, samples) for step, loss, samples in STEP.findall(text)}
 
 
-def train(folder: Path, n_ranks: int, n_steps: int, every: int = 1000) -> Steps:
-    command = [EXAMPLE, folder, "--steps", str(n_steps), "--every", str(every)]
+def train(folder: Path, n_ranks: int, n_steps: int) -> Steps:
+    command = [EXAMPLE, folder, "--steps", str(n_steps), "--every", "1000"]
     return steps_of(run_job(command, n_ranks, timeout=240, env=ENV).check().stdout)
 
 
 def train_until_killed(folder: Path, n_ranks: int) -> Steps:
     """Train without end; SIGKILL all ranks when one has said that there is a checkpoint."""
     command = job_command([EXAMPLE, str(folder), "--steps", str(10**9), "--every", "2"], n_ranks)
-    job, launcher = start_job(command, {**job_environment(n_ranks), **ENV}, subprocess.PIPE, subprocess.DEVNULL, None)
+    job, launcher = start_job(command, {**job_environment(n_ranks), **ENV}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     limit = threading.Timer(240, kill_job, (job, launcher), {"stacks": False})
     limit.start()
     said = ""
@@ -62,15 +62,6 @@ def check_alike(resumed: Steps, whole: Steps) -> None:
     assert {step: samples for step, (_, samples) in resumed.items()} == {step: whole[step][1] for step in resumed}
     losses = [[float(of[step][0]) for step in resumed] for of in (resumed, whole)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-
-
-@pytest.mark.thorough
-def test_resumed_on_one_rank(tmp_path: Path) -> None:
-    """Wrong if the state counted what was read ahead, or the optimiser began anew: then the loss is another one."""
-    whole = train(tmp_path, 2, 5, every=3)
-    resumed = train(tmp_path, 1, 5)
-    assert list(whole) == [1, 2, 3, 4, 5] and list(resumed) == [4, 5]
-    check_alike(resumed, whole)
 
 
 @pytest.mark.thorough

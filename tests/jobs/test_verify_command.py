@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.jobs.launch import run_job
+from tests.mpi.support import damage_chunk
 
 VALUES = np.arange(8 * 12 * 20, dtype="f4").reshape(8, 12, 20)
 
@@ -61,11 +62,7 @@ def test_json_is_one_document(file: str) -> None:
 
 def test_a_damaged_file_is_one_message_and_exit_code_1(file: str) -> None:
     """Wrong if every rank told of it, or it ended as if all were well."""
-    with h5py.File(file) as opened:
-        place = opened["rho"].id.get_chunk_info(2)
-    with open(file, "r+b") as raw:
-        raw.seek(place.byte_offset)
-        raw.write(b"\xff" * place.size)
+    damage_chunk(file, "rho", 0, 0, 14)
     job = run_job(["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2", "--spec", "a", "--json"], 2, timeout=240)
     assert job.returncode == 1
     told = json.loads(job.stdout)

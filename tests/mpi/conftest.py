@@ -20,6 +20,48 @@ if MPI.COMM_WORLD.size > 1 and "xarray" not in sys.modules:
     sys.modules["dask"] = None  # type: ignore[assignment]
 
 
+@pytest.fixture
+def own_comm(comm: Any) -> Iterator[Any]:
+    """A communicator of this test alone, so that shared memory is made for what it does."""
+    from shardload.comm.group import group_of  # when MPI and JAX have been started
+
+    own = comm.Dup()
+    yield own
+    group_of(own).forget_shared_memory()
+    own.Free()
+
+
+@pytest.fixture
+def shared(comm: Any, shared_tmp_path: Path) -> Iterator[Any]:
+    """A server of new HDF5 files."""
+    from tests.mpi.servers import Shared  # where obstore is installed
+
+    server = Shared(comm, shared_tmp_path)
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def titles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that begin from now on, as a rank that waits prints them."""
+    from shardload.comm.group import Group
+
+    begin, begun = Group.begin, list[str]()
+
+    def noted(group: Group, asked: Any, *arguments: Any) -> Any:
+        begun.append(f"{asked.title}: {asked}")
+        return begin(group, asked, *arguments)
+
+    monkeypatch.setattr(Group, "begin", noted)
+    return begun
+
+
+@pytest.fixture
+def moved_as_large(tune: Any) -> None:
+    """Small arrays are moved as large ones are, and small chunks decoded here."""
+    tune(small_nbytes=0, worth_sharing_nbytes=0, min_chunk_nbytes=1, inline_nbytes=-1)
+
+
 @pytest.fixture(scope="session")
 def files(comm: Any) -> Iterator[dict[str, str]]:
     """The path of one file for each kind of source: made once, by rank 0."""

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 from tests.mpi.support import on_root
 from tests.servers import ObjectServer, Request
 
@@ -56,3 +58,19 @@ class SharedServer:
         self.comm.barrier()
         if self.server is not None:
             self.server.__exit__()
+
+
+class Shared(SharedServer):
+    """A server of new HDF5 files: fixture `shared`."""
+
+    def write(self, name: str, make: Any, **how: Any) -> tuple[str, str]:
+        """The URL and the path of a new file."""
+        path = self.folder / "b" / name
+
+        def write() -> None:
+            path.parent.mkdir(exist_ok=True)
+            with h5py.File(path, "w", **how) as file:
+                make(file)
+
+        on_root(self.comm, write)
+        return f"{self.url}/b/{name}", str(path)

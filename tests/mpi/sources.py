@@ -25,22 +25,6 @@ def _hdf5(path: Path, shape: Shape, dtype: str = "float32", **options: Any) -> s
     return str(path)
 
 
-def contiguous(folder: Path, shape: Shape) -> str:
-    return _hdf5(folder / "contiguous.h5", shape)
-
-
-def chunked(folder: Path, shape: Shape) -> str:
-    return _hdf5(folder / "chunked.h5", shape, chunks=CHUNKS)
-
-
-def gzip_shuffle(folder: Path, shape: Shape) -> str:
-    return _hdf5(folder / "gzip.h5", shape, chunks=CHUNKS, compression="gzip", shuffle=True)
-
-
-def big_endian(folder: Path, shape: Shape) -> str:
-    return _hdf5(folder / "big.h5", shape, ">f4", chunks=CHUNKS)
-
-
 def netcdf4(folder: Path, shape: Shape) -> str:
     import netCDF4
 
@@ -74,36 +58,17 @@ def _zarr(path: Path, shape: Shape, **options: Any) -> str:
     return str(path)
 
 
-def zarr_v2(folder: Path, shape: Shape) -> str:
-    return _zarr(folder / "v2.zarr", shape, zarr_format=2)
-
-
-def zarr_v3(folder: Path, shape: Shape) -> str:
-    return _zarr(folder / "v3.zarr", shape)
-
-
-def zarr_sharded(folder: Path, shape: Shape) -> str:
-    return _zarr(folder / "sharded.zarr", shape, chunks=(2, 3, 4), shards=(4, 6, 12))
-
-
-def zarr_v2_fortran(folder: Path, shape: Shape) -> str:
-    return _zarr(folder / "fortran.zarr", shape, zarr_format=2, order="F")
-
-
 SOURCES: dict[str, Callable[[Path, Shape], str]] = {
-    f.__name__: f
-    for f in (
-        contiguous,
-        chunked,
-        gzip_shuffle,
-        big_endian,
-        netcdf4,
-        virtual,
-        zarr_v2,
-        zarr_v3,
-        zarr_sharded,
-        zarr_v2_fortran,
-    )
+    "contiguous": lambda folder, shape: _hdf5(folder / "contiguous.h5", shape),
+    "chunked": lambda folder, shape: _hdf5(folder / "chunked.h5", shape, chunks=CHUNKS),
+    "gzip_shuffle": lambda folder, shape: _hdf5(folder / "gzip.h5", shape, chunks=CHUNKS, compression="gzip", shuffle=True),
+    "big_endian": lambda folder, shape: _hdf5(folder / "big.h5", shape, ">f4", chunks=CHUNKS),
+    "netcdf4": netcdf4,
+    "virtual": virtual,
+    "zarr_v2": lambda folder, shape: _zarr(folder / "v2.zarr", shape, zarr_format=2),
+    "zarr_v3": lambda folder, shape: _zarr(folder / "v3.zarr", shape),
+    "zarr_sharded": lambda folder, shape: _zarr(folder / "sharded.zarr", shape, chunks=(2, 3, 4), shards=(4, 6, 12)),
+    "zarr_v2_fortran": lambda folder, shape: _zarr(folder / "fortran.zarr", shape, zarr_format=2, order="F"),
 }
 
 

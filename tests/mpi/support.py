@@ -10,14 +10,18 @@ import itertools
 import math
 import os
 import tracemalloc
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+import h5py
 import jax
 import numpy as np
+import zarr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -89,6 +93,16 @@ def mesh_of(devices: Any = None, names: tuple[str, ...] = ("a", "b")) -> Mesh:
     return Mesh(devices.reshape(grid_shape(devices.size, len(names))), names)
 
 
+def turned() -> Mesh:
+    """A mesh of all devices in another order, so that rank, device and place differ."""
+    return mesh_of([*jax.devices()[1:], jax.devices()[0]])
+
+
+def backwards() -> Mesh:
+    """A mesh of all devices, the last one first."""
+    return mesh_of(jax.devices()[::-1])
+
+
 def distinct(specs: dict[str, Any]) -> dict[str, Any]:
     """Those of some specs that give the devices of this run other parts than the ones before: on one device all are alike.
 
@@ -120,20 +134,59 @@ def check(x: jax.Array, expected: Array, mesh: Any, spec: Any, note: object = ""
     assert {s.device for s in x.addressable_shards} == set(index_of), note
     for shard in x.addressable_shards:
         assert shard.index == (index_of[shard.device] or ()), note
-        np.testing.assert_array_equal(
-            np.asarray(shard.data), native[shard.index], err_msg=f"{note} {shard.device} {shard.index}", strict=True
-        )
+    check_shards(x, native, note)
+
+
+def check_shards(x: jax.Array, expected: Array, note: object = "") -> None:
+    """Raise AssertionError unless each addressable shard of `x`, whatever its sharding, is that part of `expected`."""
+    for shard in x.addressable_shards:
+        said = f"{note} {shard.device} {shard.index}"
+        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index], err_msg=said, strict=True)
+
+
+def put(values: Array, mesh: Any, spec: Any) -> jax.Array:
+    """Values as JAX's array, made by JAX alone."""
+    # With the type, which a process without a device of the mesh cannot tell.
+    return jax.make_array_from_callback(values.shape, sharding_of(mesh, spec), lambda index: values[index], dtype=values.dtype)
+
+
+def read(path: Path, name: str) -> Array:
+    """The values of an array, by the format's own library."""
+    if path.suffix == ".zarr":
+        return np.asarray(zarr.open_group(str(path), mode="r")[name][...])  # type: ignore[index]
+    with h5py.File(path) as file:
+        return np.asarray(file[name][...])
+
+
+def damage_chunk(path: Path | str, name: str, *begin: int) -> None:
+    """Write bytes that no filter makes over the chunk of an HDF5 file that begins at this element."""
+    with h5py.File(path) as file:
+        chunk = file[name].id.get_chunk_info_by_coord(begin)
+    with open(path, "r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(b"\xff" * chunk.size)
+
+
+def compare(comm: Any, path: Path, values: dict[str, Array]) -> None:
+    """Raise on all ranks unless the format's library reads these values."""
+
+    def look() -> None:
+        for name, expected in values.items():
+            np.testing.assert_array_equal(read(path, name), expected, err_msg=f"{path} {name}", strict=True)
+
+    on_root(comm, look)
 
 
 def padded(expected: Array, mesh: Any, spec: Any, value: Any) -> Array:
     """`expected` with each axis padded up to what the mesh divides: how NumPy would do it."""
-    entries = [*spec, *[None] * (expected.ndim - len(spec))]
-    width = []
-    for n, entry in zip(expected.shape, entries, strict=True):
-        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        parts = math.prod(mesh.shape[name] for name in names)
-        width.append((0, -n % parts))
+    width = [(0, -n % parts) for n, parts in zip(expected.shape, parts_of(mesh, spec, expected.ndim), strict=True)]
     return np.pad(expected, width, constant_values=value) if width else expected
+
+
+def parts_of(mesh: Any, spec: Any, ndim: int) -> list[int]:
+    """How many shards each axis is cut into."""
+    names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [math.prod(mesh.shape[name] for name in names[k]) if k < len(names) else 1 for k in range(ndim)]
 
 
 def share(*axes: Iterable[Any], first: int | None = None) -> list[tuple[Any, ...]]:
@@ -186,6 +239,19 @@ def same_error(comm: Any, call: Callable[[], Any], kind: type[Exception], *parts
     for part in parts:
         assert part in str(error), f"{part!r} is not in {error}"
     return error
+
+
+@contextmanager
+def warned_once(comm: Any, kind: type[Warning]) -> Iterator[list[str]]:
+    """What a warning of this kind says, when the block has ended: rank 0 gives one, the others none."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield told
+    found = [one for one in caught if one.category is kind]
+    assert all(Path(one.filename).parent == Path(__file__).parent for one in found), "it is not of the caller's line"
+    told += [str(one.message) for one in found]
+    assert len(told) == (comm.rank == 0), told
 
 
 def peak_nbytes(plan: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:

@@ -12,16 +12,16 @@ import h5py
 import jax
 import numpy as np
 import pytest
-import zarr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, VerifyError
 from shardload.engine.file_target import FileTarget
-from tests.mpi.support import check, mesh_of, on_disk, on_root, same_error
+from tests.mpi.support import check, mesh_of, on_disk, on_root, put, read, same_error
 from tests.unit.files import write_hdf5
 
+pytestmark = pytest.mark.mpi(min_size=2)
 SPEC = P(("a", "b"))
 
 VALUES = np.arange(24 * 10 * 6, dtype="f4").reshape(24, 10, 6)
@@ -29,18 +29,9 @@ VALUES = np.arange(24 * 10 * 6, dtype="f4").reshape(24, 10, 6)
 
 def made(mesh: Mesh, values: np.ndarray[Any, Any] = VALUES) -> jax.Array:
     """`values` on all devices, cut along the first axis."""
-    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, SPEC), lambda index: values[index])
+    return put(values, mesh, SPEC)
 
 
-def read(path: Path, name: str = "x") -> Any:
-    """What the format's own library reads."""
-    if path.suffix == ".zarr":
-        return zarr.open_array(str(path / name), mode="r")[...]
-    with h5py.File(path) as file:
-        return file[name][...]
-
-
-@pytest.mark.mpi
 @pytest.mark.parametrize("suffix", (".h5", ".zarr"))
 def test_the_values_of_the_call_are_saved(comm: Any, shared_tmp_path: Path, suffix: str) -> None:
     """Also if the arrays are donated to the next step, or deleted, and if other calls go on beside it."""
@@ -60,11 +51,10 @@ def test_the_values_of_the_call_are_saved(comm: Any, shared_tmp_path: Path, suff
     assert save.is_done and save.wait() is report
     check(loaded, VALUES, mesh, P(None, "a"))
     check(y, VALUES + 1, mesh, SPEC)
-    np.testing.assert_array_equal(read(path), VALUES)
+    np.testing.assert_array_equal(read(path, "x"), VALUES)
     np.testing.assert_array_equal(read(path, "small"), np.full(3, 7.0))
 
 
-@pytest.mark.mpi
 def test_the_next_save_waits(comm: Any, shared_tmp_path: Path) -> None:
     """Two saves to one name: the second one replaces the first, never the other way round. An append finds the file."""
     mesh, path = mesh_of(), shared_tmp_path / "out.h5"
@@ -72,11 +62,11 @@ def test_the_next_save_waits(comm: Any, shared_tmp_path: Path) -> None:
     first = shardload.save(path, {"x": made(mesh)}, dims=dims, unlimited="time", background=True)
     shardload.append(path, {"x": made(mesh, VALUES + 5)}, dim="time")
     assert first.is_done
-    np.testing.assert_array_equal(read(path), np.concatenate([VALUES, VALUES + 5]))
+    np.testing.assert_array_equal(read(path, "x"), np.concatenate([VALUES, VALUES + 5]))
     second = shardload.save(path, {"x": made(mesh)}, mode="w", background=True)
     shardload.save(path, {"x": made(mesh, VALUES + 7)}, mode="w")
     assert second.is_done
-    np.testing.assert_array_equal(read(path), VALUES + 7)
+    np.testing.assert_array_equal(read(path, "x"), VALUES + 7)
 
 
 @pytest.fixture
@@ -92,7 +82,6 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-@pytest.mark.mpi
 def test_the_program_goes_to_another_folder(
     comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
 ) -> None:
@@ -107,7 +96,6 @@ def test_the_program_goes_to_another_folder(
     assert on_disk(comm, there) == ["out.h5"] and on_disk(comm, elsewhere) == []
 
 
-@pytest.mark.mpi
 def test_the_program_changes_attributes(comm: Any, shared_tmp_path: Path, go_on: threading.Event) -> None:
     """Wrong if the file had what the program has written into them since."""
     path, levels, notes = shared_tmp_path / "out.h5", np.arange(3.0), [1, 2]
@@ -128,7 +116,6 @@ def unequal(mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays((4,), sharding, shards)
 
 
-@pytest.mark.mpi(min_size=2)
 def test_an_error_is_raised_once_on_all_ranks(comm: Any, shared_tmp_path: Path) -> None:
     """By `wait`, or else by the next save, which writes nothing. What had the name before stays."""
     mesh, path = mesh_of(), shared_tmp_path / "out.h5"
@@ -142,7 +129,6 @@ def test_an_error_is_raised_once_on_all_ranks(comm: Any, shared_tmp_path: Path) 
     shardload.save(shared_tmp_path / "other.h5", {"x": made(mesh)})
 
 
-@pytest.mark.mpi
 def test_wrong_arguments_are_an_error_of_the_call(comm: Any, shared_tmp_path: Path) -> None:
     """At once, not by `wait`."""
     mesh, path = mesh_of(), shared_tmp_path / "out.h5"

@@ -11,17 +11,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import netCDF4
 import numpy as np
 import pytest
 import zarr
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError
-from tests.mpi.support import check, grid_shape, on_root, ramp, same_error
+from tests.mpi.support import backwards, check, on_root, ramp, same_error
 
 LENGTHS = (("y8", 2001, 7), ("y9", 2002, 4), ("y10", 2003, 9))  # in the order of the numbers, which is that of time
 N, LAT, LON = 20, 6, 8
@@ -52,12 +50,6 @@ def write(folder: Path, chunk: int = 1) -> str:
     return str(folder / "*.nc")
 
 
-def mesh_of() -> Mesh:
-    """A mesh ("a", "b") in which devices are not in the order of their numbers."""
-    devices = np.array(jax.devices())[::-1]
-    return Mesh(devices.reshape(grid_shape(devices.size)), ("a", "b"))
-
-
 @pytest.fixture(scope="module")
 def pattern(comm: Any, tmp_path_factory: Any) -> str:
     found: str = on_root(comm, lambda: write(tmp_path_factory.mktemp("years")))
@@ -79,7 +71,7 @@ def test_all_ranks_have_the_same(comm: Any, pattern: str, years: shardload.Conca
 @pytest.mark.parametrize("readers", ["root", "parallel", "direct", 2])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b", "a")])
 def test_load(years: shardload.Concatenation, readers: Any, spec: Any) -> None:
-    mesh = mesh_of()
+    mesh = backwards()
     x = shardload.load(years, mesh, spec, dataset="t2m", decode=True, readers=readers, verify="checksum", pad=-1)
     whole = shardload.unpad(x, numpy=True)
     np.testing.assert_array_equal(whole, DATA * np.float32(0.5) + np.float32(20))
@@ -93,7 +85,7 @@ def test_load(years: shardload.Concatenation, readers: Any, spec: Any) -> None:
 
 def test_each_chunk_is_decoded_once(years: shardload.Concatenation) -> None:
     """Also if steps are taken across the new year, of which two files have some."""
-    mesh = mesh_of()
+    mesh = backwards()
     plan = shardload.plan(years, mesh, P(None, None, "a"), dataset="t2m", decode=False, readers="parallel")
     check(plan.execute(), DATA.astype("i2"), mesh, P(None, None, "a"))
     assert plan.report is not None and plan.report.chunks_decoded == N_CHUNKS["t2m"]
@@ -105,7 +97,7 @@ def test_each_chunk_is_decoded_once(years: shardload.Concatenation) -> None:
 
 def test_chunks_that_do_not_end_with_their_file(comm: Any, shared_tmp_path: Path) -> None:
     pattern = on_root(comm, lambda: write(shared_tmp_path, chunk=3))
-    mesh, years = mesh_of(), shardload.concat(pattern)
+    mesh, years = backwards(), shardload.concat(pattern)
     for readers in ("root", "parallel", "direct"):
         x = shardload.load(years, mesh, P(None, "b", "a"), dataset="t2m", decode=False, readers=readers)
         check(x, DATA.astype("i2"), mesh, P(None, "b", "a"))
@@ -124,7 +116,7 @@ def test_copy(comm: Any, years: shardload.Concatenation, shared_tmp_path: Path) 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_stream_and_resume(comm: Any, years: shardload.Concatenation, prefetch: int) -> None:
-    mesh, spec = mesh_of(), P(None, None, "a")
+    mesh, spec = backwards(), P(None, None, "a")
     how: dict[str, Any] = {"dataset": "t2m", "along": "time", "batch": 3, "window": (-1, 1), "shuffle": 5, "decode": True}
     how |= {"gaps": "ignore", "prefetch": prefetch}
     values = DATA * np.float32(0.5) + np.float32(20)
@@ -163,7 +155,7 @@ def test_what_is_wrong_is_the_same_error_on_all_ranks(comm: Any, pattern: str, s
 
 def test_a_file_that_changes(comm: Any, shared_tmp_path: Path) -> None:
     """Between what was found and a load, and between a plan and its execution."""
-    mesh, years = mesh_of(), shardload.concat(on_root(comm, lambda: write(shared_tmp_path)), "time")
+    mesh, years = backwards(), shardload.concat(on_root(comm, lambda: write(shared_tmp_path)), "time")
     plan = shardload.plan(years, mesh, P(None, "b"), dataset="flux")
     on_root(comm, lambda: os.utime(shared_tmp_path / "y9.nc", (1, 1)))
     same_error(comm, plan.execute, SourceError, "y9.nc' has changed since it was looked at")

@@ -16,8 +16,8 @@ import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, PackedWarning, SourceError
-from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error
+from shardload import ConfigError, PackedWarning
+from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, warned_once
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
@@ -152,57 +152,17 @@ def test_packed_numbers_are_warned_of_once(comm: Any, shared_tmp_path: Path) -> 
     """Wrong if a rank were silent where warnings are errors, or if fill values alone were warned of."""
     values = ramp(cube(), "int16")
     path = write(comm, shared_tmp_path / "a.h5", values, None, PACKED)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned_once(comm, PackedWarning) as told:
         check(shardload.load(path, mesh_of(), P("a")), values, mesh_of(), P("a"))
         shardload.load(path, mesh_of(), P("a"), decode=False)
         shardload.load(path, mesh_of(), P("a"), decode=True)
-    found = [warning for warning in caught if warning.category is PackedWarning]
-    assert len(found) == (comm.rank == 0)
-    for warning in found:
-        assert "(scale_factor=0.25, add_offset=-7.0). Pass decode=True" in str(warning.message)
-        assert warning.filename == __file__
+    assert all("(scale_factor=0.25, add_offset=-7.0). Pass decode=True" in text for text in told)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(PackedWarning):
             shardload.load(path, mesh_of(), P("a"))
     path = write(comm, shared_tmp_path / "b.h5", values, None, {"_FillValue": np.int16(3), "valid_min": np.int16(0)})
     check(shardload.load(path, mesh_of(), P("a")), values, mesh_of(), P("a"))
-
-
-# --- errors
-
-
-@pytest.mark.parametrize(
-    ("dtype", "attributes", "says"),
-    [
-        ("i2", {"scale_factor": "a half"}, "scale_factor is text"),
-        ("bool", {"_FillValue": np.bool_(True)}, "which has no NaN"),
-    ],
-)
-def test_what_cannot_be_decoded(comm: Any, shared_tmp_path: Path, dtype: str, attributes: dict[str, Any], says: str) -> None:
-    path = write(comm, shared_tmp_path / "a.h5", ramp(cube(), dtype), None, attributes)
-    for call in (shardload.load, shardload.plan):
-        same_error(
-            comm, lambda call=call: call(path, mesh_of(), P("a"), decode=True), ConfigError, "'/x' in", says, "decode=False"
-        )
-
-
-def test_text_cannot_be_decoded(comm: Any, shared_tmp_path: Path) -> None:
-    path = write(comm, shared_tmp_path / "a.h5", np.array([b"abc", b"de"]), None, {})
-    call = lambda: shardload.load(path, mesh_of(), P(), dataset="x", decode=True)  # noqa: E731
-    same_error(comm, call, SourceError, "'/x' in", "holds strings", "loads numbers only")
-
-
-@pytest.mark.parametrize("decode", ["yes", 1, "True", []])
-def test_what_decode_may_be(comm: Any, shared_tmp_path: Path, decode: Any) -> None:
-    same_error(
-        comm,
-        lambda: shardload.load("a.h5", mesh_of(), P(), decode=decode),
-        ConfigError,
-        f"decode is {decode!r}",
-        "True or False",
-    )
 
 
 def test_decoded_values_that_do_not_fit(comm: Any, shared_tmp_path: Path) -> None:

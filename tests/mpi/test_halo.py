@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,9 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
 from tests.mpi.sources import NAME, SOURCES
-from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error, unit
+from tests.mpi.support import check, cube, mesh_of, on_root, padded, parts_of, ramp, same_error, turned, unit, warned_once
 
 Array = np.ndarray[Any, Any]
-
-
-def parts_of(mesh: Any, spec: Any, ndim: int) -> list[int]:
-    """How many shards each axis is cut into."""
-    names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return [int(np.prod([mesh.shape[n] for n in names[k]])) if k < len(names) else 1 for k in range(ndim)]
 
 
 def around(values: Array, widths: tuple[int, ...], edges: tuple[Any, ...]) -> Array:
@@ -69,11 +62,6 @@ def read_case(case: tuple[Any, Any, Any]) -> tuple[tuple[int, ...], tuple[Any, .
     return widths, edge if isinstance(edge, tuple) else (edge,) * 3
 
 
-def turned() -> Mesh:
-    """A mesh of devices in another order, so that rank, device and place differ."""
-    return mesh_of(jax.devices()[1:] + jax.devices()[:1])
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_halos_are_numpys(files: dict[str, str], name: str) -> None:
     """Wrong if rows came from the wrong neighbour, wrapped where they must not, lay transposed, or corners were the sides'."""
@@ -111,8 +99,7 @@ def test_with_select_dtype_and_pad(files: dict[str, str]) -> None:
     select = np.s_[3, 1 : 1 + 2 * n, n:-1]
     values = ramp(cube())[select].astype("float16" if cube()[2] < 30 else "float32")
     spec, widths, edges = P("a", "b"), (2, 0), ("wrap", 0)
-    parts = parts_of(mesh, spec, 2)
-    expected = np.pad(values, [(0, -m % p) for m, p in zip(values.shape, parts, strict=True)], constant_values=-1)
+    expected = padded(values, mesh, spec, -1)
     x = shardload.load(
         files["gzip_shuffle"], mesh, spec, dataset=NAME, select=select, dtype=values.dtype, pad=-1, halo=(2,), verify="full"
     )
@@ -178,10 +165,8 @@ def test_each_chunk_is_decoded_and_counted_once(comm: Any, shared_tmp_path: Path
     mesh = Mesh(np.array(jax.devices()), "a")
     for readers in ("parallel", "root", "direct"):
         plan = shardload.plan(path, mesh, P("a"), halo=2, readers=readers)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warned_once(comm, MissingChunksWarning):
             plan.execute()
-        assert [w.category for w in said] == [MissingChunksWarning] * (comm.rank == 0)
         assert plan.report is not None
         if readers != "direct":
             assert plan.report.chunks_decoded == 2 * n

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +19,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, PaddingWarning, SourceError, between, near
+from shardload import ConfigError, LeftOutWarning, PaddingWarning, SourceError, between, near
 from shardload.formats.labelling import Labeller
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.tuning import tuned
-from tests.mpi.support import check, mesh_of, on_root, padded, same_error, sharding_of, unit
+from tests.mpi.support import check, mesh_of, on_root, padded, put, same_error, turned, unit, warned_once
 from tests.unit.files import write_hdf5
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -141,20 +140,13 @@ def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
     [
         ({"depth": 0}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
         ({"time": slice(None, None, 2)}, "step 2"),
-        ({"time": 10**6}, "1000000"),
         ({"lat": slice(45.0, 41.0)}, "For coordinates and dates pass select={'lat': shardload.near("),
         ({"time": slice("2001", None)}, "or shardload.between(LOW, HIGH)"),
         (
             {"time": "2001-02"},
             "shardload.near('2001-02'), the nearest one, or shardload.between('2001-02', '2001-02'), all of a",
         ),
-        (
-            {"time": shardload.between("2001-02", "2001-03")},
-            "no coordinate is in that range; it goes from 2000-01-01 to 2000-01-0",
-        ),
         ({"time": near("2000-02-29")}, "2000-02-29 is no date of the calendar noleap"),
-        ({"lat": near("2000-01-01")}, "'lat': its coordinate has no units; dates need those of time"),
-        ({"depth": near("2000-01-01")}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
         ({"lat": near(0, within=1)}, "the nearest coordinate is 40.0"),
     ],
 )
@@ -230,8 +222,7 @@ def test_to_xarray(comm: Any, path: str) -> None:
     made = shardload.plan(path, mesh_of(), P(), dataset="t", select=select, decode=True)
     x = made.execute()
     found = shardload.to_xarray(x, made)
-    with xr.open_dataset(path, decode_times=False, engine="h5netcdf") as opened:
-        wanted = opened.t.isel(select).load()
+    wanted = opened(Path(path), decode_times=False).t.isel(select)
     assert found.data is x
     xr.testing.assert_identical(found.copy(data=np.asarray(x.addressable_shards[0].data)), wanted)
     assert found.encoding["scale_factor"] == 0.5
@@ -294,8 +285,7 @@ def test_to_xarray_of_time_spans(comm: Any, shared_tmp_path: Path, suffix: str) 
     found = shardload.to_xarray(plan.execute(), plan)
     assert found.attrs["dtype"] == "timedelta64[ns]" and found["lag"].attrs["dtype"] == "timedelta64[ns]"
     shardload.save(shared_tmp_path / f"out{suffix}", found)
-    with xr.open_dataset(shared_tmp_path / f"out{suffix}", **({"engine": "zarr"} | how)) as new:
-        xr.testing.assert_identical(new.load(), made)
+    xr.testing.assert_identical(opened(shared_tmp_path / f"out{suffix}"), made)
 
 
 def test_to_xarray_of_stored_numbers_of_zarr_2(comm: Any, shared_tmp_path: Path) -> None:
@@ -309,8 +299,7 @@ def test_to_xarray_of_stored_numbers_of_zarr_2(comm: Any, shared_tmp_path: Path)
     found = shardload.to_xarray(plan.execute(), plan)
     assert found.attrs == {"_FillValue": -9} and shardload.open(where)["c"].attrs == {"_FillValue": -1.0}
     shardload.save(shared_tmp_path / "out.nc", found)
-    with xr.open_dataset(shared_tmp_path / "out.nc", engine="h5netcdf") as new:
-        xr.testing.assert_identical(new.load(), made)
+    xr.testing.assert_identical(opened(shared_tmp_path / "out.nc"), made)
 
 
 def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: Path) -> None:
@@ -331,20 +320,15 @@ def test_to_xarray_of_coordinates_that_are_no_axes(comm: Any, shared_tmp_path: P
         attrs={"title": "a run", "levels": [1, 2], "history": "2026: made\n" * 500},
     ).reset_coords()
     on_root(comm, lambda: made.to_netcdf(where, engine="h5netcdf"))
-
-    def same(path: Path, found: xr.Dataset) -> None:
-        with xr.open_dataset(path, engine="h5netcdf", decode_times=False) as file:
-            xr.testing.assert_identical(found, file.load())
-
     plan = shardload.plan(where, mesh_of(), P(), dataset={name: name for name in ("t", "lat", "band")}, decode=True)
     given = shardload.to_xarray(plan.execute(), plan)
     assert set(given.coords) == {"lat", "hour", "band"}
     found = given.map(lambda one: one.copy(data=np.asarray(one.data.addressable_shards[0].data)))
     local = {name: one.copy(data=np.asarray(one.data)) for name, one in given.coords.items()}
-    same(where, found.assign_coords({name: one.variable for name, one in local.items()}))
+    of_file = opened(where, decode_times=False)
+    xr.testing.assert_identical(found.assign_coords({name: one.variable for name, one in local.items()}), of_file)
     shardload.save(shared_tmp_path / "saved.nc", given)
-    with xr.open_dataset(where, engine="h5netcdf", decode_times=False) as file:
-        same(shared_tmp_path / "saved.nc", file.load())
+    xr.testing.assert_identical(opened(shared_tmp_path / "saved.nc", decode_times=False), of_file)
 
 
 @pytest.mark.parametrize("name", ["a.nc", "a.h5", "a.zarr"])
@@ -387,22 +371,18 @@ def test_to_xarray_of_attributes_that_are_too_long(comm: Any, shared_tmp_path: P
     on_root(comm, lambda: made.to_zarr(where, zarr_format=3, consolidated=False))
     plan = shardload.plan(where, mesh_of(), P(), dataset={"t": "t", "u": "u"}, dtype="float32")
     tree = plan.execute()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned_once(comm, UserWarning) as told:
         found = shardload.to_xarray(tree, plan)
-    told = [str(one.message) for one in caught]
-    assert len(told) == (comm.rank == 0) and all("'table' of /t, 'table' of the group" in one for one in told)
+    assert all("'table' of /t, 'table' of the group" in text for text in told)
     assert found.attrs == {"units": "K"} and found["t"].attrs["units"] == "K"
     assert "table" not in {**found["t"].attrs, **found["u"].attrs}
 
 
 def labelled_without(comm: Any, plan: Any, name: str) -> Any:
     """What `to_xarray` makes of a plan. It names the coordinate that is left out, on rank 0."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", shardload.LeftOutWarning)
+    with warned_once(comm, LeftOutWarning) as told:
         labelled = shardload.to_xarray(plan.execute(), plan)
-    texts = [str(warning.message) for warning in caught if warning.category is shardload.LeftOutWarning]
-    assert len(texts) == (comm.rank == 0) and all(text.endswith(f": {name}") for text in texts), texts
+    assert all(text.endswith(f": {name}") for text in told), told
     return labelled
 
 
@@ -465,12 +445,6 @@ def test_to_xarray_of_axes_that_only_padding_makes_alike(comm: Any, shared_tmp_p
     same_error(comm, lambda: shardload.to_xarray(plan.execute(), plan), ConfigError, *says)
 
 
-def turned() -> Any:
-    """All devices, in another order."""
-    devices = jax.devices()
-    return mesh_of([*devices[1:], devices[0]])
-
-
 def many_kinds(put: Callable[..., Any]) -> xr.Dataset:
     """What a Dataset may hold; its large arrays as `put` makes them."""
     n = 2 * unit(), 3 * unit(), unit() + 1
@@ -505,11 +479,10 @@ def many_kinds(put: Callable[..., Any]) -> xr.Dataset:
     )
 
 
-def opened(path: Path) -> xr.Dataset:
+def opened(path: Path, **how: Any) -> xr.Dataset:
     """What xarray reads."""
     engine: Any = "zarr" if path.suffix == ".zarr" else "h5netcdf"
-    with xr.open_dataset(path, engine=engine, decode_timedelta=True) as file:
-        found = file.load()
+    found = xr.load_dataset(path, **{"engine": engine, "decode_timedelta": True} | how)
     for one in found.variables.values():
         one.attrs.pop("DIMENSION_LABELS", None)  # names of axes without a coordinate, in plain HDF5
     return found
@@ -520,13 +493,12 @@ def opened(path: Path) -> xr.Dataset:
 def test_a_dataset_is_saved(comm: Any, shared_tmp_path: Path, mesh: Any, name: str) -> None:
     """Wrong if xarray did not read back the same object: a date in other units, a coordinate or attribute less."""
 
-    def put(values: Any) -> Any:
+    def sharded(values: Any) -> Any:
         values = np.asarray(values)
-        sharding = NamedSharding(mesh, P(*("a", "b")[: values.ndim]) if values.shape[-1:] != (unit() + 1,) else P())
-        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index], dtype=values.dtype)
+        return put(values, mesh, P(*("a", "b")[: values.ndim]) if values.shape[-1:] != (unit() + 1,) else P())
 
     path = shared_tmp_path / name
-    given, wanted = many_kinds(put), many_kinds(lambda values: values)
+    given, wanted = many_kinds(sharded), many_kinds(lambda values: values)
     text = shardload.plan_save(path, given)
     assert "is_warm" in str(text) and not path.exists()
     shardload.save(path, given, compression="gzip", chunks=dict.fromkeys(["t", "is_warm"], (1, 3, 5)))
@@ -534,10 +506,7 @@ def test_a_dataset_is_saved(comm: Any, shared_tmp_path: Path, mesh: Any, name: s
     shardload.save(path, given["t"], mode="w", dataset="warm/t", attrs={"units": "mK"}, chunks=(2, 2, 2))
 
     def look() -> None:
-        with xr.open_dataset(
-            path, group="warm", engine="zarr" if name == "a.zarr" else "h5netcdf", decode_timedelta=True
-        ) as file:
-            found = file.load()
+        found = opened(path, group="warm")
         assert found["t"].attrs["units"] == "mK" and set(found.coords) == set(wanted.t.coords)
         np.testing.assert_array_equal(found["t"].values, wanted["t"].values)
         xr.testing.assert_equal(found["model_time"].variable, wanted["model_time"].variable)
@@ -567,8 +536,7 @@ def packed(comm: Any, folder: Path) -> tuple[str, xr.Dataset]:
     made["t"].encoding.update(dtype="i2", scale_factor=0.01, add_offset=280.0, _FillValue=np.int16(-32768))
     path = str(folder / "packed.nc")
     on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
-    with xr.open_dataset(path, engine="h5netcdf", decode_times=False) as file:
-        wanted = file.load()
+    wanted = opened(Path(path), decode_times=False)
     del wanted["t"].attrs["valid_range"]  # of the packed numbers
     return path, wanted.assign(t=wanted["t"].astype("f4"))
 
@@ -585,8 +553,7 @@ def test_arithmetic_between_a_load_and_a_save(comm: Any, shared_tmp_path: Path, 
 
     def same(expected: xr.Dataset) -> None:
         def look() -> None:
-            with xr.open_dataset(out, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_times=False) as file:
-                found = file.load()
+            found = opened(out, decode_times=False)
             found.attrs.clear()
             xr.testing.assert_identical(found, expected.drop_attrs(deep=False))
             assert (
@@ -736,11 +703,7 @@ def test_a_dataset_with_bfloat16_of_numpy(comm: Any, shared_tmp_path: Path, name
 @pytest.mark.parametrize(
     ("make", "how", "says"),
     [
-        (
-            lambda ds: ds.assign_coords(name=("lat", ["a", "b", "c"])),
-            {},
-            "'name' holds strings, and save writes numbers",
-        ),
+        (lambda ds: ds.assign_coords(name=("lat", ["a", "b", "c"])), {}, "'name' holds strings, and save writes numbers"),
         (lambda ds: ds.stack(z=("lat", "lon")), {}, "an index of several levels, which no file has"),
         (lambda ds: ds.assign(kind=("lat", pd.Categorical(["a"] * ds.sizes["lat"]))), {}, "Leave it out: ds.drop_vars('kind')"),
         (lambda ds: xr.DataTree(ds), {}, "found a DataTree; expected a Dataset"),
@@ -802,12 +765,7 @@ def test_what_is_saved_is_appended_to(comm: Any, shared_tmp_path: Path, name: st
         whole[dim] = np.arange(whole.sizes[dim])
     shardload.save(path, whole.isel(time=slice(3)), unlimited="time")
     shardload.append(path, whole.isel(time=slice(3, None)), dim="time")
-
-    def look() -> None:
-        with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_timedelta=True) as found:
-            xr.testing.assert_identical(found.load(), whole)
-
-    on_root(comm, look)
+    on_root(comm, lambda: xr.testing.assert_identical(opened(path), whole))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -833,13 +791,9 @@ def test_names_in_another_order_on_another_rank(comm: Any, shared_tmp_path: Path
     shardload.save(shared_tmp_path / "b.nc", {"z": np.zeros((2, 3))}, dims={"z": ("t", "x")})
     part = shardload.load(shared_tmp_path / "b.nc", mesh, P(), select=turned({"t": 1, "x": slice(0, 2)}), dtype="f4")
     assert part.shape == (2,)
-
-    def look() -> None:
-        with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf") as found:
-            assert name == "a.zarr" or list(found.variables) == ["b", "a"]
-            np.testing.assert_array_equal(found["b"], np.arange(9))
-
-    on_root(comm, look)
+    saved = on_root(comm, lambda: opened(path))
+    assert name == "a.zarr" or list(saved.variables) == ["b", "a"]
+    np.testing.assert_array_equal(saved["b"], np.arange(9))
 
 
 @pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
@@ -859,11 +813,11 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
             {"time": ("time", hours, attrs), "lat": np.arange(float(n))},
         )
 
-    def put(values: Any) -> Any:
-        return jax.make_array_from_callback(values.shape, sharding_of(mesh_of(), P("a", "b")), lambda index: values[index])
+    def sharded(values: Any) -> Any:
+        return put(values, mesh_of(), P("a", "b"))
 
-    shardload.save(path, make(0, put), unlimited="time", compression="gzip")
-    more = make(n, put)
+    shardload.save(path, make(0, sharded), unlimited="time", compression="gzip")
+    more = make(n, sharded)
     numbers, days = dict.fromkeys(("time", "packed", "other"), np.arange(n)), np.full(n, "2000-01-11", "M8[D]")
     attrs = {"time": {"units": "days since 2000-01-01"}}
     attrs["packed"] = attrs["time"] | {"scale_factor": 0.5}
@@ -894,10 +848,5 @@ def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> N
     first = dated().time[0]
     for at in (first, first.values, np.array(first.item().isoformat(), "M8[s]")):
         assert set(shardload.append(path, rows, at=at).kept.values()) == {n}
-
-    def look() -> None:
-        with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_times=False) as found:
-            wanted = xr.concat([make(0), make(n)], "time", data_vars=None, coords="minimal", compat="override", join="exact")
-            xr.testing.assert_identical(found.load(), wanted)
-
-    on_root(comm, look)
+    wanted = xr.concat([make(0), make(n)], "time", data_vars=None, coords="minimal", compat="override", join="exact")
+    on_root(comm, lambda: xr.testing.assert_identical(opened(path, decode_times=False), wanted))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import xarray as xr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, SourceError, between, near
+from shardload import ConfigError, LeftOutWarning, SourceError, between, near
 from shardload.formats.labelling import Labeller
 from shardload.jobs.dataset.loading import DatasetCall
-from tests.mpi.support import mesh_of, on_root, same_error, unit
+from tests.mpi.support import mesh_of, on_root, same_error, unit, warned_once
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 N_FILES = 3
@@ -211,11 +210,9 @@ def test_a_dataset_with_padding_is_saved_without_it(comm: Any, shared_tmp_path: 
     ds = shardload.load_dataset(paths, mesh_of(), {"lat": ("a", "b")}, along="time", pad=float("nan"))
     out = shared_tmp_path / "out.nc"
     shardload.save(out, 2 * ds)
-    with xr.open_dataset(out, engine="h5netcdf") as saved:
-        xr.testing.assert_equal(saved.load(), 2 * opened(paths))
+    xr.testing.assert_equal(xr.load_dataset(out, engine="h5netcdf"), 2 * opened(paths))
     shardload.save(out, (2 * ds).rename_dims(lat="y"), mode="w")
-    with xr.open_dataset(out, engine="h5netcdf") as saved:
-        assert saved.sizes["y"] == n
+    assert xr.load_dataset(out, engine="h5netcdf").sizes["y"] == n
     for moved in (ds.isel(lat=slice(None, None, -1)), ds.roll(lat=1, roll_coords=True)):
         if ds.sizes["lat"] > n:
             same_error(comm, lambda m=moved: shardload.save(out, m, mode="w"), ConfigError, "coordinate 'lat' has", "shape=")  # type: ignore[misc]
@@ -241,13 +238,9 @@ def test_integers_of_an_axis_with_padding_are_saved_as_integers(comm: Any, share
         np.testing.assert_array_equal(unpadded[coordinate].values, stations[coordinate].values, strict=True)
     changed = gathered(ds.assign_coords(height=ds.height.copy(data=np.where(ds.height == 1, 0.5, ds.height))))
     assert changed.height.values[:3].tolist() == [0, 0.5, 2]
-
-    def look() -> None:
-        with xr.open_dataset(shared_tmp_path / name, engine="h5netcdf" if name == "out.nc" else "zarr") as saved:
-            for coordinate in coords:
-                np.testing.assert_array_equal(saved[coordinate].values, stations[coordinate].values, strict=True)
-
-    on_root(comm, look)
+    saved = on_root(comm, lambda: xr.load_dataset(shared_tmp_path / name, engine="h5netcdf" if name == "out.nc" else "zarr"))
+    for coordinate in coords:
+        np.testing.assert_array_equal(saved[coordinate].values, stations[coordinate].values, strict=True)
 
 
 def test_dates_with_padding_are_saved_in_the_units_of_the_file(comm: Any, shared_tmp_path: Path) -> None:
@@ -307,11 +300,9 @@ def test_a_group_and_what_holds_no_numbers(comm: Any, shared_tmp_path: Path) -> 
             file["a/names"] = ["x", "y"]
 
     on_root(comm, groups)
-    if comm.rank == 0:
-        with pytest.warns(shardload.LeftOutWarning, match="/a/names"):
-            ds = shardload.load_dataset(f"{path}:/a", mesh_of())
-    else:
+    with warned_once(comm, LeftOutWarning) as told:
         ds = shardload.load_dataset(f"{path}:/a", mesh_of())
+    assert all("/a/names" in text for text in told)
     assert list(ds.variables) == ["rho"] and ds.rho.dims == ("dim_0", "dim_1")
     for call, *says in (
         (lambda: shardload.load_dataset(path, mesh_of()), "has no data variables"),
@@ -348,10 +339,9 @@ def test_odd_variables_of_netcdf(comm: Any, shared_tmp_path: Path) -> None:
             file.createVariable("covariance", "f4", ("y", "y"))[:] = 3
 
     on_root(comm, make)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", shardload.MissingChunksWarning)
-        with pytest.warns(shardload.LeftOutWarning, match="axis twice: /covariance") if comm.rank == 0 else nullcontext():
-            ds = shardload.load_dataset(path, mesh_of(), {"x": "a"}, dtype="float32")
+    with warned_once(comm, LeftOutWarning) as told:
+        ds = shardload.load_dataset(path, mesh_of(), {"x": "a"}, dtype="float32")
+    assert all("axis twice: /covariance" in text for text in told)
     assert ds.t.dtype == np.float32 and ds.crs.dtype == np.int32
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Duplicate dimension")
@@ -371,13 +361,9 @@ def test_short_words_of_units_are_saved(comm: Any, shared_tmp_path: Path) -> Non
     made = xr.Dataset({f"t_{word}": (word, np.arange(3.0)) for word in times}, times)
     on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
     shardload.save(saved, shardload.load_dataset(path, mesh_of(), dtype="float32"))
-
-    def look() -> None:
-        found, expected = (xr.load_dataset(name, engine="h5netcdf") for name in (saved, path))
-        xr.testing.assert_equal(found, expected)
-        assert found.hr.encoding["units"].startswith("hours since 2000-01-01")
-
-    on_root(comm, look)
+    found, expected = on_root(comm, lambda: [xr.load_dataset(name, engine="h5netcdf") for name in (saved, path)])
+    xr.testing.assert_equal(found, expected)
+    assert found.hr.encoding["units"].startswith("hours since 2000-01-01")
 
 
 def test_a_year_of_hours_has_its_times(comm: Any, shared_tmp_path: Path) -> None:
@@ -403,11 +389,9 @@ def test_coordinates_that_are_left_out_are_named(comm: Any, shared_tmp_path: Pat
     )
     on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
     monkeypatch.setattr("shardload.jobs.dataset.loading.COORDINATE_NBYTES", 8 * unit() - 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", shardload.LeftOutWarning)
+    with warned_once(comm, LeftOutWarning) as told:
         loaded = shardload.load_dataset(path, mesh_of(), {"station": "a"})
-    texts = [str(warning.message) for warning in caught if warning.category is shardload.LeftOutWarning]
-    assert len(texts) == (comm.rank == 0) and all("/height, /station" in text for text in texts)
+    assert all("/height, /station" in text for text in told)
     assert not loaded.coords
 
 
@@ -429,9 +413,9 @@ def test_coordinates_that_no_variable_has_are_named(comm: Any, shared_tmp_path: 
             file["t"].coordinates = "elev"
 
     on_root(comm, make)
-    with pytest.warns(shardload.LeftOutWarning) if comm.rank == 0 else nullcontext([]) as warned:
+    with warned_once(comm, LeftOutWarning) as told:
         loaded = shardload.load_dataset(path, mesh_of(), {"y": "a"})
-    assert all(any(f"/{name}" in str(warning.message) for warning in warned) for name in names) or comm.rank
+    assert all(f"/{name}" in text for text in told for name in names)
     assert set(loaded.variables) == {"None", "t", "time"}
     by_name = shardload.load_dataset(path, mesh_of(), {"y": "a"}, dataset=["t", *names])
     assert set(by_name.coords) == set(xr.load_dataset(path).coords) == {"time", *names}
@@ -464,15 +448,6 @@ def test_a_coordinate_that_is_shorter_than_its_axis(comm: Any, shared_tmp_path: 
     last = shardload.load_dataset(path, mesh_of(names=("a",)), {"x": "a"}, select={"time": 4})
     assert np.isnat(last.time.values)
     np.testing.assert_array_equal(shardload.unpad(last, numpy=True).t, data[4])
-
-
-def test_only_one_rank_reads_labels(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each rank opened the file for names and coordinates: where that failed on one, the others would go on."""
-    paths = write(comm, shared_tmp_path, 2 * unit())
-    if comm.rank > 0:
-        monkeypatch.setattr("shardload.formats.labelling.Labeller.label", lambda *_: pytest.fail("read by another rank"))
-    loaded = shardload.load_dataset(paths, mesh_of(), {"lat": "a"}, along="time")
-    assert set(loaded.coords) == set(climate(2 * unit()).coords)
 
 
 @pytest.mark.parametrize(("name", "value"), [("timeout", "soon"), ("dataset", 5), ("dataset", ["t", 5])])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,72 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, SourceError
-from shardload.comm.group import group_of
-from tests.mpi.support import READERS, check, mesh_of, on_root, peak_nbytes, ramp, same_error, unit
+from shardload import ConfigError
+from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
+from tests.unit.files import write_hdf5
 
-EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py makes for itself
-
-
-@pytest.fixture(autouse=True)
-def as_large(tune: Any) -> None:
-    """Small arrays are moved as large ones are."""
-    tune(small_nbytes=0, worth_sharing_nbytes=0, min_chunk_nbytes=1, inline_nbytes=-1)
-
-
-@pytest.mark.parametrize("readers", READERS)
-def test_one_of_them_fails(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
-    """Wrong if a rank hung, raised another error, or if what came before or after were touched."""
-    n, path = unit(), shared_tmp_path / "a.h5"
-    values = {"rho": ramp((n, 2 * n, 3)), "mask": ramp((2 * n, n), "uint8"), "wave": ramp((n, 3, n), "complex64")}
-
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            for name, data in values.items():
-                file.create_dataset(name, data=data, chunks=(3,) * data.ndim, compression="gzip")
-            bad = file.create_dataset("bad", data=values["rho"], chunks=(3, 3, 2), compression="gzip")
-            bad.id.write_direct_chunk((3, 3, 0), b"\xff" * 20)
-
-    def load(*names: str) -> Any:
-        return shardload.load(path, mesh_of(), P("a"), dataset=dict(zip(names, names, strict=True)), readers=readers)
-
-    on_root(comm, write)
-    before = load("rho", "mask")
-    error = same_error(comm, lambda: load("rho", "bad", "wave"), SourceError, "chunk (1, 1, 0) of '/bad'")
-    assert isinstance(error, SourceError) and error.dataset == "/bad" and error.chunk == (1, 1, 0)
-    for name, x in [*load("wave", "rho").items(), *before.items()]:
-        check(x, values[name], mesh_of(), P("a"), name)
-
-
-@pytest.mark.any_version
-@pytest.mark.any_library
-def test_staging_bounds_all_of_them_together(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each array had staging buffers or threads of its own."""
-    n, names, staging = unit(), ("a", "b", "c", "d"), 1 << 20
-    shape = (4 * n, 8 * n, -(-32768 // (8 * n * n)) * n)
-    path = str(shared_tmp_path / "a.h5")
-
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            for k, name in enumerate(names):
-                chunks = tuple(max(1, s // 5) for s in shape)
-                file.create_dataset(
-                    name, data=ramp(shape, "float32") + k, chunks=chunks, compression="gzip", compression_opts=1
-                )
-
-    on_root(comm, write)
-    own = comm.Dup() if hasattr(comm, "Dup") else None  # so that shared memory is made for this load
-    how: dict[str, Any] = {"dataset": list(names), "readers": "parallel", "staging": staging, "comm": own}
-    plan = shardload.plan(path, mesh_of(), P(None, "b", "a"), **how)
-    gc.collect()
-    arrays, extra = peak_nbytes(plan, monkeypatch)
-    assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES, comm.allgather(extra)
-    assert plan.report.peak_staging_nbytes <= staging
-    for k, x in enumerate(arrays):
-        check(x, ramp(shape, "float32") + np.float32(k), mesh_of(), P(None, "b", "a"))
-    if own is not None:
-        group_of(own).forget_shared_memory()
-        own.Free()
+pytestmark = pytest.mark.usefixtures("moved_as_large")
 
 
 def test_arrays_that_fit_alone_but_not_together(comm: Any, shared_tmp_path: Path) -> None:
@@ -109,14 +47,9 @@ def test_each_of_many_small_arrays_is_read_by_one_rank(comm: Any, shared_tmp_pat
     def values(k: int) -> Any:
         return ramp((size, 3 * size, 2)) + 1000 * k
 
-    def write() -> None:
-        with h5py.File(shared_tmp_path / "turns.h5", "w") as file:
-            for k in range(n):
-                file.create_dataset(f"v{k:02d}", data=values(k), chunks=(1, size, 2), compression="gzip")
-
-    on_root(comm, write)
     names, spec = [f"v{k:02d}" for k in range(n)], P(None, ("a", "b"))
-    path = str(shared_tmp_path / "turns.h5")
+    arrays = {name: values(k) for k, name in enumerate(names)}
+    path = on_root(comm, lambda: write_hdf5(shared_tmp_path / "turns.h5", arrays, chunks=(1, size, 2), compression="gzip"))
     plan = shardload.plan(path, mesh_of(), spec, dataset=names, readers="parallel")
     abstract = shardload.plan(path, mesh_of().abstract_mesh, spec, dataset=names, readers="parallel", processes=comm.size)
     assert [one.why for one in abstract.leaves] == [one.why for one in plan.leaves]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import shutil
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import h5py
-import jax
 import numpy as np
 import pytest
 import zarr
@@ -22,8 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from shardload.comm.group import group_of
-from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, peak_of, ramp, same_error, sharding_of, unit
+from tests.mpi.support import check, damage_chunk, mesh_of, on_root, peak_nbytes, peak_of, put, ramp, same_error, unit
 from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
@@ -61,49 +61,21 @@ CASES = list(
 
 @pytest.mark.parametrize(("name", "readers", "spec"), CASES, ids=str)
 def test_peak(
-    comm: Any, field: tuple[dict[str, str], np.ndarray], name: str, readers: Any, spec: P, monkeypatch: pytest.MonkeyPatch
+    own_comm: Any, field: tuple[dict[str, str], np.ndarray], name: str, readers: Any, spec: P, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong if rank 0 held more than it was allowed, buffers were made for every block, or pieces were copied; and if the plan
     left out what threads decode in.
     """
     paths, values = field
     mesh, random = mesh_of(), np.random.default_rng(CASES.index((name, readers, spec)))
-    comm = comm.Dup()  # so that shared memory is made for this load
     staging = int(random.integers(3 << 19, 5 << 19))
     dtype = random.choice(["float32", "int32"])
-    plan = shardload.plan(paths[name], mesh, spec, readers=readers, staging=staging, dtype=dtype, comm=comm)
+    plan = shardload.plan(paths[name], mesh, spec, readers=readers, staging=staging, dtype=dtype, comm=own_comm)
     x, extra = peak_nbytes(plan, monkeypatch)
     check(x, values.astype(dtype), mesh, spec)
     said = plan.costs[plan.readers].peak_nbytes - plan.pieces_nbytes
-    assert max(comm.allgather(extra)) <= min(said + CAST_NBYTES, staging) + EXTRA_NBYTES, (comm.allgather(extra), said, staging)
-    group_of(comm).forget_shared_memory()
-    comm.Free()
-
-
-@pytest.mark.thorough  # test_peak has small chunks, and tests/unit what is kept for each
-@pytest.mark.any_version
-@pytest.mark.usefixtures("field")  # what Python imports is not counted
-@pytest.mark.parametrize("readers", ["parallel", "direct"])
-def test_chunks_of_one_byte(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if what is kept for each chunk, written or not, were kept for all chunks of a block of so many bytes."""
-    side, staging = 72 * unit(), 2 << 20
-
-    def write() -> str:
-        with h5py.File(shared_tmp_path / "a.h5", "w") as file:
-            file.create_dataset("x", (side, side), "u1", chunks=(1, 1))[:2, :2] = 1
-        return str(shared_tmp_path / "a.h5")
-
-    path, comm = on_root(comm, write), comm.Dup()
-    plan = shardload.plan(path, mesh_of(), P("a", "b"), readers=readers, staging=staging, comm=comm, missing="fill")
-    x, extra = peak_nbytes(plan, monkeypatch)
-    expected = np.zeros((side, side), "u1")
-    expected[:2, :2] = 1
-    check(x, expected, mesh_of(), P("a", "b"))
-    assert plan.report is not None and plan.report.chunks_missing == side**2 - 4
-    few_of_each = 8 * side**2 // comm.size  # bytes: where a chunk is, and that it is not there
-    assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES + few_of_each, comm.allgather(extra)
-    group_of(comm).forget_shared_memory()
-    comm.Free()
+    of_ranks = own_comm.allgather(extra)
+    assert max(of_ranks) <= min(said + CAST_NBYTES, staging) + EXTRA_NBYTES, (of_ranks, said, staging)
 
 
 def resident_nbytes(which: str) -> int:
@@ -113,7 +85,7 @@ def resident_nbytes(which: str) -> int:
 
 
 @pytest.mark.parametrize("readers", ["auto", "root"])
-def test_tree_of_40_arrays(comm: Any, shared_tmp_path: Path, readers: str) -> None:
+def test_tree_of_40_arrays(comm: Any, own_comm: Any, shared_tmp_path: Path, readers: str) -> None:
     """Wrong if each array had buffers of its own, or one rank held all arrays. By the resident set: of whatever makes it."""
     shape, staging, extra = (6 * unit(), 2 * unit(), 18432 // unit() ** 2 * unit()), 8 << 20, 64 << 20
     base = np.resize(ramp(shape[2:]) % 64, shape)  # compresses at once, so that it is written at once
@@ -126,12 +98,13 @@ def test_tree_of_40_arrays(comm: Any, shared_tmp_path: Path, readers: str) -> No
                 file.create_dataset(name, data=base + np.float32(k), **how)
         return str(shared_tmp_path / "tree.h5")
 
-    path, comm = on_root(comm, write), comm.Dup()
-    shardload.load(path, mesh_of(), P(None, "a", "b"), dataset=names[:2], readers=readers, staging=1 << 20, comm=comm)
+    path = on_root(comm, write)
+    load = partial(shardload.load, path, mesh_of(), P(None, "a", "b"), readers=readers, comm=own_comm)
+    load(dataset=names[:2], staging=1 << 20)
     gc.collect()
     before = resident_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
-    found = shardload.load(path, mesh_of(), P(None, "a", "b"), dataset=names, readers=readers, staging=staging, comm=comm)
+    found = load(dataset=names, staging=staging)
     peak = resident_nbytes("VmHWM") - before
     pieces = sum(shard.data.nbytes for x in found for shard in x.addressable_shards)
     assert max(comm.allgather(peak - pieces)) <= staging + extra, (comm.allgather((peak, pieces)), staging)
@@ -139,17 +112,6 @@ def test_tree_of_40_arrays(comm: Any, shared_tmp_path: Path, readers: str) -> No
         assert 40 * base.nbytes > pieces + staging + extra
     for k in (0, 17, 39):
         check(found[k], base + np.float32(k), mesh_of(), P(None, "a", "b"))
-    group_of(comm).forget_shared_memory()
-    comm.Free()
-
-
-def test_shard_larger_than_staging(field: tuple[dict[str, str], np.ndarray]) -> None:
-    """Wrong if a piece had to fit into staging."""
-    paths, values = field
-    staging = values.nbytes // len(jax.devices()) // 4
-    for name in ("plain.h5", "chunks.h5"):
-        x = shardload.load(paths[name], mesh_of(), P("a", "b"), staging=max(staging, 2 << 20), readers="parallel")
-        check(x, values, mesh_of(), P("a", "b"))
 
 
 def test_chunk_larger_than_staging(comm: Any, field: tuple[dict[str, str], np.ndarray]) -> None:
@@ -190,11 +152,8 @@ def test_what_failed_waits_for_no_garbage_collector(
         if what == "small":
             write_hdf5(shared_tmp_path / "small.h5", {"x": np.zeros((unit(), unit(), unit()), "f4")})
             return str(shared_tmp_path / "small.h5")
-        with h5py.File(path, "r") as file:
-            at = file["x"].id.get_chunk_info(3).byte_offset
-        damaged = bytearray(Path(path).read_bytes())
-        damaged[at + 20 : at + 60] = b"\xff" * 40
-        (shared_tmp_path / "damaged.h5").write_bytes(damaged)
+        shutil.copy(path, shared_tmp_path / "damaged.h5")
+        damage_chunk(shared_tmp_path / "damaged.h5", "x", 0, 0, 0)
         return str(shared_tmp_path / "damaged.h5")
 
     def fail(done: int, total: int) -> None:
@@ -214,8 +173,7 @@ def test_what_failed_waits_for_no_garbage_collector(
 def test_an_array_that_is_not_the_files_can_be_dropped(comm: Any, field: tuple[dict[str, str], np.ndarray]) -> None:
     """Wrong if the error kept the array until Python looks for garbage: loading it again would need its memory twice."""
     paths, values = field
-    zeros, sharding = np.zeros_like(values), sharding_of(mesh_of(), P("a", "b"))
-    x = jax.make_array_from_callback(values.shape, sharding, lambda index: zeros[index])
+    x = put(np.zeros_like(values), mesh_of(), P("a", "b"))
     kept = weakref.ref(x)
     gc.disable()
     try:
@@ -261,7 +219,7 @@ def big(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     n = unit()
     values = ramp((16 * n, 4 * n, -(-32768 // (n * n)) // n * n))
     folder = on_root(comm, lambda: tmp_path_factory.mktemp("saves"))
-    x = jax.make_array_from_callback(values.shape, sharding_of(mesh_of(), P(None, "a", "b")), lambda index: values[index])
+    x = put(values, mesh_of(), P(None, "a", "b"))
     for kind in ("contiguous", "Zarr"):
         suffix, how = SAVES[kind]
         shardload.save(folder / f"first.{suffix}", {"x": x}, **how)
@@ -272,24 +230,22 @@ def big(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 @pytest.mark.parametrize("spec", [P(None, "a", "b"), P("a", "b")], ids=str)
 @pytest.mark.parametrize("kind", SAVES)
 def test_peak_of_a_save(
-    comm: Any, shared_tmp_path: Path, big: np.ndarray, kind: str, spec: P, monkeypatch: pytest.MonkeyPatch
+    own_comm: Any, shared_tmp_path: Path, big: np.ndarray, kind: str, spec: P, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong if rank 0 held what others have, a round had no limit, or what was written stayed until the end."""
     (suffix, how), staging = SAVES[kind], 2 << 20
-    x = jax.make_array_from_callback(big.shape, sharding_of(mesh_of(), spec), lambda index: big[index])
-    path, comm = shared_tmp_path / f"out.{suffix}", comm.Dup()  # so that shared memory is made for this save
-    report, extra = peak_of(lambda: shardload.save(path, {"x": x}, staging=staging, comm=comm, **how), monkeypatch)
+    x = put(big, mesh_of(), spec)
+    path, n = shared_tmp_path / f"out.{suffix}", own_comm.size
+    report, extra = peak_of(lambda: shardload.save(path, {"x": x}, staging=staging, comm=own_comm, **how), monkeypatch)
     most = staging + SAVE_EXTRA_NBYTES
-    assert max(comm.allgather(extra)) <= most, (comm.allgather(extra), staging)
+    assert max(own_comm.allgather(extra)) <= most, (own_comm.allgather(extra), staging)
     # Else the test could not see a round without a limit, or that one rank holds all.
-    assert report.n_rounds > 3 and big.nbytes * (comm.size - 1) // comm.size > most
-    group_of(comm).forget_shared_memory()
-    comm.Free()
+    assert report.n_rounds > 3 and big.nbytes * (n - 1) // n > most
 
 
 @pytest.mark.mpi(min_size=2)
 def test_peak_of_a_copy_by_all_ranks_together(
-    comm: Any, shared_tmp_path: Path, big: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    comm: Any, own_comm: Any, shared_tmp_path: Path, big: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong if the memory that ranks share had room for all that moves, and threads decoded beside it."""
     before, staging = shared_tmp_path / "in.h5", 8 << 20
@@ -297,12 +253,9 @@ def test_peak_of_a_copy_by_all_ranks_together(
     on_root(comm, lambda: write_hdf5(before, {"x": big}, chunks=chunks, compression="gzip", compression_opts=1))
     how = {"chunks": (7, 11, 90), "staging": staging, "progress": False}
     shardload.copy(before, shared_tmp_path / "first.h5", comm=comm, **how)
-    comm = comm.Dup()  # so that shared memory is made for this copy
-    report, extra = peak_of(lambda: shardload.copy(before, shared_tmp_path / "out.h5", comm=comm, **how), monkeypatch)
+    report, extra = peak_of(lambda: shardload.copy(before, shared_tmp_path / "out.h5", comm=own_comm, **how), monkeypatch)
     assert report.plan.arrays[0].is_together
     assert max(comm.allgather(extra)) <= staging + SAVE_EXTRA_NBYTES, (comm.allgather(extra), staging)
-    group_of(comm).forget_shared_memory()
-    comm.Free()
 
 
 FAULTS = {
@@ -339,7 +292,7 @@ def test_what_was_not_saved_can_be_dropped(
         raise SourceError("this fails") if what != "arguments" else ConfigError("this fails")
 
     def call() -> None:
-        x = jax.make_array_from_callback(values.shape, sharding_of(mesh_of(), P(None, "a", "b")), lambda index: values[index])
+        x = put(values, mesh_of(), P(None, "a", "b"))
         kept.append(weakref.ref(x))
         how: dict[str, Any] = {"like": f"{shared_tmp_path}/like.h5:/x"} if what == "what is there" else {}
         with pytest.raises((SourceError, ConfigError), match="this fails"):
@@ -362,7 +315,7 @@ def test_what_was_not_saved_can_be_dropped(
 def test_what_was_saved_can_be_dropped(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a save kept the array until Python looks for garbage: the next step of a run would need its memory twice."""
     values = ramp((2 * unit(), 3 * unit()))
-    x = jax.make_array_from_callback(values.shape, sharding_of(mesh_of(), P("a", "b")), lambda index: values[index])
+    x = put(values, mesh_of(), P("a", "b"))
     kept = weakref.ref(x)
     shardload.save(shared_tmp_path / "first.h5", {"g": {"x": x}})
     gc.collect()

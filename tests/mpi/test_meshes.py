@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PeerError
 from tests.mpi.sources import NAME
-from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, ramp, same_error, share
+from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, padded, ramp, same_error, share
 
 SPECS = (P("a", "b"), P("b", "a"), P(None, "a"), P(None, None, ("b", "a")))
 
@@ -71,14 +71,6 @@ def test_sharding_instead_of_mesh_and_spec(files: dict[str, str], readers: Any) 
         check(x, ramp(cube()), mesh, spec)
 
 
-@pytest.mark.parametrize("spec", [P("a"), P(None, None, "a"), P()])
-def test_one_axis(files: dict[str, str], spec: Any) -> None:
-    """Wrong if two mesh axes were taken for granted."""
-    for devices, readers in share((None, shuffled()), READERS):
-        mesh = mesh_of(devices, ("a",))
-        check(shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers), ramp(cube()), mesh, spec)
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -122,23 +114,10 @@ def test_fewer_devices_than_processes(comm: Any, files: dict[str, str], which: s
     for readers in READERS:
         for spec in (P("a", "b"), P("b"), P()):
             x = shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers, pad=-1, verify="checksum")
-            n = [-(-size // mesh.shape[axis]) * mesh.shape[axis] for size, axis in zip(cube(), spec, strict=False)]
-            full = np.full((*n, *cube()[len(n) :]), -1, "float32")
-            full[tuple(slice(k) for k in cube())] = values
-            check(x, full, mesh, spec, (readers, spec))
+            check(x, padded(values, mesh, spec, -1), mesh, spec, (readers, spec))
             assert len(x.addressable_shards) == sum(d.process_index == jax.process_index() for d in devices)
     x = shardload.scatter(values if comm.rank == 0 else None, mesh, P())
     check(x, values, mesh, P())
-
-
-@pytest.mark.mpi(min_size=2)
-def test_reader_that_holds_nothing(comm: Any, files: dict[str, str]) -> None:
-    """Wrong if only ranks with devices read: here rank 0 reads all and the last rank holds all."""
-    mesh = mesh_of(jax.devices()[-1:])
-    made = shardload.plan(files["chunked"], mesh, P(), dataset=NAME, readers="root")
-    assert made.schedule.is_owner(0)
-    assert not made.schedule.shards.shards_of(0)
-    check(made.execute(), ramp(cube()), mesh, P())
 
 
 @pytest.mark.mpi(min_size=2)

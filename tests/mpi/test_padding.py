@@ -139,30 +139,6 @@ def test_unpad_where_a_mesh_is_set(file: str, name: str) -> None:
         check(shardload.unpad(y), ramp(uneven())[:rows], mesh, P("a"))
 
 
-def test_centre_of_mass_of_particles(comm: Any, shared_tmp_path: Path) -> None:
-    """The use of it: a sum over particles whose number does not divide. Wrong by 1e9 if one padded particle counted."""
-    n = 100 * len(jax.devices()) + 1
-    random = np.random.default_rng(7)
-    position, mass = random.random((n, 3), dtype="float32"), random.random(n, dtype="float32")
-
-    def write() -> None:
-        write_hdf5(shared_tmp_path / "snap.h5", {"PartType1/Coordinates": position, "PartType1/Masses": mass})
-
-    on_root(comm, write)
-    mesh, path = mesh_of(), shared_tmp_path / "snap.h5"
-    snap = {
-        name: shardload.load(path, mesh, P(("a", "b")), dataset=f"PartType1/{name}", pad=1e9)
-        for name in ("Coordinates", "Masses")
-    }
-    is_real = shardload.mask(snap)
-    m = jnp.where(is_real["Masses"], snap["Masses"], 0)
-    centre = jnp.sum(m[:, None] * snap["Coordinates"], axis=0, where=is_real["Coordinates"]) / m.sum()
-    np.testing.assert_allclose(np.asarray(centre), np.average(position.astype("f8"), axis=0, weights=mass), rtol=1e-5)
-    apart = shardload.unpad(jax.tree.map(lambda v: -v, snap), {"Coordinates": (n, 3), "Masses": (n,)}, numpy=True)
-    np.testing.assert_array_equal(apart["Coordinates"], -position, strict=True)
-    np.testing.assert_array_equal(apart["Masses"], -mass, strict=True)
-
-
 def test_arrays_of_every_function_are_known(file: str) -> None:
     """Wrong if only one of the ways to an array remembered its padding."""
     mesh, spec = mesh_of(), P("b", "a")

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from examples import pencil_fft as example
+from tests.mpi.support import put
+from tests.mpi.test_values import X64
 from tests.tiers import IS_QUICK
-from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
 
 TOLERANCE: dict[type, float] = {np.float32: 2e-6, np.float64: 2e-15}  # of the largest mode
-
-
-@contextmanager
-def precision_of(dtype: type) -> Iterator[None]:
-    before = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", dtype is np.float64)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
 def meshes() -> list[Mesh]:
@@ -46,10 +34,6 @@ def field(dtype: type) -> np.ndarray[Any, Any]:
     return np.random.default_rng(1).normal(1, 1, (2 * n, 3 * n, 5 * n)).astype(dtype)
 
 
-def place(values: np.ndarray[Any, Any], mesh: Mesh, spec: Any) -> jax.Array:
-    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
-
-
 def worst(modes: jax.Array, expected: np.ndarray[Any, Any]) -> float:
     """Largest error on the shards of this process, relative to the largest mode."""
     errors = [np.abs(np.asarray(s.data) - expected[s.index]).max(initial=0) for s in modes.addressable_shards]
@@ -58,13 +42,13 @@ def worst(modes: jax.Array, expected: np.ndarray[Any, Any]) -> float:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_equals_numpy_on_every_mesh(dtype: type) -> None:
-    with precision_of(dtype):
+    with X64(dtype is np.float64):
         values = field(dtype)
         expected = np.fft.fftn(values.astype(np.float64))
         for mesh in meshes()[1::2] if IS_QUICK else meshes() if dtype is np.float32 else meshes()[-1:]:
             a, b = mesh.axis_names
             pa, pb = mesh.devices.shape
-            modes = example.fft3d(place(values, mesh, P(None, a, b)))
+            modes = example.fft3d(put(values, mesh, P(None, a, b)))
             assert modes.dtype == np.result_type(dtype, np.complex64)
             n0, n1, n2 = values.shape
             assert modes.sharding.shard_shape(modes.shape) == (n0 // pa, n1 // pb, n2)
@@ -75,21 +59,8 @@ def test_explicit_mesh() -> None:
     """What jax.make_mesh gives today has axes of another type than Mesh(...) has."""
     mesh = jax.make_mesh((1, len(jax.devices())), ("a", "b"))
     values = field(np.float32)
-    modes = example.fft3d(place(values, mesh, P(None, "a", "b")))
+    modes = example.fft3d(put(values, mesh, P(None, "a", "b")))
     assert worst(modes, np.fft.fftn(values)) < TOLERANCE[np.float32]
-
-
-def test_of_pencils_loaded_from_a_file(shared_tmp_path: Path, comm: Any) -> None:
-
-    import shardload
-
-    values = field(np.float32)
-    path = shared_tmp_path / "field.h5"
-    if comm.Get_rank() == 0:
-        write_hdf5(path, {"density": values}, chunks=(1, *values.shape[1:]), compression="gzip")
-    comm.Barrier()
-    x = shardload.load(str(path), example.square_mesh(), P(None, "a", "b"))
-    assert worst(example.fft3d(x), np.fft.fftn(values)) < TOLERANCE[np.float32]
 
 
 def test_plane_wave_has_two_modes() -> None:
@@ -104,7 +75,7 @@ def test_refuses_what_is_not_a_pencil() -> None:
     values = field(np.float32)
     for spec in (P("a", "b"), P(None, "a"), P(None, ("a", "b"), None), P()):
         with pytest.raises(ValueError, match=re.escape("P(None, 'a', 'b')")):
-            example.fft3d(place(values, mesh, spec))
+            example.fft3d(put(values, mesh, spec))
 
 
 @pytest.mark.mpi(min_size=4)
@@ -113,4 +84,4 @@ def test_refuses_axes_that_do_not_divide() -> None:
     pa = mesh.shape["a"]
     values = np.zeros((pa + 1, 4 * pa, 4 * pa), np.float32)
     with pytest.raises(ValueError, match=f"axis 0 has {pa + 1} elements"):
-        example.fft3d(place(values, mesh, P(None, "a", "b")))
+        example.fft3d(put(values, mesh, P(None, "a", "b")))

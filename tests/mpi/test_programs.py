@@ -16,8 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from tests.mpi.support import cube, mesh_of, on_root, ramp
-from tests.mpi.test_save import put
+from tests.mpi.support import cube, mesh_of, on_root, put, ramp
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_version]
 

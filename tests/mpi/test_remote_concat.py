@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -15,24 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from shardload.comm.group import Group
 from shardload.formats.hdf5 import skeleton
 from shardload.storage.block_cache import BlockCache
+from tests.mpi.servers import Shared
 from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
-from tests.mpi.test_remote_hdf5 import Shared
 
 obstore = pytest.importorskip("obstore")
 xr = pytest.importorskip("xarray")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 LENGTHS = {"one grid": (4, 2, 6), "chunks cut at borders": (3, 1, 5), "no chunks": (4, 2, 6)}
-
-
-@pytest.fixture
-def shared(comm: Any, shared_tmp_path: Path) -> Iterator[Shared]:
-    shared = Shared(comm, shared_tmp_path)
-    yield shared
-    shared.end()
 
 
 def values_of(lengths: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -109,18 +100,24 @@ def test_a_stream_and_a_dataset_of_files_at_urls(comm: Any, shared: Shared) -> N
     assert str(ds.time.values[-1])[:10] == "2000-01-09"
 
 
-def test_a_part_that_changed_is_one_error(comm: Any, shared: Shared) -> None:
-    """Wrong if the places of chunks in the old file were read in the new one."""
-    urls, values = write(shared, "one grid"), values_of(LENGTHS["one grid"])
-    run = shardload.concat(urls, along="time", storage=shared.of_http)
-    path = shared.folder / "b/one_grid1.h5"
+def change(shared: Shared, url: str) -> None:
+    """Write other values into the file at a URL."""
 
-    def change() -> None:
-        with h5py.File(path, "r+") as file:
+    def write_others() -> None:
+        with h5py.File(shared.folder / "b" / url.rpartition("/")[2], "r+") as file:
             file["x"][...] = -1
 
-    on_root(comm, change)
+    on_root(shared.comm, write_others)
+
+
+def test_a_part_that_changed_is_one_error(comm: Any, shared: Shared) -> None:
+    """Wrong if the places of chunks in the old file were read in the new one, or values compared with those of the new one."""
+    urls, values = write(shared, "one grid"), values_of(LENGTHS["one grid"])
+    run = shardload.concat(urls, along="time", storage=shared.of_http)
+    x = shardload.load(run, mesh_of(), P(), dataset="x")
+    change(shared, urls[1])
     same_error(comm, lambda: shardload.load(run, mesh_of(), P(), dataset="x"), SourceError, "it was replaced")
+    same_error(comm, lambda: shardload.verify(x, run, dataset="x"), SourceError, "it was replaced")
     x = shardload.load(run, mesh_of(), P(), dataset="x", select={"time": slice(0, 4)})
     check(x, values[:4], mesh_of(), P())
 
@@ -134,27 +131,8 @@ def test_a_part_that_each_rank_opens_is_that_version(
     urls, values = write(shared, layout), values_of(LENGTHS[layout])
     run = shardload.concat(urls, along="time", storage=shared.of_http)
     check(shardload.load(run, mesh_of(), P(), dataset="x"), values, mesh_of(), P())
-
-    def change() -> None:
-        with h5py.File(shared.folder / "b" / urls[1].rpartition("/")[2], "r+") as file:
-            file["x"][...] = -1
-
-    on_root(comm, change)
+    change(shared, urls[1])
     same_error(comm, lambda: shardload.load(run, mesh_of(), P(), dataset="x"), SourceError, "has changed since it was")
-
-
-def test_a_comparison_with_a_part_that_changed(comm: Any, shared: Shared) -> None:
-    """Wrong if values were compared with those of another version of the file."""
-    urls = write(shared, "one grid")
-    run = shardload.concat(urls, along="time", storage=shared.of_http)
-    x = shardload.load(run, mesh_of(), P(), dataset="x")
-
-    def change() -> None:
-        with h5py.File(shared.folder / "b/one_grid1.h5", "r+") as file:
-            file["x"].attrs["note"] = "its values are the same"
-
-    on_root(comm, change)
-    same_error(comm, lambda: shardload.verify(x, run, dataset="x"), SourceError, "it was replaced")
 
 
 def test_what_is_kept_of_files_does_not_grow_with_their_number(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,15 +183,8 @@ def test_each_rank_reaches_the_store_in_its_own_way(comm: Any, shared: Shared) -
     check(shardload.load(run, mesh_of(), P("a"), dataset="x"), values, mesh_of(), P("a"))
 
 
-def test_the_query_of_a_part_stays_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_query_of_a_part_stays_secret(titles: list[str]) -> None:
     """Wrong if it were in the title of the call, which a rank that waits prints."""
-    begin, titles = Group.begin, list[str]()
-
-    def begun(group: Group, asked: Any, *arguments: Any) -> Any:
-        titles.append(f"{asked.title}: {asked}")
-        return begin(group, asked, *arguments)
-
-    monkeypatch.setattr(Group, "begin", begun)
     url = "https://me:TOPSECRET@example.org/a.h5?X-Amz-Signature=TOPSECRET"
     for parts in (url, [url, "b.h5"]):
         with pytest.raises(ConfigError, match="has a query or a signature"):

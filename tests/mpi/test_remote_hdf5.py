@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.comm.group import Group
 from shardload.storage.new_folder import NewFolder
-from tests.mpi.servers import SharedServer
+from tests.mpi.servers import Shared
 from tests.mpi.sources import CHUNKS, NAME, netcdf4
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error, unit
 
@@ -23,29 +21,6 @@ obstore = pytest.importorskip("obstore")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 SPECS = {"pencils": P(None, "a", "b"), "slabs": P("a"), "copies": P()}
-
-
-class Shared(SharedServer):
-    """A server of new HDF5 files."""
-
-    def write(self, name: str, make: Any, **how: Any) -> tuple[str, str]:
-        """The URL and the path of a new file."""
-        path = self.folder / "b" / name
-
-        def write() -> None:
-            path.parent.mkdir(exist_ok=True)
-            with h5py.File(path, "w", **how) as file:
-                make(file)
-
-        on_root(self.comm, write)
-        return f"{self.url}/b/{name}", str(path)
-
-
-@pytest.fixture
-def shared(comm: Any, shared_tmp_path: Path) -> Iterator[Shared]:
-    shared = Shared(comm, shared_tmp_path)
-    yield shared
-    shared.end()
 
 
 def filled(**options: Any) -> Any:
@@ -215,18 +190,12 @@ def test_copies(comm: Any, shared: Shared, shared_tmp_path: Path) -> None:
     assert {r.client for r in asked if r.first < 512} == {"rank 0"}
 
 
-def test_what_is_signed_stays_secret(comm: Any, shared: Shared, shared_tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_is_signed_stays_secret(
+    comm: Any, shared: Shared, shared_tmp_path: Path, monkeypatch: Any, titles: list[str]
+) -> None:
     """Wrong if the signature of a URL were in a warning, in the title of a call, which a rank that waits prints, or in what a
     copy that may be resumed keeps on disk.
     """
-    titles: list[str] = []
-    begin = Group.begin
-
-    def begun(group: Group, asked: Any, *arguments: Any) -> Any:
-        titles.append(f"{asked.title}: {asked}")
-        return begin(group, asked, *arguments)
-
-    monkeypatch.setattr(Group, "begin", begun)
 
     def make(file: h5py.File) -> None:
         filled(chunks=CHUNKS)(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +23,7 @@ from shardload.formats.zarr.references import ReferenceFolder
 from shardload.planning.tuning import tuned
 from tests.mpi.servers import SharedServer
 from tests.mpi.sources import NAME
-from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error, unit
+from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error, unit, warned_once
 from tests.servers import Request
 
 pytest.importorskip("obstore")
@@ -163,13 +162,9 @@ def test_missing_chunks(comm: Any, bucket: Bucket) -> None:
     expected = ramp(cube()).copy()
     expected[:3, :5, :7] = 0
     bucket.asked()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        x = shardload.load(
-            "s3://bucket/v3.zarr", mesh_of(), P("a", "b"), dataset=NAME, storage=bucket.storage, readers="parallel"
-        )
+    with warned_once(comm, MissingChunksWarning):
+        x = bucket.load("v3", P("a", "b"))
     check(x, expected, mesh_of(), P("a", "b"))
-    assert [one.category for one in caught].count(MissingChunksWarning) == (comm.rank == 0)
     asked = Counter(request.key for request in bucket.asked() if request.status == 404 and "/." not in request.key)
     assert asked == {f"bucket/v3.zarr/{NAME}/c/0/0/0": 1}  # and metadata of format 2
 

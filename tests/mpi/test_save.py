@@ -15,12 +15,10 @@ from typing import Any
 import h5py
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import netCDF4
 import numpy as np
 import pytest
 import tensorstore
-import zarr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +27,6 @@ from shardload import ConfigError, LeftOutWarning, PaddingWarning, PeerError, Sh
 from shardload.arrays.local_shards import ShardSender
 from shardload.comm.collectives import MpiCollectives
 from shardload.comm.group import group_of
-from shardload.comm.shared_memory import Segment
 from shardload.engine.read_back import ReadBack
 from shardload.formats.hdf5.sink import Hdf5Sink
 from shardload.formats.sink import Encoder, Ticket
@@ -40,16 +37,20 @@ from shardload.transfer.moves import PiecesToBlocks
 from tests.mpi.support import (
     DECOMPOSITIONS,
     check,
+    compare,
     cube,
     distinct,
     mesh_of,
     on_disk,
     on_root,
     padded,
+    put,
     ramp,
+    read,
     same_error,
     sharding_of,
     share,
+    turned,
     unit,
 )
 from tests.unit.files import raising
@@ -68,13 +69,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Zarr blosc": ("zarr", {"chunks": (7, 3, 11), "compression": "blosc"}),
     "Zarr shards": ("zarr", {"chunks": (2, 3, 5), "shards": (6, 9, 10), "compression": "gzip"}),
 }
-
-
-def put(values: Array, mesh: Any, spec: Any) -> jax.Array:
-    """Values as JAX's array, made by JAX alone."""
-    return jax.make_array_from_callback(
-        values.shape, NamedSharding(mesh, spec), lambda index: values[index], dtype=values.dtype
-    )
 
 
 def test_replicas_that_device_put_made(comm: Any, shared_tmp_path: Path) -> None:
@@ -98,30 +92,6 @@ def file_at(folder: Path, kind: str, name: str = "out") -> tuple[Path, dict[str,
     """The path of a file of this kind, and the keywords."""
     suffix, how = KINDS[kind]
     return folder / f"{name}.{suffix}", how
-
-
-def read(path: Path, name: str) -> Array:
-    """The values of an array, by the format's own library."""
-    if path.suffix == ".zarr":
-        return np.asarray(zarr.open_group(str(path), mode="r")[name][...])  # type: ignore[index]
-    with h5py.File(path) as file:
-        return np.asarray(file[name][...])
-
-
-def compare(comm: Any, path: Path, values: dict[str, Array]) -> None:
-    """Raise on all ranks unless the format's library reads these values."""
-
-    def look() -> None:
-        for name, expected in values.items():
-            np.testing.assert_array_equal(read(path, name), expected, err_msg=f"{path} {name}", strict=True)
-
-    on_root(comm, look)
-
-
-def turned() -> Mesh:
-    """All devices, in another order."""
-    devices = jax.devices()
-    return mesh_of([*devices[1:], devices[0]])
 
 
 @pytest.mark.parametrize("mesh", [mesh_of(), turned()], ids=["in order", "turned"])
@@ -180,33 +150,6 @@ def test_how_often_ranks_wait_for_each_other(
     monkeypatch.setattr(MpiCollectives, "_finish", count)
     shardload.save(path, x, mode="w", **how)
     assert max(comm.allgather(waits)) <= most, comm.allgather(waits)
-
-
-@pytest.mark.any_library
-def test_types_that_need_care(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if bfloat16 lost bits, or a type were stored as another one."""
-    values = {
-        "b": ramp(cube(), "float32").astype(ml_dtypes.bfloat16),
-        "whole": ramp(cube(), "int32"),
-        "c": ramp(cube(), "complex64"),
-    }
-    values["b"][0, 0] = np.uint16(0xFF81 + np.arange(cube()[2])).view(ml_dtypes.bfloat16)  # NaN that float32 has not in h5py
-    tree = {name: put(one, mesh_of(), P("a", "b")) for name, one in values.items()}
-    path = shared_tmp_path / "types.h5"
-    shardload.save(path, tree, chunks={"c": (3, 4, 5)}, verify="full")
-
-    def look() -> None:
-        with h5py.File(path) as file:
-            np.testing.assert_array_equal(file["b"][...], values["b"].astype("float32"))
-            assert file["whole"].dtype == np.dtype("i4") and file["c"].dtype == np.dtype("c8")
-            np.testing.assert_array_equal(file["whole"][...], values["whole"])
-            np.testing.assert_array_equal(file["c"][...], values["c"])
-
-    on_root(comm, look)
-    x = put(ramp(cube()).astype(ml_dtypes.float8_e4m3fn), mesh_of(), P())
-    same_error(comm, lambda: shardload.save(shared_tmp_path / "no.h5", x), ConfigError, "float8")
-    same_error(comm, lambda: shardload.save(shared_tmp_path / "no.nc", tree["c"]), ConfigError, "complex64", "netCDF4")
-    assert on_disk(comm, shared_tmp_path) == ["types.h5"]
 
 
 @pytest.mark.any_library
@@ -368,13 +311,6 @@ def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
     assert not no.exists()
 
 
-KINDS_OF_XARRAY = {
-    "h5": ("x.h5", "h5netcdf"),
-    "nc": ("x.nc", "netcdf4"),
-    "zarr": ("x.zarr", "zarr"),
-}
-
-
 @pytest.mark.parametrize("where", ["on all ranks", "on the last rank"])
 @pytest.mark.parametrize("call", ["save", "plan_save"])
 def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, call: str, where: str) -> None:
@@ -392,12 +328,12 @@ def test_a_warning_that_is_an_error(comm: Any, shared_tmp_path: Path, call: str,
     compare(comm, path, {"data": np.arange(2)})
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_XARRAY)
+@pytest.mark.parametrize("kind", ["h5", "nc", "zarr"])
 def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) -> None:
     """Wrong if xarray could not open the file, or did not see which values are missing."""
     import xarray
 
-    name, engine = KINDS_OF_XARRAY[kind]
+    name, engine = f"x.{kind}", {"h5": "h5netcdf", "nc": "netcdf4", "zarr": "zarr"}[kind]
     shape = cube()
     values = ramp(shape, "int16")
     values[0, 0, 0] = -9
@@ -555,87 +491,56 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
     path = shared_tmp_path / "out.h5"
     deleted = put(ramp(cube()), mesh_of(), P("a"))
     deleted.delete()
-    bad: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (7, x, {}, "path is 7"),
-        (f"{path}\0.h5", x, {}, "path is "),
-        (shared_tmp_path / "out.dat", x, {}, "does not tell a format"),
-        ("hf://b/out.zarr", x, {}, "is a URL"),
-        (shared_tmp_path / "no" / "out.h5", x, {}, "mkdir -p"),
-        (path, {}, {}, "the dict is empty"),
-        ({"rho": x}, path, {}, "path is {'rho': an array of shape"),  # the wrong way round; not all values of the array
-        (
-            f"{path}:/rho",
-            x,
-            {},
-            f"the file alone, '{path}'. `save` takes names of arrays as keys, such as {{'rho': x}}",
-        ),
-        (path, {"a": x}, {"dataset": "b"}, "dataset is 'b', the name of an array that is passed by itself"),
-        (path, {"a": object()}, {}, "'/a' is a object; expected a jax.Array, a number, a NumPy array"),
-        (path, {"a": memoryview(b"abc")}, {}, "or a tree of them. Pass numpy.asarray(x)"),  # as of h5py, zarr and others
-        (
-            path,
-            {"a": SimpleNamespace(xindexes={})},
-            {},
-            "Pass x.data, or a Dataset",
-        ),  # as xarray's
-        (path, np.array(["2001-01-01"], "M8[s]"), {}, "which cannot be saved. Save numbers"),
-        (path, np.array(["2001-01-01"]), {}, "strings, which cannot be saved. Save texts as an attribute"),
-        (path, x, {"compression": {"rho": "gzip"}}, "compression does not match the arrays: only compression has ['rho']"),
-        (path, {"a": np.ma.masked_less(np.arange(3.0), 1)}, {}, "'/a' has masked elements, and files have none. Save x.filled"),
-        (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is 1e+300"),
-        (path, {"a": x, "/a": x}, {}, "two arrays are called '/a'"),
-        (path, {"g": {"a": x}}, {"attrs": {"g/": {"step": 1}, "g": {"run": 2}}}, "only attrs has ['run']"),
-        (path, {"g": {"a": x}}, {"attrs": {"g/a": {"step": 1}, "g": {"a": {"run": 2}}}}, "attrs names 'g' twice"),
-        (path, {"g": {"a": x}}, {"attrs": {"g/": {"step": 1}, "/g/": {"step": 1}}}, "the group '/g' twice"),
-        (path, {"a": x}, {"chunks": {"a": (2, 2, 2), "/a": None}}, "chunks names 'a' twice"),
+    paths: list[tuple[Any, Any, str]] = [
+        (7, x, "path is 7"),
+        (f"{path}\0.h5", x, "path is "),
+        (shared_tmp_path / "out.dat", x, "does not tell a format"),
+        ("hf://b/out.zarr", x, "is a URL"),
+        (shared_tmp_path / "no" / "out.h5", x, "mkdir -p"),
+        ({"rho": x}, path, "path is {'rho': an array of shape"),  # the wrong way round; not all values of the array
+        (f"{path}:/rho", x, f"the file alone, '{path}'. `save` takes names of arrays as keys, such as {{'rho': x}}"),
+    ]
+    trees: list[tuple[Any, str]] = [
+        ({}, "the dict is empty"),
+        ({"a": object()}, "'/a' is a object; expected a jax.Array, a number, a NumPy array"),
+        ({"a": memoryview(b"abc")}, "or a tree of them. Pass numpy.asarray(x)"),  # as of h5py, zarr and others
+        ({"a": SimpleNamespace(xindexes={})}, "Pass x.data, or a Dataset"),  # as xarray's
+        (np.array(["2001-01-01"], "M8[s]"), "which cannot be saved. Save numbers"),
+        (np.array(["2001-01-01"]), "strings, which cannot be saved. Save texts as an attribute"),
+        ({"a": np.ma.masked_less(np.arange(3.0), 1)}, "'/a' has masked elements, and files have none. Save x.filled"),
+        ({"a": x, "/a": x}, "two arrays are called '/a'"),
+        ({3.5: x}, "a key is 3.5"),
+        ({"model": {"w": x, "activation": jax.nn.relu}}, "of Equinox, eqx.filter(module, eqx.is_array)"),
+        (jax.random.key(0), "jax.random.key_data"),
+        (deleted, "was deleted"),
+    ]
+    options: list[tuple[Any, dict[str, Any], str]] = [
+        ({"a": x}, {"dataset": "b"}, "dataset is 'b', the name of an array that is passed by itself"),
+        (x, {"compression": {"rho": "gzip"}}, "compression does not match the arrays: only compression has ['rho']"),
+        ({"g": {"a": x}}, {"attrs": {"g/": {"step": 1}, "g": {"run": 2}}}, "only attrs has ['run']"),
+        ({"g": {"a": x}}, {"attrs": {"g/a": {"step": 1}, "g": {"a": {"run": 2}}}}, "attrs names 'g' twice"),
+        ({"g": {"a": x}}, {"attrs": {"g/": {"step": 1}, "/g/": {"step": 1}}}, "the group '/g' twice"),
+        ({"a": x}, {"chunks": {"a": (2, 2, 2), "/a": None}}, "chunks names 'a' twice"),
         *(
-            (path, tree, {"format": kind}, "is an array, or is in one, and an array holds no other. Rename one of them")
+            (tree, {"format": kind}, "is an array, or is in one, and an array holds no other. Rename one of them")
             for kind in ("hdf5", "netcdf4", "zarr")
             for tree in ({"a": x, "a/b/c": x}, {"a/b/c": x, "a": x})
         ),
-        (path, {3.5: x}, {}, "a key is 3.5"),
-        (path, {"model": {"w": x, "activation": jax.nn.relu}}, {}, "of Equinox, eqx.filter(module, eqx.is_array)"),
-        (path, jax.random.key(0), {}, "jax.random.key_data"),
-        (path, deleted, {}, "was deleted"),
-        (path, np.array(["a"]), {}, "holds"),
-        (path, x, {"mode": "a"}, "mode is 'a'"),
-        (path, x, {"format": "npy"}, "format is 'npy'"),
-        (path, x, {"format": "zarr2"}, "For Zarr format 2: zarr-python, or xarray's to_zarr(path, zarr_format=2)"),
-        (path, x, {"dataset": ""}, "dataset is ''"),
-        (path, x, {"chunks": (3, 3)}, "chunks of '/data' are (3, 3)"),
-        (path, x, {"chunks": "big"}, "'/data': chunks is 'big'"),
-        (path, x, {"chunks": {"rho": (3, 3, 3)}}, "only chunks has ['rho']"),
-        (path, x, {"chunks": None, "compression": "gzip"}, "has compression but no chunks"),
-        (path, x, {"shards": (4, 4, 4)}, "which HDF5 does not have"),
-        (path, x, {"chunks": (2, 2, 2), "shards": (4, 4, 4)}, "which HDF5 does not have"),
-        (path, x, {"compression": "zip"}, "zip"),
-        (path, x, {"compression": "gzip:x"}, "compression is 'gzip:x'; expected a name such as 'gzip' or 'gzip:6+shuffle'"),
-        (path, x, {"compression": "gzip:99"}, "level of gzip is 99"),
-        (path, x, {"compression": {"name": "gzip", "level": 99}}, "level of gzip is 99"),
-        (path, x, {"dims": ("z", "y")}, "dims of '/data'"),
-        (path, x, {"dims": 3}, "'/data': dims is 3"),
+        (x, {"mode": "a"}, "mode is 'a'"),
+        (x, {"format": "npy"}, "format is 'npy'"),
+        (x, {"dataset": ""}, "dataset is ''"),
+        (x, {"chunks": "big"}, "'/data': chunks is 'big'"),
+        (x, {"chunks": {"rho": (3, 3, 3)}}, "only chunks has ['rho']"),
+        (x, {"compression": "gzip:x"}, "compression is 'gzip:x'; expected a name such as 'gzip' or 'gzip:6+shuffle'"),
+        (x, {"compression": {"name": "gzip", "level": 99}}, "level of gzip is 99"),
+        (x, {"dims": 3}, "'/data': dims is 3"),
         *(
-            (
-                path,
-                tree,
-                {"dims": dims, "format": kind},
-                f"axis 't' has {told}. Axes of one name have one length: pass other dims=",
-            )
+            ({"a": np.zeros((2, 3))}, {"dims": {"a": ("t", "t")}, "format": kind}, "axis 't' has 3 elements in '/a', but 2")
             for kind in ("netcdf4", "zarr")
-            for tree, dims, told in (
-                ({"a": np.zeros((2, 3))}, {"a": ("t", "t")}, "3 elements in '/a', but 2 in '/a'"),
-                ({"g/a": np.zeros(3), "g/t": np.zeros(2)}, {"g/a": "t", "g/t": "t"}, "2 elements in '/g/t', but 3 in '/g/a'"),
-            )
         ),
-        (
-            path,
-            {"a": np.zeros(3), "t": np.zeros(())},
-            {"dims": {"a": "t"}, "format": "zarr"},
-            "axis 't' of '/a' has the name of '/t', a single number. Call one of them by another name",
-        ),
-        (path, x, {"attrs": {"a": object()}}, "a"),
+        ({"a": np.zeros(3), "t": np.zeros(())}, {"dims": {"a": "t"}, "format": "zarr"}, "the name of '/t', a single number"),
         *(
-            (path, tree, {"attrs": attrs, "format": kind}, f"'{name}': an attribute is called {key!r}; expected text")
+            (tree, {"attrs": attrs, "format": kind}, f"'{name}': an attribute is called {key!r}; expected text")
             for kind in ("hdf5", "zarr")
             for key in (3, (1, 2), "")
             for tree, attrs, name in (
@@ -644,21 +549,17 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
                 ({"a": x}, {"/": {key: 1}}, "/"),
             )
         ),
-        (path, {"x": x}, {"attrs": {"units": "kg"}}, "attrs={'/': {'units': 'kg'}}"),
-        (
-            path,
-            {"x": x},
-            {"attrs": {"Header": {"n": 3}}},
-            "The name of a group has / behind it, and '/' is the file",
-        ),
-        (path, {"x": x}, {"attrs": {"x/y/": {"n": 3}}}, "a group is called '/x/y', which is an array, or below one"),
-        (path, x, {"verify": "yes"}, "verify is 'yes'"),
-        (path, x, {"staging": "1KiB", "chunks": (4, 4, 4)}, "but staging is 1.0 KiB"),
-        (path, x, {"shape": (1, 1, 1), "plan": 3}, "both shape and plan"),
-        (path, x, {"plan": 3}, "plan is a int"),
-        (path, x, {"timeout": -1}, "timeout"),
-        (path, x, {"progress": 3}, "progress is 3"),
+        ({"x": x}, {"attrs": {"units": "kg"}}, "attrs={'/': {'units': 'kg'}}"),
+        ({"x": x}, {"attrs": {"Header": {"n": 3}}}, "The name of a group has / behind it, and '/' is the file"),
+        (x, {"verify": "yes"}, "verify is 'yes'"),
+        (x, {"staging": "1KiB", "chunks": (4, 4, 4)}, "but staging is 1.0 KiB"),
+        (x, {"shape": (1, 1, 1), "plan": 3}, "both shape and plan"),
+        (x, {"plan": 3}, "plan is a int"),
+        (x, {"timeout": -1}, "timeout"),
+        (x, {"progress": 3}, "progress is 3"),
     ]
+    bad = [(where, tree, {}, text) for where, tree, text in paths] + [(path, tree, {}, text) for tree, text in trees]
+    bad += [(path, *case) for case in options]
     for ((where, tree, how, text),) in share(bad):
         same_error(comm, lambda w=where, t=tree, h=how: shardload.save(w, t, **h), ConfigError, text)  # type: ignore[misc]
     for attrs in (lambda y: {"a": y}, lambda y: {"a": [1, y]}):
@@ -775,26 +676,6 @@ def test_a_disk_that_fails_on_one_rank(
     assert on_disk(comm, shared_tmp_path) == [path.name]
 
 
-@pytest.mark.any_version
-@pytest.mark.any_library
-@pytest.mark.parametrize("kind", ["HDF5 gzip, odd chunks", "Zarr"])
-def test_a_temporary_that_one_rank_cannot_open(
-    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Wrong if the error were only the system's, which names no file that the caller knows."""
-    path, how = file_at(shared_tmp_path, kind)
-    values = ramp((4 * unit(), 6))
-    x = put(values, mesh_of(), P("a"))
-    sink = {"HDF5 gzip, odd chunks": "hdf5.sink.Hdf5Sink.writer", "Zarr": "zarr.sink.ZarrSink.writer"}[kind]
-
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr(f"shardload.formats.{sink}", raising(OSError(116, os.strerror(116))))
-    how = {key: value for key, value in how.items() if key != "chunks"}
-    same_error(comm, lambda: shardload.save(path, x, **how), SourceError, f"'{path}' cannot be written", "ESTALE")
-    monkeypatch.undo()
-    assert on_disk(comm, shared_tmp_path) == []
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["HDF5 in one piece", "HDF5 gzip, auto", "Zarr"])
 @pytest.mark.parametrize("what", ["writing", "encoding", "reading back"])
@@ -821,22 +702,29 @@ def test_what_fails_in_the_only_round(
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.any_version
+@pytest.mark.any_library
+@pytest.mark.parametrize("is_gone", [True, False])
 @pytest.mark.parametrize("kind", ["HDF5 gzip, odd chunks", "Zarr"])
-def test_a_rank_that_does_not_see_the_file(
-    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_a_temporary_that_one_rank_cannot_open(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_gone: bool
 ) -> None:
-    """Wrong if its chunks were in another file."""
+    """Wrong if chunks of a rank that does not see the file were in another one; or if the error were only the system's, which
+    names no file that the caller knows.
+    """
     path, how = file_at(shared_tmp_path, kind)
-    last, x = comm.size - 1, put(ramp(cube()), mesh_of(), P("b", "a"))
-    kind_of_sink: Any = ZarrSink if kind == "Zarr" else Hdf5Sink
-    whole = kind_of_sink.writer
+    x, kind_of_sink = put(ramp(cube()), mesh_of(), P("b", "a")), ZarrSink if kind == "Zarr" else Hdf5Sink
+    whole: Any = kind_of_sink.writer
 
     def writer(self: Any, ticket: Ticket) -> Any:
-        elsewhere = replace(ticket, temporary=f"{ticket.temporary}-elsewhere")
-        return whole(self, elsewhere if comm.rank == last else ticket)
+        if not is_gone:
+            raise OSError(116, os.strerror(116))
+        return whole(self, replace(ticket, temporary=f"{ticket.temporary}-elsewhere"))
 
-    monkeypatch.setattr(kind_of_sink, "writer", writer)
-    same_error(comm, lambda: shardload.save(path, x, **how), ConfigError, "is not to be seen here")
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(kind_of_sink, "writer", writer)
+    says = (ConfigError, "is not to be seen here") if is_gone else (SourceError, f"'{path}' cannot be written", "ESTALE")
+    same_error(comm, lambda: shardload.save(path, x, **how), *says)
     monkeypatch.undo()
     assert on_disk(comm, shared_tmp_path) == []
 
@@ -918,33 +806,3 @@ def test_wrong_implementations_are_found(comm: Any, shared_tmp_path: Path, monke
         assert "swapped" in what or comm.size == 1  # only who knows the values can know
     else:
         assert on_disk(comm, shared_tmp_path) == []
-
-
-# --- memory
-
-
-@pytest.mark.any_version
-@pytest.mark.any_library
-def test_memory_beyond_the_arrays(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a rank, rank 0 too, held more of the array than the staging memory, plus what libraries take."""
-    import tracemalloc
-
-    n, shared, create = unit(), list[int](), Segment.create
-
-    def count(nbytes: int) -> Segment:
-        shared.append(nbytes)
-        return create(nbytes)
-
-    values = ramp((64 * n, 32, 16 * n), "float32")  # 2 MiB times the ranks squared / 4
-    for how in ({"compression": "gzip", "chunks": (4, 32, 16 * n)}, {"chunks": None}, {"chunks": (3, 32, 16 * n)}):
-        x = put(values, mesh_of(), P(None, None, ("a", "b")))
-        shardload.save(shared_tmp_path / "out.h5", x, mode="w", staging="1MiB", **how)  # what is made once is made now
-        shared.clear()
-        monkeypatch.setattr(Segment, "create", count)
-        tracemalloc.start()
-        before, _ = tracemalloc.get_traced_memory()
-        shardload.save(shared_tmp_path / "out.h5", x, mode="w", staging="1MiB", **how)
-        _, most = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        monkeypatch.undo()
-        assert most - before + sum(shared) < (1 << 20) + (1 << 20), (how, most - before)

@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from tests.mpi.support import DECOMPOSITIONS, on_root, padded, ramp
-from tests.mpi.test_save import KINDS, compare, file_at, put
+from tests.mpi.support import DECOMPOSITIONS, compare, on_root, padded, put, ramp
+from tests.mpi.test_save import KINDS, file_at
 
 SHAPE = (13, 17, 23)
 PLACES = [2, 0, 5, 1, 4, 3]  # device of each place of a mesh: never the place's own number, but for one

@@ -9,14 +9,12 @@ from typing import Any
 import h5py
 import hdf5plugin
 import numpy as np
-import psutil
 import pytest
 import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import PeerError, SourceError
-from shardload.formats.contract.array import ArrayInfo
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error
 from tests.unit.files import raising, spoiled, write_hdf5
@@ -137,40 +135,6 @@ def test_a_file_that_nobody_vouches_for(
 
     error = same_error(comm, load, shardload.SourceError, *text)
     assert getattr(error, "dataset", None) == "/x" and "Copy it again" not in str(error)
-
-
-# Says that there is an array, and at its first chunk interrupts the rank and answers no more.
-INTERRUPTS = """
-import json, os, signal, socket
-channel = socket.socket(fileno=0)
-def say(value):
-    answer = json.dumps({"value": value}).encode()
-    channel.sendall(len(answer).to_bytes(8, "little") + answer)
-say(None)
-for line in channel.makefile("rb"):
-    method = json.loads(line)["method"]
-    if method == "read_into":
-        os.kill(os.getppid(), signal.SIGINT)
-    else:
-        say(INFO if method == "info" else None)
-"""
-
-
-def test_ctrl_c_while_helpers_are_at_work(
-    files: dict[str, str], comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong if a rank waited for its threads, which wait for helpers, or left a helper behind."""
-    mesh, spec = mesh_of(), DECOMPOSITIONS["replicated"]
-    info = ArrayInfo(files["chunked"], "/x", "HDF5", (64, 1024), "float32", (64, 1024))
-    script = INTERRUPTS.replace("INFO", f"json.loads({info.to_json()!r})")
-    on_root(comm, lambda: (shared_tmp_path / "helper.py").write_text(script))
-    monkeypatch.setattr("shardload.formats.untrusted.SCRIPT", str(shared_tmp_path / "helper.py"))
-    before = set(psutil.Process().children())
-    with pytest.raises(KeyboardInterrupt):
-        shardload.load(files["chunked"], mesh, spec, dataset="x", readers="direct", untrusted=True)
-    assert set(psutil.Process().children()) == before
-    x = shardload.load(files["chunked"], mesh, spec, dataset=NAME)
-    check(x, ramp(cube()), mesh, spec)
 
 
 def test_a_filter_that_needs_a_word_gets_it_on_every_rank(comm: Any, shared_tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError
-from tests.mpi.support import check, mesh_of, on_root, raised, ramp, same_error, unit
-from tests.mpi.test_save import put
+from tests.mpi.support import check, mesh_of, on_root, put, raised, ramp, same_error, unit
 from tests.unit.files import write_hdf5
 
 pytestmark = pytest.mark.any_library
@@ -84,35 +83,44 @@ def test_a_state_comes_back(comm: Any, shared_tmp_path: Path, name: str) -> None
     )
     for like in (other, abstract):
         found = shardload.load(path, like=like)
-        assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(state)
+        check_alike(found, state)
         for mine, wanted in zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(state), strict=True):
-            assert type(mine) is type(wanted)
             assert like is abstract or getattr(mine, "committed", None) == getattr(wanted, "committed", None)
-            if isinstance(getattr(wanted, "sharding", None), NamedSharding):
-                assert mine.sharding == wanted.sharding
-            np.testing.assert_array_equal(
-                np.asarray(mine.addressable_data(0)) if isinstance(mine, jax.Array) else mine,
-                np.asarray(wanted.addressable_data(0)) if isinstance(wanted, jax.Array) else wanted,
-            )
         check(found.fields["rho"], ramp((2 * unit(), 2 * unit() + 1), "float32"), mesh, P("a"))
 
 
+def check_alike(found: Any, state: Any) -> None:
+    """Raise unless two states have the same structure, types, shardings and values."""
+    assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(state)
+    for mine, wanted in zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(state), strict=True):
+        assert type(mine) is type(wanted)
+        assert getattr(mine, "dtype", None) == getattr(wanted, "dtype", None)
+        if isinstance(getattr(wanted, "sharding", None), NamedSharding):
+            assert mine.sharding == wanted.sharding
+        np.testing.assert_array_equal(
+            np.asarray(mine.addressable_data(0)) if isinstance(mine, jax.Array) else mine,
+            np.asarray(wanted.addressable_data(0)) if isinstance(wanted, jax.Array) else wanted,
+        )
+
+
 @pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
-def test_none_is_no_array(comm: Any, shared_tmp_path: Path, name: str) -> None:
-    """Wrong if None were refused in a dict, or at the top of a state, but not in a NamedTuple or a list further down."""
+def test_states_of_other_kinds(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if None were refused in a dict, or at the top of a state, but not in a NamedTuple or a list further down; if keys
+    that are numbers, as Flax has them for layers, were refused below a name, or put in the order of their digits; or if a state
+    that was saved, with an array as FITS and GRIB have them, were refused as one of another type.
+    """
     w = put(ramp((unit(), 2), "float32"), mesh_of(), P("a"))
     states = [
         {"w": w, "ema": None},
         Adam(w, {"bias": None, "kernel": w}),
         [w, None, {"opt": {"mu": None}, "nu": (None, 3)}],
+        {"layers": {2: w, 10: np.arange(3)}, "lists": [{0: 1.5}]},
+        {"x": ramp((4, 3), ">f8"), "n": np.array(7, ">i4"), "little": ramp((3,), "<i2")},
     ]
     for k, state in enumerate(states):
         path = shared_tmp_path / f"{k}-{name}"
         shardload.save(path, state)
-        found = shardload.load(path, like=state)
-        assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(state)
-        for array in (leaf for leaf in jax.tree_util.tree_leaves(found) if isinstance(leaf, jax.Array)):
-            check(array, ramp((unit(), 2), "float32"), mesh_of(), P("a"))
+        check_alike(shardload.load(path, like=state), state)
     if name == "state.h5":
 
         def names() -> None:
@@ -156,19 +164,6 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
     refused({"time": 0.0}, "leave out mesh", mesh=mesh_of())
     refused((), "a tree with leaves")
     refused({"time": 0.0, "opt": {"0": {"count": 0}}, "opt/0": {"count": 0}}, "in `like` are called '/opt/0/count'")
-
-
-@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
-def test_keys_that_are_numbers(comm: Any, shared_tmp_path: Path, name: str) -> None:
-    """As Flax has them for layers. Wrong if they were refused below a name, or put in the order of their digits."""
-    w = put(ramp((unit(), 2), "float32"), mesh_of(), P("a"))
-    state = {"layers": {2: w, 10: np.arange(3)}, "lists": [{0: 1.5}]}
-    shardload.save(shared_tmp_path / name, state)
-    found = shardload.load(shared_tmp_path / name, like=state)
-    assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(state)
-    check(found["layers"][2], ramp((unit(), 2), "float32"), mesh_of(), P("a"))
-    np.testing.assert_array_equal(found["layers"][10], np.arange(3), strict=True)
-    assert found["lists"] == [{0: 1.5}]
 
 
 def test_a_number_is_not_changed_by_what_like_has_in_its_place(comm: Any, shared_tmp_path: Path) -> None:
@@ -247,17 +242,6 @@ def test_a_filter_that_is_not_allowed(comm: Any, shared_tmp_path: Path) -> None:
     same_error(comm, lambda: shardload.load(path, like=like), SourceError, "allow_filters='bitshuffle'")
     found = shardload.load(path, like=like, allow_filters="bitshuffle")
     np.testing.assert_array_equal(found["x"], like["x"], strict=True)
-
-
-@pytest.mark.parametrize("name", ["state.h5", "state.zarr"])
-def test_arrays_of_numpy_in_another_byte_order(comm: Any, shared_tmp_path: Path, name: str) -> None:
-    """Wrong if a state that was saved, with an array as FITS and GRIB have them, were refused as one of another type."""
-    state = {"x": ramp((4, 3), ">f8"), "n": np.array(7, ">i4"), "little": ramp((3,), "<i2")}
-    shardload.save(shared_tmp_path / name, state)
-    found = shardload.load(shared_tmp_path / name, like={key: np.zeros_like(values) for key, values in state.items()})
-    for key, values in state.items():
-        np.testing.assert_array_equal(found[key], values)
-        assert found[key].dtype == values.dtype
 
 
 class Twins:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.arrays.assemble import assemble
-from tests.mpi.support import on_root, ramp
+from tests.mpi.support import check_shards, on_root, ramp
 from tests.unit.files import write_hdf5
 
 N_STEPS, BATCH = 24, 4
@@ -40,9 +40,7 @@ def path(comm: Any, shared_tmp_path: Path) -> Path:
 
 
 def check_batch(batch: jax.Array, index: Any) -> None:
-    wanted = ramp(shape())[index]
-    for shard in batch.addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), wanted[shard.index])
+    check_shards(batch, ramp(shape())[index])
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

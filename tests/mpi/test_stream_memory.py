@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.comm.group import group_of
 from shardload.jobs.streaming import plan
 from shardload.jobs.streaming.plan import EpochRounds
 from tests.mpi.support import mesh_of, on_root, peak_of, unit
@@ -56,18 +55,17 @@ CASES = [(None, 0, OF_TWO), (None, 2, OF_TWO), (1, 0, OF_TWO), (1, 2, OF_TWO), (
 
 @pytest.mark.parametrize(("shuffle", "prefetch", "window"), quick_ones(CASES, (1, 2, OF_TWO), (None, 2, OF_ONE)))
 def test_peak(
-    comm: Any, path: str, shuffle: int | None, prefetch: int, window: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    own_comm: Any, path: str, shuffle: int | None, prefetch: int, window: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(13) Wrong if steps were kept after their last sample, a rank held more than its share, or an epoch left something.
 
     Without a window, steps in sequence are read into their batches: wrong if these were kept.
     """
     monkeypatch.setattr(plan, "_ROUND_NBYTES", 1)
-    step_nbytes, n = int(np.prod(shape()[1:])) * 4, comm.size
+    step_nbytes, n = int(np.prod(shape()[1:])) * 4, own_comm.size
     options = {"window": window, "batch": BATCH, "shuffle": shuffle, "pool": 96 * step_nbytes, "epochs": EPOCHS}
-    comm = comm.Dup()  # so that shared memory is made for this stream
     ds = shardload.stream(
-        path, mesh_of(), P(None, None, "a", "b"), dataset="x", staging=STAGING, prefetch=prefetch, comm=comm, **options
+        path, mesh_of(), P(None, None, "a", "b"), dataset="x", staging=STAGING, prefetch=prefetch, comm=own_comm, **options
     )
     held_nbytes = max(EpochRounds(ds.plan, epoch, 0).most_held_nbytes for epoch in range(EPOCHS))
     said_nbytes = held_nbytes // n + (prefetch + 1) * ds.plan.batch_nbytes // n + STAGING
@@ -80,7 +78,5 @@ def test_peak(
 
     take(20)  # what is imported, compiled and kept for later is not counted
     _, most_nbytes = peak_of(partial(take, None), monkeypatch)
-    assert max(comm.allgather(most_nbytes)) <= said_nbytes + EXTRA_NBYTES, (comm.allgather(most_nbytes), said_nbytes)
+    assert max(own_comm.allgather(most_nbytes)) <= said_nbytes + EXTRA_NBYTES, (own_comm.allgather(most_nbytes), said_nbytes)
     assert N_STEPS * step_nbytes // n > said_nbytes + EXTRA_NBYTES, "the test could not see that an epoch's steps are kept"
-    group_of(comm).forget_shared_memory()
-    comm.Free()

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import h5py
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError
-from tests.mpi.support import check, grid_shape, on_root, padded, same_error
+from tests.mpi.support import backwards, check, on_root, padded, same_error
 
 N_STEPS, N_LEVELS, LAT, LON = 29, 3, 6, 7
 BATCH = 12
@@ -41,17 +39,12 @@ def arrays() -> dict[str, Any]:
     return {"u": u, "t": u[:, 0] + 1_000_000, "q": u[:, 1] + 2_000_000}
 
 
-def mesh_of() -> Mesh:
-    devices = np.array(jax.devices())[::-1]
-    return Mesh(devices.reshape(grid_shape(len(devices))), ("a", "b"))
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_new_axis(comm: Any, path: str, prefetch: int) -> None:
     """Wrong if the parts of one shard were put beside those of another, or padding between the arrays; or if a scale were that
     of another one.
     """
-    mesh, spec, data = mesh_of(), P("a", None, None, None, "b"), arrays()
+    mesh, spec, data = backwards(), P("a", None, None, None, "b"), arrays()
     ds = shardload.stream(
         path,
         mesh,
@@ -74,7 +67,7 @@ def test_a_new_axis(comm: Any, path: str, prefetch: int) -> None:
 
 def test_an_axis_that_they_have(comm: Any, path: str) -> None:
     """The last levels before the first one: two arrays of different length along it, beside one that is in no stack."""
-    mesh, spec, data = mesh_of(), P("a", None, "b"), arrays()
+    mesh, spec, data = backwards(), P("a", None, "b"), arrays()
     names = {"x": ["u", "u"], "y": "t"}
     select = {"x": [{"level": slice(1, 3)}, {"level": slice(0, 1)}], "y": None}
     stack = {"x": "level", "y": None}
@@ -87,7 +80,7 @@ def test_an_axis_that_they_have(comm: Any, path: str) -> None:
 
 def test_single_steps(comm: Any, path: str) -> None:
     """Wrong if the new axis were not the first one of a step, as where there are samples."""
-    mesh, spec, data = mesh_of(), P(None, None, "b"), arrays()
+    mesh, spec, data = backwards(), P(None, None, "b"), arrays()
     ds = shardload.stream(path, mesh, spec, dataset=["q", "t"], stack="channel", pad=-1)
     check(ds[7], padded(np.stack([data["q"][7], data["t"][7]]), mesh, spec, -1), mesh, spec)
 
@@ -98,4 +91,4 @@ def test_arrays_that_only_padding_makes_alike(comm: Any, path: str) -> None:
     options: dict[str, Any] = {"stack": "channel", "select": select, "batch": BATCH, "pad": -1}
     spec = P(None, None, None, ("a", "b"))
     says = "are not alike", f"steps of {{1: {LAT}, 2: 2}} and {{1: {LAT}, 2: 1}}"
-    same_error(comm, lambda: shardload.stream(path, mesh_of(), spec, dataset=["t", "q"], **options), ConfigError, *says)
+    same_error(comm, lambda: shardload.stream(path, backwards(), spec, dataset=["t", "q"], **options), ConfigError, *says)

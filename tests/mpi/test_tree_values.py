@@ -6,7 +6,6 @@ Compared with xarray and NumPy.
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,16 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PackedWarning, SourceError, VerifyError, between, near
 from shardload.transfer.reader import BoxReader
-from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, refuse_reads, same_error, unit
+from tests.mpi import test_labels
+from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, refuse_reads, same_error, turned, unit, warned_once
 from tests.mpi.test_decode import by_xarray
 from tests.mpi.test_halo import with_halos
 from tests.mpi.test_values import X64
 from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
 
-pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
+pytestmark = [pytest.mark.any_library, pytest.mark.any_number, pytest.mark.usefixtures("moved_as_large")]
 
 Array = np.ndarray[Any, Any]
-
-
-@pytest.fixture(autouse=True)
-def as_large(tune: Any) -> None:
-    """Small arrays are moved as large ones are, and small chunks decoded here."""
-    tune(small_nbytes=0, worth_sharing_nbytes=0, min_chunk_nbytes=1, inline_nbytes=-1)
 
 
 # --- twelve packed variables in one call
@@ -56,9 +50,8 @@ def test_twelve_variables_in_one_call(twelve: Path) -> None:
     expected = open_by_xarray(twelve)
     assert set(expected) == set(VARIABLES) and len(expected) == 12
     names = {f"{k:02}": name for k, name in enumerate(sorted(VARIABLES, reverse=True))}
-    turned = mesh_of(jax.devices()[1:] + jax.devices()[:1])
     with X64(True):
-        for mesh, spec, verify in ((mesh_of(), P("a", "b"), "full"), (turned, P(None, ("b", "a")), "checksum")):
+        for mesh, spec, verify in ((mesh_of(), P("a", "b"), "full"), (turned(), P(None, ("b", "a")), "checksum")):
             plan = shardload.plan(twelve, mesh, spec, dataset=names, decode=True, verify=verify)
             x = plan.execute()
             for key, name in names.items():
@@ -94,14 +87,11 @@ def test_decode_as_a_prefix_tree(comm: Any, twelve: Path) -> None:
 def test_one_warning_for_the_tree_names_its_packed_arrays(comm: Any, twelve: Path) -> None:
     """Wrong if each array warned, or one that is not packed, or that the caller spoke about, were named."""
     names = {"a": "sst", "b": "cloud", "c": "sst", "d": "mask", "e": "snow"}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned_once(comm, PackedWarning) as told:
         shardload.load(
             twelve, mesh_of(), P("b"), dataset=names, decode={"a": None, "b": None, "c": False, "d": None, "e": None}
         )
         shardload.load(twelve, mesh_of(), P("b"), dataset=names, decode=False)
-    told = [str(one.message) for one in caught if issubclass(one.category, PackedWarning)]
-    assert len(told) == (comm.rank == 0)
     for text in told:
         assert "array ['a'], '/sst' in" in text and "array ['b'], '/cloud' in" in text
         assert not any(f"['{key}']" in text for key in "cde")
@@ -204,17 +194,10 @@ def test_masks_and_true_shapes_of_decoded_arrays(comm: Any, shared_tmp_path: Pat
 
 
 def climate() -> xr.Dataset:
-    n = 2 * unit(), 3 * unit(), unit() + 1
-    t = np.arange(np.prod(n), dtype="i2").reshape(n)
-    made = xr.Dataset(
-        {
-            "t": (("time", "lat", "lon"), t * np.float32(0.5), {"units": "K"}),
-            "s": (("lon", "time"), np.float32(1000) + np.arange(n[2] * n[0], dtype="f4").reshape(n[2], n[0])),
-        },
-        coords={"time": np.arange(n[0]) * 6.0, "lat": np.linspace(60, 40, n[1]), "lon": np.arange(n[2], dtype="i4")},
-    )
-    made["t"].encoding.update(dtype="i2", scale_factor=np.float32(0.5), _FillValue=np.int16(-1))
-    return made
+    """The variable of `test_labels`, and one whose axes are in another order."""
+    made = test_labels.climate()
+    n = made.sizes["lon"], made.sizes["time"]
+    return made.assign(s=(("lon", "time"), np.float32(1000) + np.arange(n[0] * n[1], dtype="f4").reshape(n)))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Compared with h5py, zarr and NumPy. Arrays of the same shape differ in every ele
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +25,23 @@ from shardload.engine import session
 from shardload.formats.hdf5 import file as hdf5_file
 from shardload.jobs.loading import endpoints
 from shardload.transfer import buffers
-from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, ramp, refuse_reads, same_error, unit
+from tests.mpi.support import (
+    READERS,
+    check,
+    counted,
+    mesh_of,
+    on_root,
+    padded,
+    ramp,
+    refuse_reads,
+    same_error,
+    unit,
+    warned_once,
+)
+from tests.unit.files import write_hdf5
 
 Pair = namedtuple("Pair", "left right")
-
-
-@pytest.fixture(autouse=True)
-def as_large(tune: Any) -> None:
-    """Small arrays are moved as large ones are."""
-    tune(small_nbytes=0, worth_sharing_nbytes=0, min_chunk_nbytes=1, inline_nbytes=-1)
+pytestmark = pytest.mark.usefixtures("moved_as_large")
 
 
 def values() -> dict[str, np.ndarray]:
@@ -139,25 +146,6 @@ def test_dimensions_without_a_variable_are_no_arrays(comm: Any, shared_tmp_path:
     same_error(comm, lambda: shardload.load(path, mesh_of(), P(), dataset="g/*"), ConfigError, "g")
     by_name = shardload.load(path, mesh_of(), P(), dataset="g/d0", missing="fill")
     assert by_name.shape == (5,), "what a program of HDF5 finds there"
-
-
-def test_numbers_that_numpy_does_not_have_are_left_out(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the name of such a type, which is none of NumPy's, ended the load."""
-    path = str(shared_tmp_path / "a.h5")
-
-    def write() -> None:
-        odd = h5py.h5t.STD_I32LE.copy()
-        odd.set_precision(24)
-        odd.set_size(3)
-        with h5py.File(path, "w") as file:
-            file["v"] = np.ones((5, 2), "f4")
-            for name, kind in {"int24": odd, "quad": h5py.h5t.IEEE_F128BE.copy()}.items():
-                h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple((3,)))
-
-    on_root(comm, write)
-    plan = shardload.plan(path, mesh_of(), P(), dataset="*")
-    assert set(plan.execute()) == {"v"} and [one.dataset for one in plan.left_out] == ["/int24", "/quad"]
-    same_error(comm, lambda: shardload.load(path, mesh_of(), P(), dataset="int24"), SourceError, "NumPy does not have")
 
 
 @pytest.mark.parametrize("kind", ["HDF5", "Zarr"])
@@ -367,12 +355,10 @@ def test_missing_chunks_of_several_arrays(comm: Any, shared_tmp_path: Path, monk
     names = {f"y{k}": f"x{k}" for k in range(4)}
     counts: Counter[str] = Counter()
     counted(monkeypatch, counts, Group, "least_ints")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned_once(comm, MissingChunksWarning) as told:
         plan = shardload.plan(path, mesh_of(), P(), dataset=names, readers="parallel")
         x = plan.execute()
-    told = [str(one.message) for one in caught if issubclass(one.category, MissingChunksWarning)]
-    assert len(told) == (comm.rank == 0) and counts["least_ints"] == 1
+    assert counts["least_ints"] == 1
     for text in told:
         assert "array ['y1']: 1 of 4" in text and "array ['y3']: 3 of 4" in text and "['y0']" not in text
     assert [one.chunks_missing for one in plan.report.arrays] == [0, 1, 2, 3] and plan.report.chunks_missing == 6
@@ -407,14 +393,8 @@ def version(path: Path, k: int) -> None:
         if path.exists():
             path.rename(path.with_name(f"old{k}"))
     else:
-        write_arrays(new, arrays)
+        write_hdf5(new, arrays)
     new.rename(path)
-
-
-def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    with h5py.File(path, "w") as file:
-        for name, data in arrays.items():
-            file[name] = data
 
 
 @pytest.mark.parametrize("name", ["a.h5", "a.zarr"])

@@ -197,6 +197,9 @@ def shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None, Any]]:
         "empty inside": ((2 * u, 0, 3 * u), None, P("a", None, "b")),
         "empty, cut by both": ((0, 2 * u), None, P(("a", "b"))),
         "empty 1-d": ((0,), None, P()),
+        "0-d, Zarr": ((), None, P()),
+        "empty, Zarr": ((0, 3), None, P()),
+        "empty 1-d, Zarr": ((0,), None, P()),
     }
 
 
@@ -204,21 +207,12 @@ def shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None, Any]]:
 def test_shape(comm: Any, shared_tmp_path: Path, case: str) -> None:
     """Wrong for ranks that are not 3, or for axes of length 0 or 1, whose arithmetic is all corner cases."""
     shape, chunks, spec = shapes()[case]
-    values = ramp(shape)
-    path = write(comm, shared_tmp_path, values, chunks=chunks)
+    values = ramp(shape) + np.float32(1)  # not the fill value of Zarr, of which no chunk is stored
+    path = write(comm, shared_tmp_path, values, chunks=chunks, name="x.zarr" if "Zarr" in case else "x.h5")
     for readers, verify in share(READERS, VERIFY):
         x = shardload.load(path, mesh_of(), spec, readers=readers, verify=verify)
         check(x, values, mesh_of(), spec, (readers, verify))
     check(shardload.scatter(values, mesh_of(), spec), values, mesh_of(), spec)
-
-
-def test_zero_d_and_empty_in_zarr(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if Zarr's chunks of such arrays were taken as HDF5's."""
-    for k, shape in enumerate([(), (0,), (0, 3)]):
-        values = ramp(shape) + np.float32(1)  # not the fill value, whose chunks are not stored
-        path = write(comm, shared_tmp_path, values, name=f"{k}.zarr")
-        for readers in READERS:
-            check(shardload.load(path, mesh_of(), P(), readers=readers), values, mesh_of(), P(), readers)
 
 
 # --- padding ----------------------------------------------------------------------------------------------------------
@@ -254,16 +248,6 @@ def test_padding(comm: Any, shared_tmp_path: Path, case: str) -> None:
     for path in paths.values():
         assert shardload.plan(path, mesh, spec, pad=-7).shape == shape
     check(shardload.scatter(values, mesh, spec, pad=-7), expected, mesh, spec)
-
-
-def test_padding_with_nan_and_in_another_type(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if the fill value were cast with the file's type instead of the array's."""
-    spec, mesh = P("a", "b"), mesh_of()
-    values = ramp((2 * unit() + 1, 3 * unit() - 1), "int16")
-    path = write(comm, shared_tmp_path, values, chunks=(3, 5))
-    for readers in READERS:
-        x = shardload.load(path, mesh, spec, pad=np.nan, dtype="float32", readers=readers)
-        check(x, padded(values.astype("float32"), mesh, spec, np.nan), mesh, spec, readers)
 
 
 # --- selections -------------------------------------------------------------------------------------------------------

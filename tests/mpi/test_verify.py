@@ -10,25 +10,18 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError, VerifyError
 from tests.mpi.sources import NAME, SOURCES
-from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, padded, ramp, same_error, unit
+from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, padded, put, ramp, same_error, unit
 from tests.mpi.test_values import X64, write
 from tests.unit.files import python_memory_below
 
 pytestmark = pytest.mark.any_library
 
 HOW = ("index", "checksum", "file", "full")
-
-
-def array_of(values: Any, mesh: Any, spec: Any) -> jax.Array:
-    """Made by JAX alone."""
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def proven(path: str, mesh: Any, spec: Any, how: str, **more: Any) -> tuple[jax.Array, shardload.VerifyReport]:
@@ -84,7 +77,7 @@ def test_types(comm: Any, shared_tmp_path: Path, dtype: str, name: str) -> None:
         wrong = expected.copy()
         flat = int(np.ravel_multi_index((1, 2, 3), wrong.shape))
         wrong.reshape(-1).view(np.uint8)[flat * wrong.itemsize] ^= 1  # the least that can be wrong
-        bad = array_of(wrong, mesh_of(), P("a", "b"))
+        bad = put(wrong, mesh_of(), P("a", "b"))
         error = same_error(comm, lambda: shardload.verify(bad, path, **cast), VerifyError, "element (1, 2, 3) is")
         assert isinstance(error, VerifyError)
         assert error.index == (1, 2, 3)
@@ -116,7 +109,7 @@ def test_shapes_and_padding(comm: Any, shared_tmp_path: Path, case: str) -> None
         place = tuple(n - 1 for n in whole.shape)
         wrong = whole.copy()
         wrong[place] = 3
-        bad = array_of(wrong, mesh, spec)
+        bad = put(wrong, mesh, spec)
         text = "3.0 (bytes 00004040), but the padding has -7.0"
         same_error(comm, lambda: shardload.verify(bad, path, pad=-7), VerifyError, text)
 
@@ -136,7 +129,7 @@ def test_one_element_is_found_wherever_it_is(comm: Any, files: dict[str, str]) -
         place = tuple(int(i) for i in np.unravel_index(flat, values.shape))
         wrong = values.copy()
         wrong[place] += 0.5
-        x = array_of(wrong, mesh, spec)
+        x = put(wrong, mesh, spec)
         text = f"element {place} is {flat + 0.5}"
         same_error(
             comm, lambda x=x: shardload.verify(x, files["chunked"], dataset=NAME), VerifyError, text, f"has {float(flat)}"
@@ -164,14 +157,14 @@ def test_arrays_that_cannot_be_of_the_file(comm: Any, files: dict[str, str]) -> 
     def call(x: Any, **how: Any) -> Any:
         return lambda: shardload.verify(x, path, dataset=NAME, **how)
 
-    x = array_of(values, mesh, P("a"))
+    x = put(values, mesh, P("a"))
     same_error(comm, call(values), ConfigError, "expected a jax.Array")
     same_error(comm, call(x, select=slice(0, 4), pad=0), ConfigError, "x has shape")
     same_error(comm, call(x.astype("float16")), ConfigError, "float16", "dtype=")
     same_error(comm, call(x, how="all"), ConfigError, "how of verify is 'all'; expected 'index', 'checksum', 'file' or 'full'")
     same_error(comm, call(x, seed=-1), ConfigError, "seed is -1")
     same_error(comm, lambda: jax.jit(lambda x: call(x)())(x), ConfigError, "x is traced", "outside of jax.jit")
-    gone = array_of(values, mesh, P("a"))
+    gone = put(values, mesh, P("a"))
     gone.delete()
     same_error(comm, call(gone), ConfigError, "x was deleted (donated to a jitted function?)", "Verify it before")
     same_error(comm, lambda: shardload.verify(x, path + ".none"), SourceError, "there is no file")

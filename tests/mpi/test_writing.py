@@ -71,33 +71,26 @@ def test_ctrl_c_while_a_thread_is_at_work(
     assert on_disk(comm, shared_tmp_path) == ["in.h5"]
 
 
-def test_an_unforeseen_error_in_a_thread(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if only the rank that has it raised it."""
-    whole = writing.FileTarget._put_if_placed
-
-    def put_one(self: Any, one: Any) -> None:
-        if comm.rank == comm.size // 2 and one.name == "/gzip":
-            raise RuntimeError("the disk is on fire")
-        whole(self, one)
-
-    monkeypatch.setattr(writing.FileTarget, "_put_if_placed", put_one)
-    same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "the disk is on fire")
-    assert on_disk(comm, shared_tmp_path) == []
-
-
-def test_a_thread_that_cannot_be_given_chunks_to_write(
-    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "is_met"),
+    [
+        pytest.param("_put_if_placed", lambda chunk: chunk.name == "/gzip", id="in a thread"),
+        pytest.param("_share_out", lambda chunks, steps: len(steps) == 1, id="as threads are given chunks"),
+    ],
+)
+def test_an_unforeseen_error_as_chunks_are_written(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_met: Any
 ) -> None:
     """Wrong if only the rank that has it raised it: the others would wait for that rank at the next round, or for the disk."""
-    share_out = writing.FileTarget._share_out
+    right = getattr(writing.FileTarget, name)
 
-    def fail(self: Any, chunks: Any, steps: Any) -> Any:
-        if comm.rank == comm.size // 2 and len(steps) == 1:
-            raise MemoryError("no memory for a task")
-        return share_out(self, chunks, steps)
+    def fails(self: Any, *given: Any) -> Any:
+        if comm.rank == comm.size // 2 and is_met(*given):
+            raise RuntimeError("the disk is on fire")
+        return right(self, *given)
 
-    monkeypatch.setattr(writing.FileTarget, "_share_out", fail)
-    same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "no memory for a task")
+    monkeypatch.setattr(writing.FileTarget, name, fails)
+    same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "the disk is on fire")
     assert on_disk(comm, shared_tmp_path) == []
 
 

@@ -105,7 +105,7 @@ def test_every_script_is_tried() -> None:
         assert f"{name}.sh" in (ROOT / "docs" / "slurm.md").read_text()
 
 
-# To compile an FFT on eight processes takes long: tests/jobs/test_pencil_fft_alone.py has the example, two-nodes the flags.
+# To compile an FFT on eight processes takes long: tests/jobs/test_readme.py has the example, two-nodes the flags.
 @pytest.mark.parametrize("name", thorough(PLAIN, ["pencil-fft"]))
 def test_script(cluster: Cluster, site: Site, tmp_path: Path, name: str) -> None:
     """Wrong if a flag of the script, site.sh or shardload.initialize did not do what its comment says."""

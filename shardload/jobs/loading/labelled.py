@@ -128,7 +128,7 @@ def _warn_of_left_out(plans: Sequence[Plan], is_single: bool) -> None:
         names = some(list(left_out))
         hint = "Set them by hand, or save with like= or copy the file"
         text = f"left out attributes that are too long, or cannot be read: {names}. {hint}"
-        warn_once(text, UserWarning, rank)
+        warn_once(text, LeftOutWarning, rank)
 
 
 def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:

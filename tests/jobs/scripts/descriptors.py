@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-import h5py
 import numpy as np
 import zarr
 from jax.sharding import PartitionSpec as P
@@ -22,6 +21,7 @@ import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tiers import IS_QUICK
 from tests.tuning import tune
+from tests.unit.files import write_hdf5
 
 SHAPE, CHUNKS = (16, 24, 20), (8, 12, 10)  # two chunks for each of 4 ranks
 WAYS = (("chunks.h5", "parallel"), ("plain.h5", "parallel"), ("chunks.zarr", "parallel"), ("chunks.h5", "direct"))
@@ -35,10 +35,8 @@ tune(worth_sharing_nbytes=0, min_chunk_nbytes=1)  # blocks are small here
 def prepare() -> None:
     """Make the files."""
     values = ramp(SHAPE)
-    with h5py.File("chunks.h5", "w") as file:
-        file.create_dataset("x", data=values, chunks=CHUNKS, compression="gzip")
-    with h5py.File("plain.h5", "w") as file:
-        file["x"] = values
+    write_hdf5("chunks.h5", {"x": values}, chunks=CHUNKS, compression="gzip")
+    write_hdf5("plain.h5", {"x": values})
     zarr.create_array("chunks.zarr", data=np.asarray(values), chunks=CHUNKS)
 
 

@@ -23,7 +23,6 @@ from unittest.mock import patch
 
 import h5py
 import jax
-import numpy as np
 import zarr
 from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
@@ -35,6 +34,7 @@ from shardload.formats.hdf5.chunks import Hdf5Chunks
 from shardload.formats.zarr.chunks import ChunkFiles, ZarrChunks
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import as_large
+from tests.unit.files import write_hdf5
 
 PATIENCE_SECONDS = 8.0  # longer than until a rank hears of another one (the heartbeat, 5 s)
 SHAPE, CHUNKS, SPEC = (16, 24, 20), (4, 6, 20), P(None, "a", "b")
@@ -50,11 +50,6 @@ as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
 
 def load(path: Any = "good.h5", readers: Any = "parallel", **options: Any) -> Any:
     return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="48KiB", **options)
-
-
-def write_hdf5(path: str, values: np.ndarray, **how: Any) -> None:
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=values, chunks=CHUNKS, **how)
 
 
 def damage_hdf5(path: str, change: Callable[[bytes], bytes]) -> None:
@@ -82,9 +77,9 @@ def cut(stored: bytes) -> bytes:
 def prepare() -> None:
     """Make the files."""
     values = ramp(SHAPE)
-    write_hdf5("good.h5", values, compression="gzip")
-    write_hdf5("other.h5", values + 1, compression="gzip")
-    write_hdf5("checked.h5", values, fletcher32=True)
+    write_hdf5("good.h5", {"x": values}, chunks=CHUNKS, compression="gzip")
+    write_hdf5("other.h5", {"x": values + 1}, chunks=CHUNKS, compression="gzip")
+    write_hdf5("checked.h5", {"x": values}, chunks=CHUNKS, fletcher32=True)
     zarr.create_array("good.zarr", data=values, chunks=CHUNKS)
     shutil.copy("good.h5", "beside.h5")
     zarr.create_array("beside.zarr", data=values, chunks=CHUNKS)
@@ -152,8 +147,8 @@ def short(right: Callable[..., int]) -> Callable[..., int]:
     return call
 
 
-def truncate(path: str) -> None:
-    os.truncate(path, os.path.getsize(path) // 2)
+def truncate() -> None:
+    os.truncate("changing.h5", os.path.getsize("changing.h5") // 2)
 
 
 def replace() -> None:
@@ -186,45 +181,22 @@ def changing() -> str:
     return "changing.h5"
 
 
+def at_second(kind: Any, name: str, fault: Callable[[], None], stays: bool = False) -> Callable[[], Any]:
+    """Something that happens before the second call of a method of a chunk reader."""
+    return lambda: patch.object(kind, name, on_call(getattr(kind, name), 2, fault, stays))
+
+
 # Each: on which ranks it happens (None: on the first that reads), what is patched there, and which file is loaded.
 FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
-    "EIO at a reader's 2nd chunk, HDF5": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, io_error, stays=True)),
-        lambda: "good.h5",
-    ),
-    "EIO at a reader's 2nd chunk, Zarr": (
-        None,
-        lambda: patch.object(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, io_error, stays=True)),
-        lambda: "good.zarr",
-    ),
-    "no memory at a reader's 2nd chunk": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "decode", on_call(Hdf5Chunks.decode, 2, no_memory)),
-        lambda: "good.h5",
-    ),
+    "EIO at a reader's 2nd chunk, HDF5": (None, at_second(Hdf5Chunks, "fetch", io_error, stays=True), lambda: "good.h5"),
+    "EIO at a reader's 2nd chunk, Zarr": (None, at_second(ChunkFiles, "fetch", io_error, stays=True), lambda: "good.zarr"),
+    "no memory at a reader's 2nd chunk": (None, at_second(Hdf5Chunks, "decode", no_memory), lambda: "good.h5"),
     "reads of 7 bytes at a time": (None, lambda: patch.object(os, "preadv", short(os.preadv)), lambda: "good.h5"),
     "no space for shared memory on rank 1": (1, lambda: patch.object(Segment, "create", no_space), lambda: "good.h5"),
-    "file truncated during the load": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, lambda: truncate("changing.h5"))),
-        changing,
-    ),
-    "file replaced during the load": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, replace)),
-        changing,
-    ),
-    "file written during the load": (
-        None,
-        lambda: patch.object(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, write)),
-        changing,
-    ),
-    "store replaced during the load": (
-        None,
-        lambda: patch.object(ChunkFiles, "fetch", on_call(ChunkFiles.fetch, 2, replace_store)),
-        changing_store,
-    ),
+    "file truncated during the load": (None, at_second(Hdf5Chunks, "fetch", truncate), changing),
+    "file replaced during the load": (None, at_second(Hdf5Chunks, "fetch", replace), changing),
+    "file written during the load": (None, at_second(Hdf5Chunks, "fetch", write), changing),
+    "store replaced during the load": (None, at_second(ChunkFiles, "fetch", replace_store), changing_store),
     **{
         f"{what}, {kind}": (DAMAGED, ExitStack, lambda path=path: path)
         for what, kind, path in (

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import h5py
 import jax
 import jax.numpy as jnp
 import jaxdecomp
@@ -25,6 +24,7 @@ from mpi4py import MPI
 
 import shardload
 from tests.mpi.support import check, grid_shape, on_root
+from tests.unit.files import write_hdf5
 
 SHAPE = (8, 12, 16)
 HALO = (3, 2)  # of axes x and y, for those that are cut: jaxDecomp exchanges no others
@@ -39,8 +39,7 @@ def main(folder: str, n_periods: int) -> None:
     paths = [str(Path(folder, name)) for name in ("field.h5", "field.zarr")]
 
     def write() -> None:
-        with h5py.File(paths[0], "w") as file:
-            file.create_dataset("density", data=values, chunks=(1, *SHAPE[1:]), compression="gzip")
+        write_hdf5(paths[0], {"density": values}, chunks=(1, *SHAPE[1:]), compression="gzip")
         zarr.create_array(paths[1], data=values, chunks=(3, 5, 7))
 
     on_root(comm, write)

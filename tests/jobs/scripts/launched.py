@@ -3,9 +3,8 @@
 ``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late [RANK]`` (devices first, everywhere or
 there), ``never RANK [copied]`` (which starts MPI and not JAX; after a call of all ranks), ``finalized`` (MPI, before a
 load), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process K of N, then load),
-``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals`` (what a process makes of SIGTERM, and
-where it listens), ``waits`` (for the test to end it: idle, in a load, in JAX's barrier), ``leaves`` (process 1 ends, the
-others load), or ``busy`` (process 1 does something else while the others load).
+``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``waits`` (for the test to end it: idle, in a load,
+in JAX's barrier), ``leaves`` (process 1 ends, the others load), or ``busy`` (process 1 does something else meanwhile).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from tests.mpi.support import check, mesh_of, ramp
-from tests.ports import catches_sigterm, free_ports, listeners
+from tests.ports import free_ports
 
 SHAPE = (8, 12, 20)
 
@@ -139,23 +138,13 @@ def main(path: str, what: str, *more: str) -> None:
     elif what == "jax":
         address, n, k = more
         jax.distributed.initialize(address, int(n), int(k))
-    elif what == "signals":
-        shardload.initialize()
-        address = importlib.import_module("jax._src.distributed").global_state.coordinator_address
-        print(json.dumps({"catches": catches_sigterm(), "listens": listeners(int(address.rpartition(":")[2]))}))
-        return
-    elif what == "leaves":
+    elif what in ("leaves", "busy"):
         shardload.initialize()
         load(path)
         if jax.process_index() != 1:
             attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
-        return
-    elif what == "busy":
-        shardload.initialize()
-        load(path)
-        if jax.process_index() == 1:
+        elif what == "busy":
             time.sleep(600)  # the test does not wait so long
-        attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
         return
     elif what == "waits":
         shardload.initialize()

@@ -12,7 +12,6 @@ import sys
 import threading
 from typing import Any
 
-import h5py
 import jax
 import jax.numpy as jnp
 import psutil
@@ -23,6 +22,7 @@ from mpi4py import MPI
 import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import tune
+from tests.unit.files import write_hdf5
 
 SHAPE, CHUNKS, SPEC = (16, 48, 40), (4, 12, 40), P(None, "a", "b")
 
@@ -32,8 +32,7 @@ tune(min_chunk_nbytes=1, inline_nbytes=-1)
 
 def prepare() -> None:
     for k in range(2):
-        with h5py.File(f"{k}.h5", "w") as file:
-            file.create_dataset("x", data=ramp(SHAPE) + k, chunks=CHUNKS, compression="gzip")
+        write_hdf5(f"{k}.h5", {"x": ramp(SHAPE) + k}, chunks=CHUNKS, compression="gzip")
 
 
 def load(k: int = 0, own: Any = None, checks: bool = True) -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import h5py
 from h5py._objects import phil
 from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
@@ -24,6 +23,7 @@ from mpi4py import MPI
 import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import tune
+from tests.unit.files import write_hdf5
 
 SHAPE, CHUNKS = (24, 36, 40), (4, 6, 10)
 TIMEOUT = 4.0
@@ -106,15 +106,6 @@ def thread(readers: Any) -> None:
 
     if comm.rank == late:
         slow_source(second)
-    load(readers)
-
-
-@case
-def library(readers: Any) -> None:
-    """Held up in the library's own read of a block."""
-    tune(min_chunk_nbytes=1 << 30)
-    if comm.rank == 1:
-        slow_source(hold)
     load(readers)
 
 
@@ -246,15 +237,10 @@ def slow(readers: Any) -> None:
     say(beats=beats.n)
 
 
-def prepare() -> None:
-    with h5py.File("x.h5", "w") as file:
-        file.create_dataset("x", data=ramp(SHAPE), chunks=CHUNKS, compression="gzip")
-
-
 def main(folder: str, name: str, readers: str = "parallel") -> None:
     os.chdir(folder)
     shardload.initialize()
-    on_root(comm, prepare)
+    on_root(comm, lambda: write_hdf5("x.h5", {"x": ramp(SHAPE)}, chunks=CHUNKS, compression="gzip"))
     started, worked = time.monotonic(), time.process_time()
     try:
         cases[name](int(readers) if readers.isdigit() else readers)

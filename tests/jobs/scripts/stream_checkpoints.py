@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import h5py
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -17,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
+from tests.mpi.support import check_shards
+from tests.unit.files import write_hdf5
 
 DATA = np.arange(37 * 6 * 5, dtype="f4").reshape(37, 6, 5)
 
@@ -27,9 +28,7 @@ def mesh() -> Mesh:
 
 def check(batch: Any, anchors: Any) -> None:
     """Compare a batch with NumPy's samples."""
-    expected = DATA[np.asarray(anchors)[:, None] + np.array((-1, 1))]
-    for shard in batch.addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+    check_shards(batch, DATA[np.asarray(anchors)[:, None] + np.array((-1, 1))])
 
 
 def through_grain(ds: Any, folder: Path) -> None:
@@ -82,8 +81,7 @@ def through_orbax(ds: Any, folder: Path) -> None:
 def main(folder: Path, case: str) -> None:
     shardload.initialize()
     if jax.process_index() == 0:
-        with h5py.File(folder / "a.h5", "w") as file:
-            file.create_dataset("x", data=DATA, chunks=(5, 3, 5))
+        write_hdf5(folder / "a.h5", {"x": DATA}, chunks=(5, 3, 5))
     MPI.COMM_WORLD.Barrier()
     ds = shardload.stream(
         folder / "a.h5", mesh(), P(None, None, "lat"), dataset="x", batch=4, window=(-1, 1), shuffle=3, epochs=2

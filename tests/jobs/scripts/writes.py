@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.engine.read_back import ReadBack
-from shardload.formats.zarr.growth import GrowthSink
 from shardload.storage.changes import GrowingFile
-from shardload.storage.new_folder import AddedFolder
+from tests.mpi.support import put
 
 # The rank that is killed (-1: the last), before which call, for which time, of those with a word among their arguments.
 PHASES: dict[str, dict[str, tuple[int, Any, str, int, str]]] = {
@@ -33,13 +32,10 @@ PHASES: dict[str, dict[str, tuple[int, Any, str, int, str]]] = {
     "append": {
         "put": (-1, os, "pwrite", 1, ""),
         "read back": (-1, ReadBack, "_compare_stored", 1, ""),
-        "commit": (0, GrowthSink, "commit", 1, ""),
         "first new chunk": (0, os, "rename", 2, ""),
-        "edge": (0, AddedFolder, "replace", 1, ""),
         "metadata": (0, os, "rename", 1, "zarr.json"),
         "second metadata": (0, os, "rename", 2, "zarr.json"),
         "consolidated": (0, os, "rename", 3, "zarr.json"),
-        "end": (0, GrowthSink, "abandon", 1, ""),
         # What rank 0 syncs: the new end; then the mark, changes, and the head.
         "changes": (0, GrowingFile, "sync", 3, ""),
     },
@@ -77,18 +73,15 @@ def main(folder: Path, what: str, phase: str) -> None:
     n = jax.process_count()
     mesh = Mesh(np.array(jax.devices()), "a")
 
-    def put(values: Any, spec: P) -> jax.Array:
-        return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
-
     if what in ("append", "replace"):
         values = np.arange(9 * 4 * n * 5, dtype="float32").reshape(9, 4 * n, 5)
         file = next(name for name in ("run.zarr", "run.h5") if (folder / name).exists())
         end_at(PHASES["append"][phase], kill)
         first, at = (5, None) if what == "append" else (3, 3.0)  # rows 3 and 4 become other ones
         rho = values[first:] + 1000 * (what == "replace")
-        shardload.append(folder / file, {"rho": put(rho, P(None, "a")), "time": np.arange(float(first), 9.0)}, at=at)
+        shardload.append(folder / file, {"rho": put(rho, mesh, P(None, "a")), "time": np.arange(float(first), 9.0)}, at=at)
         return
-    x = put(np.arange(8 * n * 6 * 5, dtype="float32").reshape(8 * n, 6, 5), P("a"))
+    x = put(np.arange(8 * n * 6 * 5, dtype="float32").reshape(8 * n, 6, 5), mesh, P("a"))
     how: dict[str, Any] = {"compression": "gzip", "chunks": (2, 6, 5)}
     shardload.save(folder / "out.h5", {"old": x}, **how)
     end_at(PHASES[what][phase], hang if phase == "hang" else kill)

@@ -68,62 +68,68 @@ def case(name: str, *, levels: tuple[str, ...] = ON_THE_WAY, **call: Any) -> Cal
     return register
 
 
+def replaced(stack: ExitStack, holder: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """Let a function or method be another one, which gets the right one first."""
+    right = getattr(holder, name)
+    stack.enter_context(patch.object(holder, name, lambda *given, **more: wrong(right, *given, **more)))
+
+
 # --- a wrong table of who holds what ----------------------------------------------------------------------------------
 
 
 @case("transposed layout", spec=P("a", "b"))
 def _(stack: ExitStack) -> None:
-    right = layout.plan_shards
-    stack.enter_context(patch.object(layout, "plan_shards", lambda shape, axes, ranks: right(shape, axes[::-1], ranks)))
+    replaced(stack, layout, "plan_shards", lambda right, shape, axes, ranks: right(shape, axes[::-1], ranks))
 
 
 @case("axes in a group exchanged", spec=P(("a", "b")))
 def _(stack: ExitStack) -> None:
-    right = layout.plan_shards
-    wrong = lambda shape, axes, ranks: right(shape, [cut[::-1] for cut in axes], ranks)  # noqa: E731
-    stack.enter_context(patch.object(layout, "plan_shards", wrong))
+    replaced(stack, layout, "plan_shards", lambda right, shape, axes, ranks: right(shape, [cut[::-1] for cut in axes], ranks))
 
 
 @case("replicas forgotten", spec=P("a"))
 def _(stack: ExitStack) -> None:
-    def wrong(shape: Any, axes: Any, ranks: Any) -> Any:
-        made = right(shape, axes, ranks)
+    def wrong(right: Any, *given: Any) -> Any:
+        made = right(*given)
         return replace(made, ranks=made.ranks[:, :1])
 
-    right = layout.plan_shards
-    stack.enter_context(patch.object(layout, "plan_shards", wrong))
+    replaced(stack, layout, "plan_shards", wrong)
 
 
 @case("rank taken for process", spec=P("a", "b"), comm="backwards")
 def _(stack: ExitStack) -> None:
-    stack.enter_context(patch.object(prepare, "rank_of_process", lambda group: {k: k for k in range(group.size)}))
+    replaced(stack, prepare, "rank_of_process", lambda _, group: {k: k for k in range(group.size)})
 
 
 @case("device id taken for place in the mesh", spec=P("a", "b"), mesh="turned")
 def _(stack: ExitStack) -> None:
-    right = layout.plan_shards
-    wrong = lambda shape, axes, ranks: right(shape, axes, np.sort(ranks, axis=None).reshape(ranks.shape))  # noqa: E731
-    stack.enter_context(patch.object(layout, "plan_shards", wrong))
+    def wrong(right: Any, shape: Any, axes: Any, ranks: Any) -> Any:
+        return right(shape, axes, np.sort(ranks, axis=None).reshape(ranks.shape))
+
+    replaced(stack, layout, "plan_shards", wrong)
+
+
+def other_pieces(stack: ExitStack, change: Callable[[Any, Any], Any], after: Any = None) -> None:
+    """Hand other pieces to JAX than those that arrived, or do something with them afterwards."""
+
+    def wrong(right: Any, shape: Any, sharding: Any, dtype: Any, pieces: Any, *more: Any) -> Any:
+        held = [change(*piece) for piece in pieces]
+        array = right(shape, sharding, dtype, held, *more)
+        for _, data in held if after else ():
+            after(data)
+        return array
+
+    replaced(stack, execute, "assemble", wrong)
 
 
 @case("pieces under another region", spec=P("a", "b"))
 def _(stack: ExitStack) -> None:
-    def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any, *more: Any) -> Any:
-        moved = [(module("shardload.planning.region").Region(r.start[::-1], r.stop[::-1]), data) for r, data in pieces]
-        return right(shape, sharding, dtype, moved, *more)
-
-    right = execute.assemble
-    stack.enter_context(patch.object(execute, "assemble", wrong))
+    other_pieces(stack, lambda region, data: (Region(region.start[::-1], region.stop[::-1]), data))
 
 
 @case("pieces of another type", spec=P("a", "b"))
 def _(stack: ExitStack) -> None:
-    right = execute.assemble
-
-    def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any, *more: Any) -> Any:
-        return right(shape, sharding, dtype, [(r, data.astype("int32")) for r, data in pieces], *more)
-
-    stack.enter_context(patch.object(execute, "assemble", wrong))
+    other_pieces(stack, lambda region, data: (region, data.astype("int32")))
 
 
 # --- wrong lists of messages ------------------------------------------------------------------------------------------
@@ -131,9 +137,8 @@ def _(stack: ExitStack) -> None:
 
 def reads_of_rank_0(stack: ExitStack, change: Callable[[Any], Any]) -> None:
     """Let rank 0 send something else than the others expect."""
-    right = plan.Schedule.outgoing
     if comm.rank == 0:
-        stack.enter_context(patch.object(plan.Schedule, "outgoing", lambda self, rank: change(list(right(self, rank)))))
+        replaced(stack, plan.Schedule, "outgoing", lambda right, *given: change(list(right(*given))))
 
 
 @case("two ranks get each other's part", spec=P("a", "b"), readers="root")
@@ -163,20 +168,18 @@ def _(stack: ExitStack) -> None:
 
 @case("the last block dropped by all", spec=P("a", "b"), readers="parallel", dataset="chunked")
 def _(stack: ExitStack) -> None:
-    reads, incoming = plan.Schedule.outgoing, plan.Schedule.incoming
-
     def last(self: Any) -> Any:
         return self.blocks.region(self.blocks.n_cells - 1)
 
-    def fewer_reads(self: Any, rank: int) -> Any:
+    def fewer_reads(reads: Any, self: Any, rank: int) -> Any:
         return iter([read for read in reads(self, rank) if read.region != last(self)])
 
-    def fewer_parts(self: Any, rank: int) -> Any:
+    def fewer_parts(incoming: Any, self: Any, rank: int) -> Any:
         kept = {k: [p for p in parts if not last(self).contains(p.region)] for k, parts in incoming(self, rank).items()}
         return {k: parts for k, parts in kept.items() if parts}
 
-    stack.enter_context(patch.object(plan.Schedule, "outgoing", fewer_reads))
-    stack.enter_context(patch.object(plan.Schedule, "incoming", fewer_parts))
+    replaced(stack, plan.Schedule, "outgoing", fewer_reads)
+    replaced(stack, plan.Schedule, "incoming", fewer_parts)
 
 
 @case("a reader drops its last block", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
@@ -186,10 +189,9 @@ def _(stack: ExitStack) -> None:
 
 @case("a receiver expects a block too few", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
 def _(stack: ExitStack) -> None:
-    right = plan.Schedule.incoming
     if comm.rank == 3:
-        wrong = lambda self, rank: {k: tuple(parts)[:-1] for k, parts in right(self, rank).items()}  # noqa: E731
-        stack.enter_context(patch.object(plan.Schedule, "incoming", wrong))
+        fewer = lambda right, *given: {k: tuple(parts)[:-1] for k, parts in right(*given).items()}  # noqa: E731
+        replaced(stack, plan.Schedule, "incoming", fewer)
 
 
 # --- what goes wrong on the way ---------------------------------------------------------------------------------------
@@ -234,22 +236,21 @@ def _(stack: ExitStack) -> None:
 @case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="512KiB")
 def _(stack: ExitStack) -> None:
     """Rank 0 has one slot and reads the next block into it while the last one is still being sent; the others are late."""
-    expect, take = channels.Channels.expect, staging.Slots.take
     slots: dict[int, Any] = {}
 
-    def early(self: Any) -> Any:
+    def early(take: Any, self: Any) -> Any:
         return slots.setdefault(id(self), take(self) if id(self) not in slots else None)
 
-    def late(self: Any) -> None:
+    def late(expect: Any, self: Any) -> None:
         time.sleep(1)
         expect(self)
 
     if comm.rank == 0:
-        stack.enter_context(patch.object(staging.Slots, "take", early))
-        stack.enter_context(patch.object(staging.Slots, "give", lambda self, slot: None))
-        stack.enter_context(patch.object(staging.Slots, "has_room", lambda self: True))
+        replaced(stack, staging.Slots, "take", early)
+        replaced(stack, staging.Slots, "give", lambda *_: None)
+        replaced(stack, staging.Slots, "has_room", lambda *_: True)
     else:
-        stack.enter_context(patch.object(channels.Channels, "expect", late))
+        replaced(stack, channels.Channels, "expect", late)
 
 
 # --- what is wrong before it leaves, or after it has arrived ------------------------------------------------------------
@@ -257,14 +258,12 @@ def _(stack: ExitStack) -> None:
 
 def change_reads(stack: ExitStack, change: Callable[[Any, Any], None]) -> None:
     """Let the source read other values than the file has."""
-    sources = module("shardload.formats.hdf5.source")
-    right = sources.Hdf5Source.read_into
 
-    def wrong(self: Any, region: Any, out: Any) -> None:
+    def wrong(right: Any, self: Any, region: Any, out: Any) -> None:
         right(self, region, out)
         change(region, out)
 
-    stack.enter_context(patch.object(sources.Hdf5Source, "read_into", wrong))
+    replaced(stack, module("shardload.formats.hdf5.source").Hdf5Source, "read_into", wrong)
 
 
 @case("a read in the wrong place", spec=P("a", "b"), readers="root", levels=ALL)
@@ -287,29 +286,11 @@ def _(stack: ExitStack) -> None:
 
 @case("chunks decoded wrongly", spec=P("b", "a"), readers="parallel", dataset="packed", levels=ALL)
 def _(stack: ExitStack) -> None:
-    chunks = module("shardload.formats.stored_chunks").StoredChunks
-    right = chunks.decode
-
-    def wrong(self: Any, encoded: Any, out: Any) -> None:
+    def wrong(right: Any, self: Any, encoded: Any, out: Any) -> None:
         right(self, encoded, out)
         out[...] = np.swapaxes(out, -1, -2).copy()
 
-    stack.enter_context(patch.object(chunks, "decode", wrong))
-
-
-def change_pieces(stack: ExitStack, rank: int, before: Any = None, after: Any = None) -> None:
-    """On one rank: hand other pieces to JAX than those that arrived, or write into them when they have been handed over."""
-    right = execute.assemble
-
-    def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any, *more: Any) -> Any:
-        held = [(region, before(data) if before else data) for region, data in pieces]
-        array = right(shape, sharding, dtype, held, *more)
-        for _, data in held if after else ():
-            after(data)
-        return array
-
-    if comm.rank == rank:
-        stack.enter_context(patch.object(execute, "assemble", wrong))
+    replaced(stack, module("shardload.formats.stored_chunks").StoredChunks, "decode", wrong)
 
 
 def negate_one(data: Any) -> Any:
@@ -320,24 +301,26 @@ def negate_one(data: Any) -> Any:
 
 @case("one bit changes on a device", spec=P("a", "b"), levels=ALL)
 def _(stack: ExitStack) -> None:
-    change_pieces(stack, 1, before=lambda data: negate_one(data.copy()))
+    if comm.rank == 1:
+        other_pieces(stack, lambda region, data: (region, negate_one(data.copy())))
 
 
 @case("replicas differ after they have arrived", spec=P(None, None), levels=ALL)
 def _(stack: ExitStack) -> None:
-    change_pieces(stack, 3, before=negate_one)
+    if comm.rank == 3:
+        other_pieces(stack, lambda region, data: (region, negate_one(data)))
 
 
 @case("a piece is used again", spec=P("b", "a"), levels=ALL)
 def _(stack: ExitStack) -> None:
     """On CPU JAX has no copy of it."""
-    change_pieces(stack, 2, after=negate_one)
+    if comm.rank == 2:
+        other_pieces(stack, lambda *piece: piece, after=negate_one)
 
 
 @case("padding filled wrongly", spec=P("b", "a"), pad=-3, select=slice(0, 11), levels=ALL)
 def _(stack: ExitStack) -> None:
-    right = execute.fill_value
-    stack.enter_context(patch.object(execute, "fill_value", lambda *given: right(*given) + 1))
+    replaced(stack, execute, "fill_value", lambda right, *given: right(*given) + 1)
 
 
 # --- ------------------------------------------------------------------------------------------------------------------

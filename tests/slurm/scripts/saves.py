@@ -14,13 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.comm.group import group_of
 from shardload.engine import read_back
-from tests.mpi.support import cube, mesh_of, ramp
+from tests.mpi.support import cube, mesh_of, put, ramp
 from tests.slurm.scripts.loads import permuted
 
 writers: set[int] = set()
@@ -44,8 +43,7 @@ def main(folder: Path) -> None:
     group, values = group_of(), ramp(cube())
     arrays = {}
     for k, (mesh, spec) in enumerate([(mesh_of(), P("a", "b")), (mesh_of(permuted(jax.devices())), P(None, "b", "a"))]):
-        sharding = NamedSharding(mesh, spec)
-        arrays[f"g{k}/x"] = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+        arrays[f"g{k}/x"] = put(values, mesh, spec)
     chunks = tuple(-(-n // 3) for n in values.shape)  # of shards of several nodes each
     reports = [
         shardload.save(folder / "gzip.h5", arrays, chunks=chunks, compression="gzip"),
