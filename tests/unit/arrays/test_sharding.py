@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.arrays.sharding import (
     describe_decomposition,
-    describe_sharding,
     devices_per_process,
     layout_shards,
     padded_shape,
@@ -63,13 +62,6 @@ def test_processes_share_the_devices_alike(processes: Any) -> None:
 
 
 # --- what is a sharding
-
-
-@pytest.mark.parametrize("spec", [P("a", None), ("a", None), P(("a", "b")), (("a", "b"),), P(), (), P(None, "b"), P(())])
-def test_a_mesh_and_a_spec(spec: Any) -> None:
-    for mesh in (MESH, one_device("a", "b")):
-        sharding = read_sharding(mesh, spec)
-        assert isinstance(sharding, NamedSharding) and sharding.mesh == mesh and sharding.spec == P(*spec)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +203,6 @@ def test_a_process_that_takes_no_part() -> None:
         layout_shards(devices_of(0, 2, 1, 3), ((0,),), (8,), {0: 0, 1: 1, 7: 2})
 
 
-def test_processes_and_ranks_are_numbered_apart() -> None:
-    shards = layout_shards(devices_of(7, 0, 7, 3), ((0,),), (8,), {0: 2, 7: 0, 3: 1, 5: 3})
-    assert shards.ranks.tolist() == [[0], [2], [0], [1]]
-    assert shards.shards_of(0) == (0, 2) and shards.shards_of(3) == ()
-
-
 # --- words
 
 
@@ -237,26 +223,3 @@ def test_processes_and_ranks_are_numbered_apart() -> None:
 )
 def test_decomposition_in_a_word(shape: Any, axes: Any, mesh: Any, expected: str) -> None:
     assert describe_decomposition(plan_shards(shape, axes, np.arange(int(np.prod(mesh))).reshape(mesh))) == expected
-
-
-def test_shardings_are_described_alike_only_if_they_are() -> None:
-    described = [
-        describe_sharding(s)
-        for s in (
-            NamedSharding(MESH, P("a")),
-            NamedSharding(MESH, P("b")),
-            NamedSharding(MESH, P(None, "a")),
-            NamedSharding(AbstractMesh((4, 2), ("a", "b")), P("a")),
-            NamedSharding(AbstractMesh((2, 4), ("b", "a")), P("a")),
-            NamedSharding(one_device("a", "b"), P("a")),
-            NamedSharding(MESH, P(("a", "b"))),
-            NamedSharding(MESH, P("a", "b")),
-        )
-    ]
-    assert len(set(described)) == len(described)
-    assert describe_sharding(NamedSharding(MESH, P("a"))) == described[0]
-    permuted = [np.array([SimpleNamespace(id=i) for i in ids], dtype=object) for ids in ((0, 1), (1, 0))]
-    pair: list[Any] = [
-        SimpleNamespace(mesh=SimpleNamespace(devices=d, shape={"a": 2}), spec=P("a"), memory_kind=None) for d in permuted
-    ]
-    assert describe_sharding(pair[0]) != describe_sharding(pair[1])

@@ -18,8 +18,6 @@ from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from tests.unit.batches import check_batches, read_box
 
-Array = np.ndarray[Any, Any]
-
 SHAPE, CHUNKS = (5, 14, 11), (2, 4, 3)  # edge chunks along every axis; no two axes are alike
 DATA = np.arange(np.prod(SHAPE), dtype="f4").reshape(SHAPE)
 

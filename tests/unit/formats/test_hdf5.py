@@ -313,34 +313,6 @@ def test_attributes_are_plain_and_reported(tmp_path: Path) -> None:
     assert json.loads(json.dumps(attributes)) == attributes
 
 
-def test_netcdf4_agrees_with_the_netcdf_library(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.nc")
-    data = flat((4, 3, 5), "int16")
-    with netCDF4.Dataset(path, "w") as file:
-        for name, size in (("time", None), ("lat", 3), ("lon", 5)):
-            file.createDimension(name, size)
-            file.createVariable(name, "f8", (name,))[:] = np.arange({"time": 4, "lat": 3, "lon": 5}[name])
-        for k, endian in enumerate(("little", "big")):
-            made = file.createGroup("g").createVariable(
-                f"v{k}",
-                ("<i2", ">i2")[k],
-                ("time", "lat", "lon"),
-                zlib=True,
-                endian=endian,
-                fill_value=-9,
-                chunksizes=(1, 2, 5),
-            )
-            made.set_auto_maskandscale(False)
-            made[:] = data
-            made.scale_factor, made.units = 0.5, "m"
-    infos = {info.dataset: info for info in list_arrays(path)}
-    assert [name for name, info in infos.items() if info.is_coordinate] == ["/lat", "/lon", "/time"]
-    for name in ("/g/v0", "/g/v1"):
-        info = check(path, name, data)
-        assert info.format == "netCDF4" and info.chunks == (1, 2, 5) and info.codec == "gzip+shuffle"
-        assert info.attributes == {"scale_factor": 0.5, "_FillValue": -9, "units": "m"}
-
-
 def test_real_files_agree_with_the_netcdf_library() -> None:
     compared = 0
     for path in sorted(Path(iris_sample_data.path).glob("*.nc")):
@@ -437,32 +409,6 @@ def test_a_filter_that_is_missing_is_named(tmp_path: Path, counting_filter: list
     assert said[0].startswith(f"SourceError '/a' in '{path}' cannot be loaded: it holds chunks encoded with HDF5 filter")
     assert "filter 460 (counting)" in said[0] and "filter 32015 (zstd)" in said[1]
     assert all("`pip install hdf5plugin`" in line for line in said)
-
-
-def test_damage_surfaces_as_an_error(tmp_path: Path) -> None:
-    data = np.random.default_rng(0).integers(0, 2**31, (8, 40)).astype("int64")
-    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(2, 40), compression="gzip")
-    with h5py.File(path) as file:
-        stored = file["a"].id.get_chunk_info_by_coord((4, 0))
-    raw = bytearray(Path(path).read_bytes())
-    whole = bytes(raw)
-    for byte in range(stored.byte_offset + 20, stored.byte_offset + 28):
-        raw[byte] ^= 0xFF
-    Path(path).write_bytes(raw)
-    source = open_source(path, "/a")
-    out = np.empty((2, 40), "int64")
-    source.read_into(Region((2, 0), (4, 40)), out)  # the chunk before it is whole
-    np.testing.assert_array_equal(out, data[2:4])
-    with pytest.raises(ValueError, match="the gzip stream is damaged"):
-        source.read_into(Region((4, 0), (6, 40)), out)
-    source.close()
-    for size in (9, 100, len(whole) // 2, len(whole) - 1):
-        Path(path).write_bytes(whole[:size])
-        for attempt in (list_arrays, find_array):
-            with pytest.raises(SourceError, match=r"a.h5' is an HDF5 file that cannot be opened: .* HDF5 says: ") as caught:
-                attempt(path)
-            assert caught.value.path == path
-            assert size < 100 or "Copy or write it again" in str(caught.value)
 
 
 def test_links(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import UntrustedFile, checked, labels_of
 from shardload.jobs import contents
 from tests.unit.blocked import run_without
-from tests.unit.files import raising, write_hdf5
+from tests.unit.files import raising
 
 WRITERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "netCDF4": ("a.nc", {"engine": "netcdf4"}, {"engine": "netcdf4"}),
@@ -150,17 +149,6 @@ def test_names_do_not_depend_on_the_group(tmp_path: Path, writer: str) -> None:
     assert isinstance(found.of_group["attributes"], Note)
 
 
-def test_names_behind_a_link_to_another_file(tmp_path: Path) -> None:
-    """Wrong if coordinates or attributes were those of what has the same names in this file, or in the other file's group."""
-    write(tmp_path / "other.nc", {"engine": "h5netcdf"}, climate().assign_attrs(title="other"))
-    path = tmp_path / "here.h5"
-    with h5py.File(path, "w") as file:
-        file["t"], file["time"], file.attrs["title"] = h5py.ExternalLink("other.nc", "/t"), np.zeros(4), "here"
-    found = read_labels(path, find_array(path, "t"))
-    assert found.dims == ("time", "lat", "lon") and found.attrs["units"] == "K"
-    assert (found.coords, found.of_group) == ({}, {})
-
-
 @pytest.mark.usefixtures("quick_helpers")
 def test_notes_in_the_place_of_attributes(tmp_path: Path) -> None:
     """Wrong if a text of the author were taken for one, a note for a value, or too many attributes were lost unseen."""
@@ -265,14 +253,6 @@ def test_names_of_very_many_arrays_are_read_when_they_are_looked_at(tmp_path: Pa
     assert found["t"].dims == ("time", "lat", "lon") and found["t"].attrs and labelled == ["/t"]
 
 
-def test_one_array_or_group_of_a_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-    assert list(shardload.open(f"{path}:/t")) == ["/t"] and set(shardload.open(f"{path}:/")) == set(shardload.open(path))
-    write_hdf5(tmp_path / "g.h5", {"g/h/x": 1, "g/y": 2, "gg/z": 3})
-    assert set(shardload.open(f"{tmp_path}/g.h5:/g")) == {"/g/h/x", "/g/y"}
-    assert repr(shardload.open(f"{tmp_path}/g.h5:g/y")).startswith(f"<{tmp_path}/g.h5: 1 array>")
-
-
 def test_scales_are_found_without_a_list_of_all_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if all names of the file were read for each array that is labelled (the time would grow with their square), or if a
     scale were named after another array, or a soft link, that has its name in the array's group.
@@ -340,27 +320,6 @@ def test_arrays_without_names(tmp_path: Path) -> None:
         found["x"]
     with pytest.raises(KeyError, match="Did you mean '/plain'"):
         found["plane"]
-
-
-def test_axes_of_which_only_some_have_scales(tmp_path: Path) -> None:
-    """Wrong if HDF5 were asked for the scale of an axis that has none; and coordinates that nobody names are not opened."""
-    path = str(tmp_path / "a.h5")
-    with h5py.File(path, "w") as file:
-        made = file.create_dataset("x", data=np.arange(24.0).reshape(2, 3, 4))
-        for axis, name in ((0, "time"), (2, "lon")):
-            file[name] = np.arange(made.shape[axis]) * 2.0
-            file[name].make_scale(name)
-            made.dims[axis].attach_scale(file[name])
-        made.dims[1].label = "level"
-    opened = shardload.open(path)["x"]
-    assert opened.dims == ("time", "level", "lon") and set(opened.coords) == {"time", "lon"}
-    for names, coords in (((), set()), (("lon",), {"lon"}), (("level", "time"), {"time"})):
-        with Finder(Access()) as finder:
-            labeller = Labeller(finder, names=names)
-            found = labeller.label(path, find_array(path, "x"))
-        assert found.dims == ("time", "level", "lon") and set(found.coords) == coords and not found.attrs
-        if "lon" in coords:
-            np.testing.assert_array_equal(found.coords["lon"].values, [0, 2, 4, 6])
 
 
 def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
@@ -432,20 +391,6 @@ def test_of_large_coordinates_each_array_has_what_it_has_room_for(tmp_path: Path
         for name, has_values in (("v", {"x": True, "y": False}), ("w", {"y": True}), ("v", {"x": True, "y": False})):
             coords = labeller.label(path, find_array(path, name)).coords
             assert {name: coord.values is not None for name, coord in coords.items()} == has_values
-
-
-def test_large_coordinates_are_named_only(tmp_path: Path) -> None:
-    """Wrong if a plan of a small array had to read, and send to all ranks, the coordinates of millions of points."""
-    made = xr.Dataset({"v": (("p",), np.zeros(20000, "f4"))}, coords={"p": np.arange(20000.0)})
-    made["v"].attrs["long"] = "x" * 70000
-    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, made)
-    info = shardload.open(path)["v"]
-    assert info.coords["p"].values is None and info.coords["p"].dims == ("p",)
-    assert len(pickle.dumps(info)) < 10000
-    with Finder(Access()) as finder:
-        labeller = Labeller(finder, small_nbytes=1 << 20)
-        found = labeller.label(path, find_array(path, "v")).coords["p"].values
-    assert found is not None and found.shape == (20000,)
 
 
 def test_names_of_two_versions_belong_to_no_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

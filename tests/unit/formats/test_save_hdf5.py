@@ -6,9 +6,7 @@ import os
 import shutil
 import subprocess
 import threading
-import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +24,7 @@ from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec, Compression, Encoder, Stored
+from shardload.formats.sink import ArraySpec, Compression, Encoder
 from shardload.planning.region import Region
 from shardload.storage import target
 from tests.tiers import some_of
@@ -138,29 +136,6 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
     assert not asked
 
 
-def test_chunks_are_where_the_library_says(tmp_path: Path) -> None:
-    """The catalog's offsets against `get_chunk_info`, with chunks as long as HDF5's own metadata: wrong if a chunk were
-    told from metadata by its length.
-    """
-    lengths = [40, 96, 120, 272, 328, 512, 544, 1072, 2096, 2616, 3136, 4096, 5000]
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("u1", "gzip", (6000,), (6000 * len(lengths),))})
-    with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
-        order = np.random.default_rng(5).permutation(len(lengths))
-        offsets = catalog.allocate("/x", order, [lengths[k] for k in order])
-        for k, offset in zip(order.tolist(), offsets.tolist(), strict=True):
-            writer.put("/x", k, offset, Stored(bytes([k]) * lengths[k]))
-        writer.sync()
-        catalog.finish()
-        catalog.commit()
-    noted = dict(zip(order.tolist(), offsets.tolist(), strict=True))
-    with h5py.File(tmp_path / "x.h5") as file:
-        for n in range(len(lengths)):
-            info = file["x"].id.get_chunk_info(n)
-            k = info.chunk_offset[0] // 6000
-            assert (info.byte_offset, info.size, info.filter_mask) == (noted[k], lengths[k], 0)
-            assert file["x"].id.read_direct_chunk((6000 * k,))[1] == bytes([k]) * lengths[k]
-
-
 def test_the_file_has_the_oldest_version(tmp_path: Path) -> None:
     """Superblock 0: HDF5 1.6 reads it."""
     save(tmp_path / "x.h5", {"x": ramp(SHAPE, "f4")}, {"x": spec("f4", "gzip")})
@@ -181,14 +156,6 @@ def test_alignment(tmp_path: Path, compression: Any) -> None:
         np.testing.assert_array_equal(file["y"][...], values)
         found = [file["x"].id.get_chunk_info(k).byte_offset % 4096 for k in range(10)]
         assert found == [0] * 10 and file["y"].id.get_offset() % 4096 == 0
-
-
-def test_a_chunk_at_the_edge_is_padded_with_the_fill_value(tmp_path: Path) -> None:
-    """Wrong if the scratch buffer of the chunk before showed through."""
-    save(tmp_path / "x.h5", {"x": ramp((3, 4), "<i2")}, {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
-    with h5py.File(tmp_path / "x.h5") as file:
-        raw = zlib.decompress(file["x"].id.read_direct_chunk((2, 3))[1])
-        assert np.frombuffer(raw, "<i2").tolist() == [11, -7, -7, -7, -7, -7] and file["x"].fillvalue == -7
 
 
 def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:
@@ -219,17 +186,6 @@ def test_a_chunk_that_is_not_asked_for_by_its_bounds(tmp_path: Path) -> None:
             one.number(Region(start, stop))
     with pytest.raises(ValueError, match="values of shape"):
         one.encode(Region((0, 0), (2, 8)), np.zeros((8, 2), "i4"))
-
-
-def test_a_filter_of_the_library_may_leave_a_chunk_as_it_is(tmp_path: Path) -> None:
-    """LZF gives up on noise, and HDF5 then notes for this chunk that the filter was left out. Constant chunks beside it."""
-    values = np.zeros((6, 4096), dtype="u1")
-    values[1::2] = np.random.default_rng(0).integers(0, 256, (3, 4096), dtype="u1")
-    save(tmp_path / "x.h5", {"x": values}, {"x": spec("u1", "lzf", (1, 4096), values.shape)})
-    with h5py.File(tmp_path / "x.h5") as file:
-        np.testing.assert_array_equal(file["x"][...], values)
-        masks = [file["x"].id.get_chunk_info(k).filter_mask for k in range(6)]
-    assert masks == [0, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("name", BY_LIBRARY)
@@ -408,20 +364,6 @@ def test_text_of_numpy_and_long_text_are_attributes(tmp_path: Path, name: str) -
         with netCDF4.Dataset(tmp_path / name) as file:
             shown = {key: file["x"].getncattr(key) for key in attrs}
         assert shown == {**expected, "list": "c"}
-
-
-def test_an_unlimited_axis(tmp_path: Path) -> None:
-    values = ramp((5, 3), "i4")
-    save(tmp_path / "x.h5", {"x": values}, {"x": spec("i4", None, (2, 3), (5, 3), unlimited=(0,))})
-    with h5py.File(tmp_path / "x.h5", "r+") as file:
-        assert file["x"].maxshape == (None, 3)
-        file["x"].resize(7, axis=0)
-        file["x"][5:] = 9
-        assert file["x"][...].tolist() == [*values.tolist(), [9, 9, 9], [9, 9, 9]]
-    # Wrong if chunks were cut to an axis without elements that is not the one that grows.
-    save(tmp_path / "y.h5", {"y": values[:, :0]}, {"y": spec("i4", "gzip", (2, 3), (5, 0), unlimited=(0,))})
-    with h5py.File(tmp_path / "y.h5") as file:
-        assert file["y"].shape == (5, 0) and file["y"].chunks == (2, 1) and file["y"].maxshape == (None, 0)
 
 
 # --- netCDF4

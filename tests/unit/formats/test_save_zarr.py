@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore
-import xarray as xr
 import zarr
 
 from shardload.errors import ConfigError, SourceError
@@ -85,27 +83,6 @@ def test_every_type_is_read_back(tmp_path: Path, name: str, sharded: bool) -> No
     )
     assert not source.missing(Region.whole(SHAPE)) and source.labels().dims[0] == "z"
     source.close()
-
-
-def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path) -> None:
-    """Wrong if names were left out, or if axes of different lengths had one name: xarray refuses both."""
-    arrays = {"x": ramp((5, 4), "<f4"), "y": ramp((4, 4, 3), "<f4"), "z": ramp((3,), "<i4"), "alone": ramp((), "<f8")}
-    save(tmp_path / "x.zarr", arrays, {name: ArraySpec(one.shape, one.dtype) for name, one in arrays.items()})
-    with xr.open_zarr(tmp_path / "x.zarr") as found:
-        for name, values in arrays.items():
-            np.testing.assert_array_equal(found[name].values, values)
-        assert found["x"].dims == ("dim_0", "dim_1") and found["y"].dims == ("dim_1", "dim_2", "dim_3")
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 7)], ids=str)
-def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    values = ramp(shape, "f4")
-    save(tmp_path / "x.zarr", {"a": values, "b/c": values})
-    save(tmp_path / "y.zarr", {"/": values})
-    for found in (zarr.open_group(tmp_path / "x.zarr", mode="r")["b/c"], zarr.open_array(tmp_path / "y.zarr", mode="r")):
-        assert found.shape == shape
-        np.testing.assert_array_equal(found[...], values)
 
 
 def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
@@ -205,20 +182,6 @@ def test_what_zarr_cannot_hold(tmp_path: Path, asked: ArraySpec, version: str, w
     with pytest.raises(ConfigError, match=words):
         make_sink(str(tmp_path / "x.zarr"), {"x": asked}, format=version)
     assert not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["x.h5", "x.nc", "x.zarr"])
-def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
-    """Wrong if a group that has attributes only, as headers of simulations are, were lost."""
-    path = tmp_path / name
-    groups = {"/": {"t": 0}, "/g": {"t": 1}, "/Header": {"t": 2}, "/a/b/c": {"t": 3}}
-    save(path, {"g/x": np.arange(3, dtype="i4")}, group_attrs=groups)
-    opened = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path)
-    assert {
-        group: int(opened[group.strip("/") or "/"].attrs["t"] if group != "/" else opened.attrs["t"]) for group in groups
-    } == {group: attrs["t"] for group, attrs in groups.items()}
-    np.testing.assert_array_equal(opened["g/x"][...], np.arange(3))
-    opened.close() if isinstance(opened, h5py.File) else None
 
 
 @pytest.mark.parametrize(
@@ -375,17 +338,3 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
         catalog.commit()
     assert n_written >= np.prod(one.spec.grid)
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"])
-def test_types_of_jax_are_those_of_tensorstore(tmp_path: Path, name: str) -> None:
-    """Wrong if TensorStore, which wrote such stores first, found other bits in these."""
-    values = ramp(SHAPE, "float32").astype(getattr(ml_dtypes, name))
-    if name == "bfloat16":
-        values.reshape(-1)[:2].view("u2")[:] = (0xFF81, 0x8000)
-    save(tmp_path / "x.zarr", {"x": values}, {"x": spec(values.dtype, "zstd", fill_value=values.dtype.type(1))})
-    found = by_tensorstore(tmp_path / "x.zarr" / "x")
-    assert found.dtype == values.dtype and found.tobytes() == values.tobytes()
-    source = open_source(str(tmp_path / "x.zarr"), "/x")
-    assert source.dtype == values.dtype and source.plain(Region.whole(SHAPE)).tobytes() == values.tobytes()
-    source.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -109,31 +108,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 ASCENDING = list(range(40))
 
 
-@pytest.mark.parametrize(
-    ("order", "more", "is_plain"),
-    [
-        (ASCENDING, {}, True),
-        ([*range(20, 40), *range(20)], {}, False),  # the second half first
-        (ASCENDING[::2] + ASCENDING[1::2], {}, False),
-        (ASCENDING, {"dtype": ">f4"}, False),  # the bytes are not the values
-        (ASCENDING, {"fletcher32": True}, False),
-        (list(range(0, 40, 2)), {"chunks": (2, 5, 7)}, True),
-        (list(range(0, 40, 3)), {"chunks": (3, 5, 7)}, False),  # the last one reaches over the edge
-        (ASCENDING, {"chunks": (1, 5, 4)}, False),  # two side by side
-    ],
-)
-def test_plain_chunks_are_read_at_once(
-    tmp_path: Path, reads: list[str], order: list[int], more: dict[str, Any], is_plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong if chunks were taken in the order of the file, or bytes for values; h5py says what is right."""
-    monkeypatch.setattr("shardload.formats.stored_chunks._LEAST_NBYTES", 1)
-    path = written(tmp_path / "x.h5", order, **more)
-    with h5py.File(path) as file:
-        np.testing.assert_array_equal(file["x"][...].astype("f4"), STEPS)
-    assert values_of(path, "x") == STEPS.tobytes()
-    assert reads == ["plain"] * is_plain
-
-
 def test_a_missing_or_a_damaged_chunk_is_left_to_the_load(tmp_path: Path, reads: list[str]) -> None:
     """Wrong if what was in memory before were taken for the values of a chunk that was never written, or cannot be decoded."""
     assert values_of(written(tmp_path / "x.h5", [k for k in ASCENDING if k != 17]), "x") is None
@@ -142,20 +116,6 @@ def test_a_missing_or_a_damaged_chunk_is_left_to_the_load(tmp_path: Path, reads:
         file["x"].id.write_direct_chunk((4, 0, 0), b"\xff" * 20)
     assert values_of(path, "x") is None
     assert "plain" not in reads
-
-
-def test_plain_chunks_that_were_cut_off(tmp_path: Path) -> None:
-    """Wrong if the end of the memory were sent as it was."""
-    path = written(tmp_path / "x.h5", ASCENDING)
-    size = Path(path).stat().st_size
-    source = lookup.open_source(path, "/x")
-    os.truncate(path, size - 100)
-    reader, out = source.chunk_reader(), np.zeros(STEPS.shape, "f4")
-    with h5py.File(written(tmp_path / "y.h5", ASCENDING)) as whole:
-        ends = max(whole["x"].id.get_chunk_info(k).byte_offset for k in ASCENDING) + 140
-    assert ends > size - 100, "the last chunk is at the end of the file"
-    assert isinstance(reader, Hdf5Chunks) and not reader.read_plain([range(40), range(1), range(1)], out)
-    source.close()
 
 
 BLOCK = np.arange(36 * 10 * 14, dtype="float32").reshape(36, 10, 14)
@@ -207,23 +167,6 @@ def test_values_of_a_part(tmp_path: Path, kind: str, reads: list[str]) -> None:
         np.testing.assert_array_equal(values, np.asarray(opened[region.slices()]))
     assert values_of(path, "x") == BLOCK.tobytes()
     assert "library" not in reads
-
-
-def test_a_part_of_a_large_array(tmp_path: Path) -> None:
-    """Wrong if the size of the array counted, of which only a part is read, or that of the part and not of its chunks."""
-    path = str(tmp_path / "x.h5")
-    with h5py.File(path, "w") as file:
-        for name, chunk in {"steps": (1, 64, 64), "series": (1, 64, 64), "wide": (256, 64, 64)}.items():
-            made = file.create_dataset(name, (1000, 64, 64), "f4", chunks=chunk, compression="gzip")
-            made[7] = np.arange(64 * 64).reshape(64, 64)
-    step = part_of(path, "steps", Region((7, 0, 0), (8, 64, 64)))
-    assert step.values is not None and bytes(step.values) == np.arange(64 * 64, dtype="f4").tobytes()
-    assert part_of(path, "steps", Region((8, 0, 0), (9, 64, 64))).values is None, "it is missing"
-    assert part_of(path, "steps", Region((7, 0, 0), (8, 64, 64)), small_nbytes=1 << 13).values is None
-    assert part_of(path, "series", Region((0, 3, 3), (1000, 4, 4))).values is None, "4 KB, but of 1,000 chunks of 16 KiB"
-    rows = Region((0, 0, 0), (1000, 1, 64))
-    assert part_of(path, "series", rows).values is None, "250 KB, but 16 MB are decoded"
-    assert part_of(path, "wide", Region((7, 3, 3), (8, 4, 4))).values is None, "for 4 bytes a chunk of 4 MiB is decoded"
 
 
 def test_only_the_chunks_of_a_part_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

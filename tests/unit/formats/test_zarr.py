@@ -60,20 +60,6 @@ def test_the_store_is_one_array(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_attributes_and_coordinates(tmp_path: Path, zarr_format: Any) -> None:
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=zarr_format)
-    for name, dimensions in (("lat", ["lat"]), ("rho", ["time", "lat"])):
-        named = {"dimension_names": dimensions} if zarr_format == 3 else {}
-        made = group.create_array(name, data=flat((3,) * len(dimensions)), **named)
-        made.attrs["_ARRAY_DIMENSIONS"] = dimensions
-    made.attrs.update({"scale_factor": 0.5, "_FillValue": -9, "units": "m", "comment": "not told"})
-    infos = {info.dataset: info for info in list_arrays(str(tmp_path / "a.zarr"))}
-    assert (infos["/lat"].is_coordinate, infos["/rho"].is_coordinate) == (True, False)
-    assert infos["/rho"].attributes == {"scale_factor": 0.5, "_FillValue": -9, "units": "m"}
-    assert find_array(tmp_path / "a.zarr").dataset == "/rho"
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
 def test_an_empty_name_is_no_name_of_an_axis(tmp_path: Path, zarr_format: Any) -> None:
     """The array of a store that is one array has an empty name too, and was taken to be its axis's coordinate."""
     path, named = str(tmp_path / "a.zarr"), {"dimension_names": [""]} if zarr_format == 3 else {}
@@ -300,30 +286,6 @@ def test_types_of_jax_as_tensorstore_writes_them(tmp_path: Path, name: str, driv
     source = open_source(str(tmp_path / "a.zarr"), "/")
     assert source.info.dtype == name and source.dtype == dtype
     assert read_all(source).tobytes() == expected.tobytes() == source.plain(Region.whole((12, 6))).tobytes()
-    source.close()
-
-
-def test_bfloat16_in_the_other_byte_order(tmp_path: Path) -> None:
-    values = np.arange(24).reshape(4, 6).astype(np.float32).astype(ml_dtypes.bfloat16)
-    grid = {"name": "regular", "configuration": {"chunk_shape": [2, 6]}}
-    big = [{"name": "bytes", "configuration": {"endian": "big"}}]
-    write_tensorstore(tmp_path / "a.zarr", values, chunk_grid=grid, codecs=big)
-    source = open_source(str(tmp_path / "a.zarr"), "/")
-    assert read_all(source).tobytes() == values.tobytes() == source.plain(Region.whole((4, 6))).tobytes()
-    source.close()
-
-
-def test_bfloat16_by_columns(tmp_path: Path) -> None:
-    """Which zarr-python reads. Wrong if its integers were taken for the values."""
-    values = np.arange(24).reshape(4, 6).astype(np.float32).astype(ml_dtypes.bfloat16)
-    write_tensorstore(tmp_path / "a.zarr", values, "zarr", chunks=[2, 6], dtype="bfloat16", order="F", fill_value=1.5)
-    (tmp_path / "a.zarr" / "1.0").unlink()
-    source, expected = (
-        open_source(str(tmp_path / "a.zarr"), "/"),
-        np.where(np.arange(4)[:, None] < 2, values, values.dtype.type(1.5)),
-    )
-    assert source.chunk_reader() is None
-    assert read_all(source).tobytes() == expected.tobytes() == source.plain(Region.whole((4, 6))).tobytes()
     source.close()
 
 

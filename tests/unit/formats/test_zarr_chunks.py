@@ -236,22 +236,6 @@ def test_fill_values_as_bits_and_none(tmp_path: Path) -> None:
         check(tmp_path / "b.zarr", "/", np.zeros((4, 5), dtype))
 
 
-@pytest.mark.parametrize("index_location", ["start", "end"])
-def test_missing_inner_chunks_and_shards(tmp_path: Path, index_location: str) -> None:
-    data = np.full((8, 12), 42, "int32")
-    data[0, 3:7] = flat((4,), "int32")
-    data[5, 11] = -1
-    codecs = [sharding((2, 3), [serial(), ZSTD], index_location=index_location)]
-    write_tensorstore(tmp_path / "a", data, chunk_grid=regular(4, 6), codecs=codecs, fill_value=42)
-    source = open_source(tmp_path / "a", "/")
-    there = {index for index in chunk_indices(source) if not reader_of(source).fetch(box_of(index)).has_missing}
-    assert there == {(0, 1), (0, 2), (2, 3)}
-    check(tmp_path / "a", "/", data)
-    (tmp_path / "a" / "c" / "0" / "0").unlink()
-    data[:4, :6] = 42
-    check(tmp_path / "a", "/", data)
-
-
 def write_shards(path: Path, index_codecs: list[dict[str, Any]] | None = None) -> tuple[Path, np.ndarray[Any, Any]]:
     """Four shards of four chunks of 2 x 3; the path of the first one's file."""
     data = flat((8, 12), "int32", first=1)
@@ -492,22 +476,6 @@ def test_only_the_last_few_shards_stay_open(tmp_path: Path, monkeypatch: pytest.
         assert [file.parent.name for file in open_files() if path in str(file)] == [str(row // 3)]
 
 
-def test_a_shard_that_is_replaced_meanwhile(tmp_path: Path) -> None:
-    """The index is never used on another file's bytes."""
-    first, second = flat((4, 6), "int32", first=1), flat((4, 6), "int32", first=1000)
-    for name, data in (("a", first), ("b", second)):
-        codecs = [sharding((2, 3), [serial(), ZSTD])]
-        write_tensorstore(tmp_path / name, data, chunk_grid=regular(4, 6), codecs=codecs)
-    source, out = open_source(tmp_path / "a", "/"), np.empty((4, 6), "int32")
-    place(source, out, (0, 0))
-    os.replace(tmp_path / "b" / "c" / "0" / "0", tmp_path / "a" / "c" / "0" / "0")
-    for index in chunk_indices(source):
-        place(source, out, index)
-    np.testing.assert_array_equal(out, first)
-    source.close()
-    check(tmp_path / "a", "/", second)
-
-
 class Derived(zarr.storage.LocalStore):
     """May do anything."""
 
@@ -561,16 +529,6 @@ def test_encodings_that_are_left_to_zarr_python(tmp_path: Path, name: str) -> No
 
 
 TINY = sharding((1, 1), [{"name": "bytes"}])
-TRANSPOSED = {"name": "transpose", "configuration": {"order": [1, 0]}}
-
-
-def test_shards_with_more_index_than_values(tmp_path: Path) -> None:
-    """What is stored of tiny chunks is mostly their index, also where only zarr-python sees that there are shards."""
-    data = flat((32, 32), "uint8", first=1)
-    write_tensorstore(tmp_path / "a.zarr", data, chunk_grid=regular(32, 32), codecs=[TRANSPOSED, TINY])
-    source = open_source(str(tmp_path / "a.zarr"), "/")
-    assert source.chunk_reader() is None
-    np.testing.assert_array_equal(read_all(source), data)
 
 
 def test_shards_inside_of_shards_are_refused(tmp_path: Path) -> None:

@@ -316,19 +316,6 @@ def test_what_does_not_belong_together(
     assert sorted(os.listdir(tmp_path)) == sorted(map(os.path.basename, snapshot))
 
 
-@pytest.mark.parametrize(
-    ("changes", "years", "said"),
-    [
-        ({}, (2002, 2001), r"'/time' does not go on from part to part: '.*y2002\.nc' ends with 330\.0, and '.*y2001.* -365"),
-        ({"units": "days since 2001-01-01"}, (2001, 2002), r"does not go on .* ends with 330\.0, and .* begins with 0\.0"),
-    ],
-)
-def test_an_axis_goes_on_in_one_direction(tmp_path: Path, changes: Mapping[str, Any], years: Sequence[int], said: str) -> None:
-    paths, whole = climate(tmp_path, years, **changes), str(tmp_path / "all.nc")
-    refused(said, whole, paths)
-    assert not os.path.exists(whole)
-
-
 def test_what_a_climate_model_may_not_change(tmp_path: Path) -> None:
     whole = str(tmp_path / "all.nc")
     first, second = climate(tmp_path, (2001, 2002))

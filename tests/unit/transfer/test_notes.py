@@ -19,7 +19,7 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import plan_shards
 from shardload.transfer.buffers import Packer, Piece, Slots, StagedBlock
-from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
+from shardload.transfer.channels import ACK, HEAD_SIZE, Channels
 from shardload.transfer.moves import ArrayMove, Arrivals
 from tests.unit.fakes import TABLE
 
@@ -103,25 +103,6 @@ class Ranks:
 
 def rows_of(note: Any) -> Any:
     return note[HEAD_SIZE:].reshape(-1, 1 + 3 * N)
-
-
-@pytest.mark.parametrize("checksums", [False, True])
-def test_what_is_named_is_copied_once_and_answered(checksums: bool) -> None:
-    ranks = Ranks(checksums)
-    notes = ranks.put()
-    assert [note[:3].tolist() for note in notes] == [[OFFER, 1, 1], [OFFER, 2, 1]]
-    assert [rank for rank, _ in ranks.there.messages] == [1, 1]
-    assert len(ranks.sending._offered) == 2 and not ranks.slots.has_room() and not ranks.receiving.is_done
-    for note in notes:
-        ranks.receiving.hear(0, note)
-    np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
-    assert ranks.answer() == [1, 2] and len(ranks.sending._offered) == 0 and ranks.slots.has_room()
-    assert sum(ranks.advanced) == ranks.arrivals.counters.nbytes_received == 64 and ranks.complete == [ranks.piece]
-    assert ranks.receiving._open and not ranks.receiving.is_done, "the receipt is still to come"
-    ranks.receipt()
-    assert ranks.receiving.is_done and not ranks.receiving._open
-    ranks.receiving.check(True)
-    assert ranks.arrivals.errors.error is None
 
 
 def test_a_receipt_that_counts_parts_which_no_note_named() -> None:

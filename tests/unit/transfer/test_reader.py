@@ -260,14 +260,6 @@ def test_a_file_that_cannot_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatc
         reader_of(FakeSource(TABLE, (2, 4)))
 
 
-def test_without_chunks_the_elements_are_named() -> None:
-    source = FakeSource(TABLE, None, failing_at((3, 3), OSError("short read")))
-    reader = reader_of(source)
-    error = failure(reader, whole(rows(2, 6), rank=1))
-    assert isinstance(error, SourceError) and error.chunk is None and "(elements [2:6, 0:4]): OSError: short" in str(error)
-    assert len(source.reads) == 1 and reader.counters.chunks_decoded == 0
-
-
 @pytest.mark.parametrize("error", [SourceError("told well already", chunk=(9,)), MemoryError("no memory")])
 def test_what_is_no_damage_is_passed_on(error: Exception) -> None:
     reader = reader_of(FakeSource(TABLE, (2, 4), lambda region: error))

@@ -69,33 +69,6 @@ def test_small_chunks_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -
     assert source.reads == [rows(0, 8)] and len(chunks_of(source).fetched) == 4
 
 
-@pytest.mark.parametrize(
-    ("read", "held"),
-    [
-        (Block(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))), rows(0, 8)),
-        (Block(rows(0, 2), (Part(rows(0, 1), 0, 0),)), rows(0, 8)),
-        (whole(rows(0, 2)), Region((0, 0), (8, 5))),  # has gaps in the piece
-        (whole(rows(1, 3)), rows(0, 8)),  # parts of two chunks
-    ],
-    ids=["two parts", "less than the chunk", "gaps", "across chunks"],
-)
-def test_what_stays_here_but_is_no_whole_chunk_goes_through_memory_of_the_threads_own(read: Block, held: Region) -> None:
-    """Wrong if it took a slot, of which there are few, or if anything else in the piece were touched."""
-    source = chunked(TABLE, (2, 4))
-    piece = piece_of(held)
-    slots = Slots(1, 1 << 10)
-    with reader_of(source, {0: piece}, slots=slots) as reader:
-        assert slots.take() is not None and reader.has_room(read), "a slot was asked for"
-        block = fetch(reader, read)
-    assert block.tiles == [] and block.slot is None
-    assert not any(np.shares_memory(out, piece.data) for out in chunks_of(source).outs)
-    wanted = np.full(held.shape, -1.0)
-    for part in read.parts:
-        wanted[part.region.slices()] = TABLE[part.region.slices()]
-    np.testing.assert_array_equal(piece.data, wanted)
-    assert reader.counters.nbytes_copied == 4 * (wanted >= 0).sum()
-
-
 def test_chunks_that_follow_each_other_are_decoded_in_the_slot() -> None:
     """Wrong if a chunk were decoded in the place of another, or one that only this rank needs took up room."""
     data = np.arange(9 * 4 * 5, dtype="f4").reshape(9, 4, 5)

@@ -161,21 +161,6 @@ def test_ranges_are_those_of_xarray(axis: Any, low: str, high: str) -> None:
         assert np.arange(axis[0].size)[found].tolist() == wanted
 
 
-@given(axes(), texts().filter(lambda text: text.count("-") == 2))
-def test_the_nearest_is_that_of_xarray(axis: Any, text: str) -> None:
-    if axis[0].size > 1 and axis[0][0] > axis[0][-1]:
-        axis = (axis[0][::-1], *axis[1:])  # of two that are equally near, xarray takes another one along an axis that descends
-    at = by_xarray(*axis)
-    day = at.indexes["time"]
-    hours = int(text[11:13] or 0)
-    label: Any = pd.Timestamp(text)
-    if isinstance(day, xr.CFTimeIndex):
-        label = day[0].replace(year=int(text[:4]), month=int(text[5:7]), day=int(text[8:10]), hour=hours, minute=0, second=0)
-    wanted = int(at.sel(time=label, method="nearest"))
-    assert position(near(text), *axis) == wanted
-    assert position(near(label), *axis) == wanted
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["f8", "f4"])
 @pytest.mark.parametrize("since", ["2001-01-01", "1850-01-01", "0001-01-01"])

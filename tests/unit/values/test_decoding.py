@@ -122,52 +122,6 @@ def test_decoded_as_xarray_does(case: tuple[Array, dict[str, Any]]) -> None:
     assert_same(ours(stored, attributes), expected)
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
-def test_ends_of_each_type(dtype: str) -> None:
-    """Each number once as the fill value, with the plainest packing."""
-    stored = numbers(dtype)
-    for fill in stored:
-        for more in ({}, {"scale_factor": np.float32(0.01)}, {"scale_factor": 0.01, "add_offset": 273.15}):
-            attributes = {"_FillValue": fill, **more}
-            assert_same(ours(stored, attributes), by_xarray(stored, attributes))
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 0, 2)])
-def test_any_shape(shape: tuple[int, ...]) -> None:
-    stored = np.arange(np.prod(shape, dtype=int), dtype="i2").reshape(shape)
-    attributes = {"_FillValue": np.int16(0), "scale_factor": np.float32(0.5)}
-    assert_same(ours(stored, attributes), by_xarray(stored, attributes))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "attributes"),
-    [
-        ("f4", {}),
-        ("f4", {"units": "K"}),
-        ("f4", {"_FillValue": np.float32(np.nan)}),  # what xarray writes beside every array of floating point numbers
-        ("i4", {"_Unsigned": "false"}),
-        ("u4", {"_Unsigned": "true"}),
-        ("f8", {"_Unsigned": "true"}),
-        ("i4", {"_FillValue": np.float32(np.nan)}),
-        ("bool", {}),
-    ],
-)
-def test_nothing_to_decode(dtype: str, attributes: dict[str, Any]) -> None:
-    """Wrong if such arrays took the slower way."""
-    packing = {key: typed(value) for key, value in attributes.items() if key != "units"}
-    assert decoding_of(np.dtype(dtype), packing, "a") is None
-    stored = numbers(dtype) if dtype != "bool" else np.array([True, False])
-    assert_same(stored, by_xarray(stored, attributes))
-
-
-def test_one_value_in_an_array_is_a_scalar() -> None:
-    """netCDF stores scalars so, and its readers give the scalar. (Of a list in JSON, xarray makes Python objects.)"""
-    stored = numbers("i2")
-    for wrap in (lambda x: np.array([x]), lambda x: [float(x)]):
-        single = {"scale_factor": wrap(np.float64(0.1)), "_FillValue": wrap(np.float64(3))}
-        assert_same(ours(stored, single), by_xarray(stored, {"scale_factor": 0.1, "_FillValue": np.float64(3)}))
-
-
 def test_the_valid_range_is_not_applied() -> None:
     """xarray does not look at it, so neither does ``decode=True``; also that of unsigned numbers, up to 65530."""
     stored = np.arange(-5, 6, dtype="i2")
