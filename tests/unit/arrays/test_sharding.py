@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.arrays.sharding import (
     describe_decomposition,
+    describe_sharding,
     devices_per_process,
     layout_shards,
     padded_shape,
@@ -223,3 +224,26 @@ def test_a_process_that_takes_no_part() -> None:
 )
 def test_decomposition_in_a_word(shape: Any, axes: Any, mesh: Any, expected: str) -> None:
     assert describe_decomposition(plan_shards(shape, axes, np.arange(int(np.prod(mesh))).reshape(mesh))) == expected
+
+
+def test_shardings_are_described_alike_only_if_they_are() -> None:
+    described = [
+        describe_sharding(s)
+        for s in (
+            NamedSharding(MESH, P("a")),
+            NamedSharding(MESH, P("b")),
+            NamedSharding(MESH, P(None, "a")),
+            NamedSharding(AbstractMesh((4, 2), ("a", "b")), P("a")),
+            NamedSharding(AbstractMesh((2, 4), ("b", "a")), P("a")),
+            NamedSharding(one_device("a", "b"), P("a")),
+            NamedSharding(MESH, P(("a", "b"))),
+            NamedSharding(MESH, P("a", "b")),
+        )
+    ]
+    assert len(set(described)) == len(described)
+    assert describe_sharding(NamedSharding(MESH, P("a"))) == described[0]
+    permuted = [np.array([SimpleNamespace(id=i) for i in ids], dtype=object) for ids in ((0, 1), (1, 0))]
+    pair: list[Any] = [
+        SimpleNamespace(mesh=SimpleNamespace(devices=d, shape={"a": 2}), spec=P("a"), memory_kind=None) for d in permuted
+    ]
+    assert describe_sharding(pair[0]) != describe_sharding(pair[1])

@@ -239,32 +239,6 @@ def bytes_of(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 20, n).astype(np.uint8)
 
 
-def frame_of(stored: Any) -> tuple[int, int, bool]:
-    """What a frame's header declares (RFC 8878, 3.1.1.1): decoded size (-1: none), bytes of the header, a checksum."""
-    data = bytes(stored)
-    assert data[:4] == b"\x28\xb5\x2f\xfd"
-    descriptor = data[4]
-    single = descriptor >> 5 & 1
-    n = (single, 2, 4, 8)[descriptor >> 6]
-    at = 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
-    size = int.from_bytes(data[at : at + n], "little") + (256 if n == 2 else 0) if n else -1
-    return size, at + n, bool(descriptor >> 2 & 1)
-
-
-@pytest.mark.parametrize("level", ZSTD_LEVELS)
-def test_a_zstd_frame_declares_its_size_and_has_no_checksum(level: int) -> None:
-    """Wrong if the metadata (no checksum) said something else than the frame, or if a reader could not know the size."""
-    step = encode_zstd(level)
-    for n in FRAME_SIZES:
-        raw = bytes_of(n, n)
-        raw.flags.writeable = False  # as the memory of JAX
-        for data in (raw, raw.tobytes(), memoryview(raw)):
-            stored = step(data)
-            assert frame_of(stored)[::2] == (n, False), n
-            assert bytes(numcodecs.zstd.decompress(bytes(stored))) == raw.tobytes()
-            assert bytes(zstandard.ZstdDecompressor().decompress(stored)) == raw.tobytes()
-
-
 @pytest.mark.usefixtures("fresh_threads")
 def test_a_kept_compressor_knows_nothing_of_the_chunks_before() -> None:
     """Wrong if a frame were made with another array's level, or referred to an earlier chunk."""

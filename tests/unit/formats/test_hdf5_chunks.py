@@ -14,8 +14,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.format import Source
@@ -27,8 +25,6 @@ from shardload.formats.hdf5.source import Hdf5Contiguous, open_contiguous
 from shardload.formats.lookup import open_file, open_source
 from shardload.jobs.described import read_values
 from shardload.planning.region import Region
-from shardload.storage.local import LocalFile
-from tests.tiers import examples
 from tests.unit.files import (
     SHAPES,
     SIZES,
@@ -40,7 +36,6 @@ from tests.unit.files import (
     flat,
     plain_edges,
     raw_dataset,
-    read,
     read_all,
     write_hdf5,
 )
@@ -364,18 +359,6 @@ def chunked(tmp_path: Path) -> Iterator[Path]:
     assert open_descriptors(path) == 0
 
 
-def test_the_caller_closes_the_file(chunked: Path) -> None:
-    file = h5py.File(chunked)
-    source = open_source(file["a"], "/a")
-    reader = source.chunk_reader()
-    assert reader is not None
-    first = reader.fetch(box_of((0, 0)))
-    file.close()
-    again = reader.fetch(box_of((0, 0)))  # where it is was told before, and the descriptor is our own
-    assert bytes(again.data[0]) == bytes(first.data[0])
-    source.close()
-
-
 # --- contiguous values
 
 
@@ -387,34 +370,6 @@ def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5
 
 def reader_of_open(dataset: h5py.Dataset, dtype: Any = "int32") -> Hdf5Contiguous | None:
     return open_contiguous(OpenFacts(dataset.file, is_ours=False).dataset(dataset.id), np.dtype(dtype))
-
-
-@st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
-    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=5)))
-    start = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    stop = tuple(draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True))
-    return shape, Region(start, stop)
-
-
-@examples(200)
-@given(boxes(), st.integers(0, 400), st.integers(1, 400), st.sampled_from([(0, "u1"), (2, "u2"), (4, "c8"), (0, "c16")]))
-def test_any_region(
-    tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Region], near: int, span: int, kind: tuple[int, str]
-) -> None:
-    shape, region = case
-    swap, dtype = kind
-    data = flat(shape, dtype)
-    path = tmp_path_factory.getbasetemp() / "any.raw"
-    path.write_bytes(b"offset" + (data.byteswap() if swap else data).tobytes())
-    with open(path, "rb") as file, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hdf5_source, "NEAR_NBYTES", near)
-        patch.setattr(hdf5_source, "_SPAN_NBYTES", span)
-        out = np.full(region.shape, 99, dtype)
-        raw = LocalFile(os.dup(file.fileno()))
-        Hdf5Contiguous(raw, 6, shape, swap).read_into(region, out)
-        raw.close()
-    np.testing.assert_array_equal(out, data[region.slices()])
 
 
 def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,13 +411,3 @@ def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         reader.read_into(region, out)
         assert (sizes, len(copies)) == (expected, expected_copies)
         np.testing.assert_array_equal(out, data[region.slices()])
-
-
-def test_a_dataset_that_the_caller_writes_is_read_by_hdf5(tmp_path: Path) -> None:
-    """What it wrote may not be in the file yet."""
-    path = write_hdf5(tmp_path / "a.h5", {"a": flat((5, 7))})
-    with h5py.File(path, "r+") as file:
-        file["a"][2, 3:5] = (-1, -2)
-        source = open_source(file["a"], "/a")
-        assert read(source, Region((2, 0), (3, 7)))[0].tolist() == [14, 15, 16, -1, -2, 19, 20]
-        source.close()

@@ -110,6 +110,15 @@ def test_parts_one_after_the_other(
     check(rows(tmp_path, lengths, dtype=dtype, **how), has_reader=has_reader)
 
 
+def test_one_part_for_each_step(tmp_path: Path) -> None:
+    """Parts have an axis less than the whole."""
+    values = numbered((3, 4, 6))
+    how = {"chunks": (2, 3), "compression": "gzip"}
+    placed = [((k, slice(None), slice(None)), write(tmp_path, f"p{k}.h5", values[k], **how)) for k in range(3)]
+    source = check(whole(tmp_path, values.shape, placed), has_reader=True)
+    assert source.info.chunks == (1, 2, 3)
+
+
 def test_a_part_of_a_part(tmp_path: Path) -> None:
     """What is mapped begins inside of its dataset, at a border of chunks and not."""
     values = numbered((8, 6))
@@ -197,6 +206,17 @@ def test_parts_that_take_turns(tmp_path: Path, how: dict[str, Any], monkeypatch:
     with h5py.File(tmp_path / "blocks.h5", "w") as file:
         raw_dataset(file, "x", h5py.h5t.IEEE_F32LE, (13, 6), setting=blocks)
     check(str(tmp_path / "blocks.h5"))
+
+
+@pytest.mark.parametrize("dtype", ["c8", "bool"])
+def test_types_that_a_new_version_of_hdf5_encodes_in_another_way(tmp_path: Path, dtype: str) -> None:
+    """Wrong if the bytes that encode two types were compared: those of a file of `libver` "latest" differ for the same type."""
+    placed, values = [], numbered((8, 6), "i4").astype(dtype)
+    for k, libver in enumerate(("earliest", "latest")):
+        with h5py.File(tmp_path / f"p{k}.h5", "w", libver=libver) as file:
+            file.create_dataset("g/x", data=values[4 * k : 4 * k + 4], chunks=(2, 6), compression="gzip")
+        placed.append(((slice(4 * k, 4 * k + 4),), h5py.VirtualSource(f"p{k}.h5", "g/x", (4, 6), values.dtype)))
+    check(whole(tmp_path, (8, 6), placed, dtype, fill=values.dtype.type(0)), has_reader=True)
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
@@ -327,6 +347,24 @@ def test_parts_that_are_reached_or_stored_in_another_way(tmp_path: Path) -> None
     check(whole(tmp_path, (5, 6), [((slice(0, 4),), first), ((4, slice(0, 6)), row)]), has_reader=False)
 
 
+@pytest.mark.parametrize("behind", ["p0.h5", "p1.h5"])
+def test_a_change_of_a_file_behind_a_part_is_seen(tmp_path: Path, behind: str) -> None:
+    _, second = (write(tmp_path, name, numbered((4, 6))) for name in ("p0.h5", "p1.h5"))
+    with h5py.File(tmp_path / "linked.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("p0.h5", "/g/x")
+    path = two(tmp_path, h5py.VirtualSource("linked.h5", "x", (4, 6), "f4"), by_rows(tmp_path, "mixed.h5", second))
+    used, fresh = open_source(path, "/x"), open_source(path, "/x")
+    read_all(used)
+    before = used.state()
+    os.utime(tmp_path / behind, ns=(1, 1))
+    assert used.state() != before
+    with pytest.raises(OSError, match="has changed since it was looked at"):
+        read_all(fresh)
+    used.close()
+    fresh.close()
+    check(path)
+
+
 def test_what_consists_of_itself_is_refused(tmp_path: Path) -> None:
     for name, other in (("a.h5", "b.h5"), ("b.h5", "a.h5"), ("c.h5", ".")):
         layout = h5py.VirtualLayout((4,), "f4")
@@ -404,15 +442,6 @@ def test_no_thread_waits_for_what_another_one_asks_of_hdf5() -> None:
     for thread in threads:
         thread.join()
     assert found == [1, 1] and slow.answer == 1
-
-
-def test_a_virtual_dataset_knows_no_names_of_netcdf(tmp_path: Path) -> None:
-    """A variable that is no coordinate has another name in HDF5 than the dimension of its name."""
-    with h5py.File(tmp_path / "p0.h5", "w") as file:
-        file["n"] = np.arange(3, dtype="f4")
-        file["n"].make_scale("This is a netCDF dimension but not a netCDF variable.         3")
-        file["_nc4_non_coord_n"] = -np.ones(3, "f4")
-    check(whole(tmp_path, (3,), [((slice(0, 3),), h5py.VirtualSource("p0.h5", "n", (3,), "f4"))]))
 
 
 def two_arrays(folder: Path) -> str:

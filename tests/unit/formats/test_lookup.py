@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
-from shardload.formats.contract.array import refusal
+from shardload.formats.contract.array import Note, json_value, refusal
 from shardload.formats.contract.format import Source
 from shardload.formats.diagnosis import no_arrays_below
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, split_path
@@ -74,6 +74,17 @@ def test_other_types_are_refused(dtype: Any, why: str) -> None:
         find_array(np.zeros((2, 3), dtype))
     assert caught.value.path == "<memory>"
     assert refusal(np.dtype(("f4", (3,)))) == "small arrays of shape (3,) as elements"
+
+
+def test_attribute_values_become_plain() -> None:
+    record = np.zeros(1, [("a", "i4")])[0]
+    assert json_value(np.array([b"K", b"m"])) == ["K", "m"]
+    assert json_value(np.float32(0.5)) == 0.5 and type(json_value(np.float32(0.5))) is float
+    assert json_value(np.array([[1, 2]])) == [[1, 2]] and json_value(np.array(3 + 1j)) == "(3+1j)"
+    assert json_value(record) == [0] and json_value(np.bool_(True)) is True
+    assert json_value(b"\xff") == "\ufffd" and json_value(None) is None
+    assert json_value({"a": [1, {"b": np.float32(0.5)}]}) == {"a": [1, {"b": 0.5}]}
+    assert isinstance(json_value({"a": "x" * 5000}), Note)
 
 
 def test_split_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

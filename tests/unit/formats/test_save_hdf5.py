@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,6 +157,14 @@ def test_alignment(tmp_path: Path, compression: Any) -> None:
         np.testing.assert_array_equal(file["y"][...], values)
         found = [file["x"].id.get_chunk_info(k).byte_offset % 4096 for k in range(10)]
         assert found == [0] * 10 and file["y"].id.get_offset() % 4096 == 0
+
+
+def test_a_chunk_at_the_edge_is_padded_with_the_fill_value(tmp_path: Path) -> None:
+    """Wrong if the scratch buffer of the chunk before showed through."""
+    save(tmp_path / "x.h5", {"x": ramp((3, 4), "<i2")}, {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
+    with h5py.File(tmp_path / "x.h5") as file:
+        raw = zlib.decompress(file["x"].id.read_direct_chunk((2, 3))[1])
+        assert np.frombuffer(raw, "<i2").tolist() == [11, -7, -7, -7, -7, -7] and file["x"].fillvalue == -7
 
 
 def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:

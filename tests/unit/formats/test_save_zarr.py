@@ -10,7 +10,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import tensorstore
@@ -116,20 +115,6 @@ def test_fill_values_that_json_does_not_have(tmp_path: Path) -> None:
             np.testing.assert_array_equal(np.imag(found), np.imag(value))
 
 
-def test_metadata_comes_last(tmp_path: Path) -> None:
-    """Before `finish` the folder has no metadata, so nobody takes it for a store."""
-    values = {"x": ramp(SHAPE, "f4"), "g/y": ramp(SHAPE, "f4")}
-    sink = make_sink(str(tmp_path / "x.zarr"), {name: spec("f4", None) for name in values})
-    with sink.create() as catalog:
-        write_all(sink, catalog, {f"/{name}": one for name, one in values.items()})
-        names = {name for _, _, files in os.walk(catalog.ticket.temporary) for name in files}
-        assert names.isdisjoint({"zarr.json"}) and "shardload-unfinished" in names and not (tmp_path / "x.zarr").exists()
-        assert [key for key, _ in sink.documents()][-1] == "zarr.json"  # type: ignore[attr-defined]
-        catalog.finish()
-        catalog.commit()
-    assert sorted(os.listdir(tmp_path / "x.zarr")) == ["g", "x", "zarr.json"] and os.listdir(tmp_path) == ["x.zarr"]
-
-
 def test_a_chunk_is_written_once(tmp_path: Path) -> None:
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
     with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
@@ -206,15 +191,6 @@ def test_groups_that_a_file_cannot_have(tmp_path: Path, kind: str, name: str, sa
     with pytest.raises(ConfigError, match=says):
         make_sink(str(tmp_path / "out"), asked, format=kind, group_attrs={name: {"t": 1}})
     make_sink(str(tmp_path / "out"), asked, format=kind, group_attrs={"/": {"t": 1}, "/g": {"t": 2}, "/h/..i": {"t": 3}})
-
-
-def test_a_group_with_the_name_of_an_axis(tmp_path: Path) -> None:
-    """Wrong if plain HDF5 wanted a scale of that name beside the coordinate of another axis."""
-    asked = {"v": spec("i4", None, None, (2, 3), dims=("lat", "lon")), "lat": spec("i4", None, None, (2,), dims=("lat",))}
-    values = {"v": np.arange(6, dtype="i4").reshape(2, 3), "lat": np.arange(2, dtype="i4")}
-    save(tmp_path / "x.h5", values, asked, group_attrs={"/lon": {"t": 1}})
-    with h5py.File(tmp_path / "x.h5") as file:
-        assert file["lon"].attrs["t"] == 1 and file["v"].dims[1].label == "lon" and [*file["v"].dims[0]] == ["lat"]
 
 
 @pytest.mark.parametrize("value", [-9, np.float64(-9), "AAAAAAAAIsA="])

@@ -39,36 +39,12 @@ def values_of(path: str, name: str | None, tuning: Tuning | None = None) -> byte
     return None if values is None else bytes(values)
 
 
-def test_values_that_are_read_sooner_than_a_file_is_opened_everywhere(path: str) -> None:
-    """Wrong if a slow array were read by one rank while the others wait, or a fast one by all of them."""
-    assert values_of(path, "tiny") == TINY.astype("=i2").tobytes(), "not in native byte order"
-    assert values_of(path, "small") == SMALL.tobytes()
-    assert values_of(path, "plain") == SLOW.tobytes()
-    assert values_of(path, "gzip") is None, "1,200 chunks of gzip take longer than opening the file everywhere"
-    assert values_of(path, "large") is None
-    assert values_of(path, "plain", Tuning(small_nbytes=1 << 20)) is None
-
-
 def test_values_of_all_arrays_together_are_capped(path: str) -> None:
     """Wrong if a thousand small arrays were all held by every rank, whatever `staging` is."""
     names = ["small", "tiny", "small", "small", "tiny"]
     with Finder(lookup.STRICT, Tuning(small_total_nbytes=250_000)) as finder:
         found = [finder.find(path, name)[1] is not None for name in names]
     assert found == [True, True, True, False, True]
-
-
-def test_a_file_is_opened_once(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each array of a tree took an open; or the one array of a file more than one, after it was found in a list."""
-    opens: list[str] = []
-    right = hdf5.open_explained
-    monkeypatch.setattr(hdf5, "open_explained", lambda where: (opens.append(where), right(where))[1])
-    write_hdf5(tmp_path / "one.h5", {"x": TINY})
-    one = str(tmp_path / "one.h5")
-    assert values_of(one, None) == TINY.astype("=i2").tobytes()
-    assert opens == [one]
-    with Finder(lookup.STRICT, Tuning()) as finder:
-        infos = [finder.find(path, name)[0].dataset for name in ("tiny", "small", "gzip")]
-    assert infos == ["/tiny", "/small", "/gzip"] and opens == [one, path]
 
 
 # --- chunks that are stored as plain values
@@ -106,6 +82,31 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 ASCENDING = list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("order", "more", "is_plain"),
+    [
+        (ASCENDING, {}, True),
+        ([*range(20, 40), *range(20)], {}, False),  # the second half first
+        (ASCENDING[::2] + ASCENDING[1::2], {}, False),
+        (ASCENDING, {"dtype": ">f4"}, False),  # the bytes are not the values
+        (ASCENDING, {"fletcher32": True}, False),
+        (list(range(0, 40, 2)), {"chunks": (2, 5, 7)}, True),
+        (list(range(0, 40, 3)), {"chunks": (3, 5, 7)}, False),  # the last one reaches over the edge
+        (ASCENDING, {"chunks": (1, 5, 4)}, False),  # two side by side
+    ],
+)
+def test_plain_chunks_are_read_at_once(
+    tmp_path: Path, reads: list[str], order: list[int], more: dict[str, Any], is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if chunks were taken in the order of the file, or bytes for values; h5py says what is right."""
+    monkeypatch.setattr("shardload.formats.stored_chunks._LEAST_NBYTES", 1)
+    path = written(tmp_path / "x.h5", order, **more)
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["x"][...].astype("f4"), STEPS)
+    assert values_of(path, "x") == STEPS.tobytes()
+    assert reads == ["plain"] * is_plain
 
 
 def test_a_missing_or_a_damaged_chunk_is_left_to_the_load(tmp_path: Path, reads: list[str]) -> None:

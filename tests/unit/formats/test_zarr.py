@@ -22,7 +22,7 @@ import zarr.storage
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.lookup import find_array, list_arrays, open_file, open_source
+from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
@@ -57,15 +57,6 @@ def test_the_store_is_one_array(tmp_path: Path) -> None:
     for odd in ("..", "a//b", "./a"):
         with pytest.raises(ConfigError, match="holds no array"):
             find_array(path, odd)
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_an_empty_name_is_no_name_of_an_axis(tmp_path: Path, zarr_format: Any) -> None:
-    """The array of a store that is one array has an empty name too, and was taken to be its axis's coordinate."""
-    path, named = str(tmp_path / "a.zarr"), {"dimension_names": [""]} if zarr_format == 3 else {}
-    zarr.create_array(path, data=flat((5,)), zarr_format=zarr_format, **named).attrs["_ARRAY_DIMENSIONS"] = [""]
-    assert find_array(path).dataset == "/"
-    assert open_source(path, "/").labels().dims == (None,)
 
 
 @pytest.mark.each_value
@@ -232,38 +223,6 @@ def test_open_arrays_of_any_store(tmp_path: Path) -> None:
         assert (found.path, found.dataset) == (archive, "/a")
         np.testing.assert_array_equal(read_all(open_source(array, "a")), flat((3,)))
         np.testing.assert_array_equal(array[...], flat((3,)))  # still open
-
-
-def test_a_zip_file_without_a_path(tmp_path: Path) -> None:
-    """Wrong if a path were needed: a ZipStore of zarr-python 3.4 may be over a file object, such as one in memory."""
-    path = write_zarr(tmp_path / "a.zarr", {"a": flat((3,))})
-    with zarr.storage.ZipStore(shutil.make_archive(str(tmp_path / "a"), "zip", path), read_only=True) as zipped:
-        array = zarr.open_array(zipped, path="a", mode="r")
-        vars(zipped)["path"] = None  # as it is there
-        source = open_source(array, "a")
-        np.testing.assert_array_equal(read_all(source), flat((3,)))
-        assert source.state() is None
-        source.close()
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_arrays_below_folders_without_metadata(tmp_path: Path, zarr_format: int) -> None:
-    """Wrong if arrays were left out, or groups with their attributes; or a file that is none hid the others."""
-    data = {"time": flat((8,)), "fields/run1/rho": flat((8, 6)), "fields/run1/grid/x": flat((3,))}
-    path = write_zarr(tmp_path / "a.zarr", data, zarr_format)
-    zarr.open_group(f"{path}/fields/run1/grid", mode="r+").attrs["title"] = "a grid"
-    for group in ("fields", "fields/run1"):
-        (Path(path) / group / ("zarr.json" if zarr_format == 3 else ".zgroup")).unlink()
-    (Path(path) / "fields" / "notes").mkdir()
-    for stray in (".DS_Store", "fields/notes.txt", "fields/notes/read.me"):
-        (Path(path) / stray).write_text("of the run")
-    assert [info.dataset for info in list_arrays(f"{path}/fields/run1/grid")] == ["/x"]
-    assert [info.dataset for info in list_arrays(path)] == ["/fields/run1/grid/x", "/fields/run1/rho", "/time"]
-    check(path, "/fields/run1/rho", data["fields/run1/rho"])
-    with pytest.raises(ConfigError, match="/fields/run1/rho"):  # there are several: which one?
-        find_array(path)
-    with open_file(path) as file:
-        assert file.groups() == ({"/": {}, "/fields/run1/grid": {"title": "a grid"}}, [])
 
 
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])

@@ -345,24 +345,6 @@ def netcdf(path: Path, unlimited: int | None = None, **variables: tuple[tuple[st
     return str(path)
 
 
-def test_a_variable_that_has_the_name_of_another_axis(tmp_path: Path) -> None:
-    """netCDF has it by another name in HDF5, where a dataset without values stands for the axis."""
-    values = np.arange(12, dtype="f4").reshape(4, 3)
-    paths = [
-        netcdf(
-            tmp_path / f"p{k}.nc",
-            time=(("time",), [2.0 * k, 2.0 * k + 1], {}),
-            level=(("time", "level"), values[2 * k : 2 * k + 2], {}),
-        )
-        for k in range(2)
-    ]
-    whole = str(tmp_path / "whole.nc")
-    shardload.join(whole, paths)
-    with netCDF4.Dataset(whole) as file:
-        np.testing.assert_array_equal(file["level"][:], values)
-    np.testing.assert_array_equal(read(whole, "/level", (0, 0), (4, 3)), values)
-
-
 def test_what_is_no_time_is_not_counted(tmp_path: Path) -> None:
     """Marks of missing times stay; bounds with units of their own are counted by these."""
     whole = str(tmp_path / "whole.nc")

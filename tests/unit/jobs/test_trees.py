@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.jobs.trees import ArrayTree, in_array, is_one_spec, is_tree_of_selections
+from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, is_tree_of_selections
 from shardload.options import OPTIONS, PER_LOADED_ARRAY
 from shardload.planning.selection import near
 
@@ -21,6 +22,21 @@ Pair = namedtuple("Pair", "left right")
 
 def said(tree: ArrayTree) -> list[tuple[str, Any, Any]]:
     return [(w, p.path, p.dataset) for w, p in zip(tree.where, tree.places, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("path", "dataset", "expected"),
+    [
+        (["a", "b"], "x", [("a", "x"), ("b", "x")]),
+        (["a", "b"], ["x", "y"], [("a", "x"), ("b", "y")]),
+        ({"p": "a", "q": "b"}, {"q": ["x", "y"], "p": "z"}, [("a", "z"), ("b", "x"), ("b", "y")]),
+        ({"p": ["a", "b"], "q": "c"}, {"p": "x", "q": ["y", "z"]}, [("a", "x"), ("b", "x"), ("c", "y"), ("c", "z")]),
+        (["a:/x", "a:/y"], None, [("a:/x", None), ("a:/y", None)]),
+    ],
+)
+def test_paths_and_names_are_joined(path: Any, dataset: Any, expected: list[tuple[Any, Any]]) -> None:
+    """Wrong if a path were used for another name, where one tree ends before the other does."""
+    assert [pair for _, *pair in map(list, said(ArrayTree.join(path, dataset)))] == [list(pair) for pair in expected]
 
 
 def test_trees_of_paths_and_names_that_do_not_match() -> None:
@@ -112,6 +128,20 @@ def test_patterns() -> None:
     assert grown.spread("pad", {"p": {"x": 1, "h": 2}, "q": 3}) == [2, 2, 1, 3, 3]
     with pytest.raises(ConfigError, match="an array and a group in one"):
         ArrayTree.join("a", "*").grow({0: dict.fromkeys(["/x", "/x/y"])})
+
+
+def test_what_is_a_pattern() -> None:
+    for path, dataset in (
+        ("a.h5", "*"),
+        ("a.h5", "/g/*"),
+        ("a.h5:/*", None),
+        (Path("a.h5:/g/*"), None),
+        ("s3://b/c:/g/*", None),
+    ):
+        assert ArrayTree.join(path, dataset).has_patterns, (path, dataset)
+    for path, dataset in (("a.h5", "g*"), ("*.h5", None), ("s3://b/*", None), ("a.h5", None), (np.zeros(3), None)):
+        assert not ArrayTree.join(path, dataset).has_patterns, (path, dataset)
+    assert Place.of("a.h5:/g/*", None).path == "a.h5"
 
 
 def test_an_error_names_its_array() -> None:

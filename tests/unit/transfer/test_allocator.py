@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.transfer import allocator as reuse
-from shardload.transfer.allocator import Reserve, empty_pieces
+from shardload.transfer.allocator import Reserve
 
 MIB = 1 << 20
 
@@ -50,40 +50,6 @@ def test_memory_is_used_again_once_nobody_sees_it() -> None:
     del view
     (third,) = reserve.take([3 * MIB])
     assert address(third) == where
-
-
-@needs_madvise
-def test_the_arrays_of_a_tree_use_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each array gave up what the others could use, or if two of them had the same."""
-    monkeypatch.setattr(reuse, "_reserve", Reserve())
-    monkeypatch.setattr(reuse, "limit_nbytes", lambda: 1 << 40)
-    wanted = [([(MIB // 4,), (2, MIB // 8)], np.dtype("f4")), ([(MIB,)], np.dtype("u1")), ([(3,), ()], np.dtype("i8"))]
-
-    def take() -> list[list[np.ndarray]]:
-        made = empty_pieces(wanted)
-        assert [[p.shape for p in pieces] for pieces in made] == [shapes for shapes, _ in wanted]
-        assert [pieces[0].dtype for pieces in made] == [dtype for _, dtype in wanted]
-        flat = [piece for pieces in made for piece in pieces]
-        for k, piece in enumerate(flat):
-            piece[...] = k
-        assert all((piece == k).all() and address(piece) % 64 == 0 for k, piece in enumerate(flat))
-        return made
-
-    first = take()
-    where = {address(piece) for pieces in first[:2] for piece in pieces}
-    kept = take()
-    assert not where & {address(piece) for pieces in kept for piece in pieces}
-    del first
-    again = take()
-    assert {address(piece) for pieces in again[:2] for piece in pieces} == where
-    assert [[int(piece.flat[0]) for piece in pieces] for pieces in kept] == [[0, 1], [2], [3, 4]]
-
-
-@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 5])
-def test_as_many_bytes_as_asked_for_on_a_boundary(nbytes: int) -> None:
-    (memory,) = Reserve().take([nbytes])
-    assert len(memory) == nbytes and address(memory) % 4096 == 0
-    memory[...] = 1
 
 
 def test_what_does_not_fit_is_given_up_before_new_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,20 +127,6 @@ def test_threads_do_not_get_the_same_memory() -> None:
 def test_no_memory_is_an_error() -> None:
     with pytest.raises(MemoryError, match="cannot allocate"):
         Reserve().take([1 << 60])
-
-
-@needs_madvise
-def test_small_pieces_and_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if small arrays cost a page and a system call each, or the variable did nothing."""
-    monkeypatch.setattr(reuse, "_reserve", Reserve())
-    empty_pieces([([(100,), (1 << 10, 255)], np.dtype("f4"))])
-    assert reuse._reserve.nbytes == 0
-    empty_pieces([([(100,), (1 << 10, 256)], np.dtype("f4"))])
-    assert reuse._reserve.nbytes == MIB
-    monkeypatch.setattr(reuse, "_reserve", Reserve())
-    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")
-    assert empty_pieces([([(1 << 20,)], np.dtype("f4"))])[0][0].shape == (1 << 20,)
-    assert reuse._reserve.nbytes == 0
 
 
 @needs_madvise

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import Any
 
 import numpy as np
+import pytest
 import zarr
-from hypothesis import given, settings
 
 from shardload.formats.lookup import open_source
-from shardload.planning.region import Region
-from shardload.transfer.counters import counter_of
-from tests.unit.brute_force import Case, cases
+from shardload.planning.region import Grid, Region
+from shardload.planning.selection import select_axes
+from shardload.transfer.counters import chunk_numbers
+
+SHAPE, CHUNKS = (7, 10, 3), (2, 4, 3)
 
 
-@given(cases())
-@settings(deadline=None)
-def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
-    """Wrong if a chunk that several ranks, or blocks, read is counted twice, or one that no block holds wholly not at all."""
-    plan, counted = case.plan(), Counter[int]()
-    for rank in range(case.n_ranks):
-        counts = counter_of(plan, rank)
-        for read in plan.outgoing(rank):
-            met = np.fromiter(case.chunks.meeting(read.region), np.int64)
-            counted.update(counts(read, met, case.chunks).tolist())
-    assert counted == Counter(range(case.chunks.n_cells))
+@pytest.mark.parametrize("select", [None, (slice(3, 6), slice(5, 9)), (slice(1, None), 7), (4, slice(2, 10), 1)])
+def test_number_of_a_chunk_in_the_selection(select: Any) -> None:
+    selection = select_axes(select, SHAPE)
+    cell = tuple(CHUNKS[k] for k in selection.kept)
+    chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
+    boxes = [selection.to_file(chunks.region(number)) for number in range(chunks.n_cells)]
+    indices = [tuple(a // c for a, c in zip(box.start, CHUNKS, strict=True)) for box in boxes]
+    assert chunk_numbers(indices, selection, CHUNKS, chunks).tolist() == list(range(chunks.n_cells))
 
 
 # --- sources say which

@@ -213,23 +213,6 @@ def test_other_values_than_when_the_checksum_was_taken() -> None:
         assert not checksums or "is not what was sent: its checksum is" in str(ranks.arrivals.errors.error)
 
 
-def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
-    """Wrong if a sender whose memory is gone promised a note that never comes: the receiver would wait for it."""
-    ranks = Ranks()
-
-    def full(*_: object) -> None:
-        raise MemoryError("cannot allocate 512 GiB")
-
-    ranks.there.send_note = full  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
-        ranks.put()
-    assert len(ranks.sending._offered) == 0
-    ranks.sending.give_up(ranks.plan.outgoing(0))
-    del ranks.there.send_note
-    ranks.receipt()
-    assert ranks.receiving.is_done
-
-
 def test_an_answer_to_what_was_not_asked_names_who_gave_it() -> None:
     """Wrong if it were a KeyError, which says nothing, or were believed."""
     ranks = Ranks()

@@ -17,7 +17,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
-from shardload.transfer.cast import conversion, decode_into
 from shardload.values.decoding import decoding_of, packed_by, typed
 from tests.tiers import examples
 
@@ -166,22 +165,3 @@ def test_what_counts_as_packed() -> None:
 
 
 # --- blocks
-
-
-def test_blocks_larger_than_what_is_decoded_at_once() -> None:
-    """Wrong if the last part were forgotten, a temporary used again too early, or a view's gaps filled."""
-    stored = np.arange(3 * 70 * 300, dtype="i4").reshape(3, 70, 300)[:, :, ::2] % 30000
-    stored = stored.astype("i2")
-    attributes = {"_FillValue": np.int16(7), "scale_factor": np.float64(0.1), "add_offset": np.float64(-3)}
-    rule = decoding_of(stored.dtype, {key: typed(value) for key, value in attributes.items()}, "v")
-    assert rule is not None
-    expected = by_xarray(stored, attributes)
-    for dtype in ("f8", "f4"):
-        out = np.full((3, 70, 300), -1, dtype)[:, :, ::2]
-        decode_into(rule, stored, out, "elements")
-        assert_same(np.ascontiguousarray(out), expected.astype(dtype))
-    with pytest.raises(ConfigError, match="elements once decoded have values that int8 cannot hold"):
-        conversion(rule)(stored, np.empty(stored.shape, "i1"), "elements")
-    plain = np.empty(stored.shape, "f4")
-    conversion(None)(stored, plain, "elements")
-    np.testing.assert_array_equal(plain, stored)
