@@ -29,7 +29,8 @@ from shardload.formats.memory import MemorySource
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.planning.region import Region
 from tests.tiers import quick_ones, some_of
-from tests.unit.formats.conformance import DTYPES, SHAPES, ConformanceError, check_format, check_source, ramp
+from tests.unit.files import flat
+from tests.unit.formats.conformance import DTYPES, SHAPES, ConformanceError, check_format, check_source
 
 Array = np.ndarray[Any, Any]
 
@@ -76,14 +77,14 @@ def zarr_store(zarr_format: Any, kind: str = "", **options: Any) -> Callable[[st
 def hdf5_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
     with h5py.File(path, "w") as file:
         made = file.create_dataset("a", (7, 10), "i4", chunks=(3, 4), fillvalue=9, compression="gzip")
-        made[:3] = ramp((3, 10), "i4")
+        made[:3] = flat((3, 10), "i4", first=1)
         made[3:, 4:8] = 5
         return made[...], [(1, 0), (1, 2), (2, 0), (2, 2)]
 
 
 def zarr_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
     made = zarr.open_array(path, mode="w", shape=(7, 10), chunks=(3, 4), dtype="i4", fill_value=9)
-    made[:3] = ramp((3, 10), "i4")
+    made[:3] = flat((3, 10), "i4", first=1)
     made[3:, 4:8] = 5
     return np.asarray(made[...]), [(1, 0), (1, 2), (2, 0), (2, 2)]
 
@@ -122,7 +123,7 @@ def test_our_own_formats_conform(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, *(getattr(ml_dtypes, name) for name in ("bfloat16", "float8_e4m3fn", "int4"))])
 def test_arrays_in_memory_conform(dtype: Any) -> None:
     for shape in ((3, 5, 7), (), (0,)) if dtype in FEW else ((3, 5, 7),):
-        values = ramp(shape, dtype)
+        values = flat(shape, dtype, first=1)
         strided = np.repeat(values, 2, axis=-1)[..., ::2] if shape else values
         for array in (values, values.copy(order="F"), strided, values[::-1].copy()[::-1] if shape else values):
             source = MemorySource(array)

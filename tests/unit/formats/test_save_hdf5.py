@@ -29,8 +29,8 @@ from shardload.formats.sink import ArraySpec, Compression, Encoder
 from shardload.planning.region import Region
 from shardload.storage import target
 from tests.tiers import some_of
-from tests.unit.files import read_all
-from tests.unit.saving import quick_fsync, ramp, save  # noqa: F401
+from tests.unit.files import flat, read_all
+from tests.unit.saving import quick_fsync, save  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
@@ -67,7 +67,7 @@ def grid_of(compression: Any) -> tuple[dict[str, Any], dict[str, ArraySpec]]:
     """An array of each type; in `make test` one of each size, if they are compressed."""
     types = DTYPES if compression is None else some_of(DTYPES, 4)
     names = {f"/g{k % 3}/x{k}": dtype for k, dtype in enumerate(types)}
-    values = {name: ramp(SHAPE, dtype) for name, dtype in names.items()}
+    values = {name: flat(SHAPE, dtype) for name, dtype in names.items()}
     return values, {name: spec(one.dtype, compression, checksum=k % 2 == 1) for k, (name, one) in enumerate(values.items())}
 
 
@@ -116,7 +116,7 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
         return target_reserve(descriptor, start, stop)
 
     target_reserve = target.reserve
-    values = {"z": ramp((30, 40, 50), "f4"), "plain": ramp((40, 50, 60), "f8"), "run": ramp((50, 60, 70), "i2")}
+    values = {"z": flat((30, 40, 50), "f4"), "plain": flat((40, 50, 60), "f8"), "run": flat((50, 60, 70), "i2")}
     specs = {"z": spec("f4", "gzip", (7, 8, 9), (30, 40, 50)), "plain": spec("f8", None, None, (40, 50, 60))}
     specs["run"] = spec("i2", None, None, (50, 60, 70))
     save(tmp_path / "without.h5", values, specs)
@@ -133,13 +133,13 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "x.h5").stat().st_size == (tmp_path / "without.h5").stat().st_size
     asked.clear()
     save(tmp_path / "gzip.h5", {"z": values["z"]}, {"z": specs["z"]})
-    save(tmp_path / "empty.h5", {"none": ramp((0, 3), "f4")})
+    save(tmp_path / "empty.h5", {"none": flat((0, 3), "f4")})
     assert not asked
 
 
 def test_the_file_has_the_oldest_version(tmp_path: Path) -> None:
     """Superblock 0: HDF5 1.6 reads it."""
-    save(tmp_path / "x.h5", {"x": ramp(SHAPE, "f4")}, {"x": spec("f4", "gzip")})
+    save(tmp_path / "x.h5", {"x": flat(SHAPE, "f4")}, {"x": spec("f4", "gzip")})
     head = (tmp_path / "x.h5").read_bytes()[:9]
     assert head == b"\x89HDF\r\n\x1a\n\0"
     if shutil.which("h5dump"):
@@ -149,7 +149,7 @@ def test_the_file_has_the_oldest_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_alignment(tmp_path: Path, compression: Any) -> None:
-    values = ramp((40, 31), "f8")
+    values = flat((40, 31), "f8")
     specs = {"x": spec("f8", compression, (4, 31), values.shape), "y": spec("f8", None, None, values.shape)}
     save(tmp_path / "x.h5", {"x": values, "y": values}, specs, alignment=4096)
     with h5py.File(tmp_path / "x.h5") as file:
@@ -161,14 +161,14 @@ def test_alignment(tmp_path: Path, compression: Any) -> None:
 
 def test_a_chunk_at_the_edge_is_padded_with_the_fill_value(tmp_path: Path) -> None:
     """Wrong if the scratch buffer of the chunk before showed through."""
-    save(tmp_path / "x.h5", {"x": ramp((3, 4), "<i2")}, {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
+    save(tmp_path / "x.h5", {"x": flat((3, 4), "<i2")}, {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
     with h5py.File(tmp_path / "x.h5") as file:
         raw = zlib.decompress(file["x"].id.read_direct_chunk((2, 3))[1])
         assert np.frombuffer(raw, "<i2").tolist() == [11, -7, -7, -7, -7, -7] and file["x"].fillvalue == -7
 
 
 def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:
-    values = ramp((4, 5, 6), "<f4")
+    values = flat((4, 5, 6), "<f4")
     shape, whole = (4, 5, 6), Region.whole((4, 5, 6))
     encoder = Encoder("x.h5", "/x", ArraySpec(shape, np.dtype(">f4"), shape), "HDF5", "none")
     expected = bytes(encoder.encode(whole, values).data)
@@ -200,7 +200,7 @@ def test_a_chunk_that_is_not_asked_for_by_its_bounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BY_LIBRARY)
 def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> None:
     """Wrong if the files in memory in which it does so were one: HDF5 takes those of the same name for the same."""
-    values = ramp((8, 40, 32), "i4")
+    values = flat((8, 40, 32), "i4")
     sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", BY_LIBRARY[name], (1, 40, 32), values.shape)})
     encoder = sink.arrays["/x"]
     ready = threading.Barrier(4)
@@ -220,7 +220,7 @@ def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
 def test_scales_have_room_for_long_lists(tmp_path: Path, name: str) -> None:
     """A scale lists the arrays that have its axis in an attribute, with 16 bytes each. Wrong if it ended at 64 KiB."""
-    values = {"rho": ramp((3, 4), "f4"), "time": ramp((3,), "i4")}
+    values = {"rho": flat((3, 4), "f4"), "time": flat((3,), "i4")}
     dims = {"rho": ("time", "x"), "time": ("time",)}
     save(tmp_path / name, values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
     with h5py.File(tmp_path / name, "r+") as file:
@@ -234,7 +234,7 @@ def test_scales_have_room_for_long_lists(tmp_path: Path, name: str) -> None:
 
 def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:
     """Wrong if another thread could be in HDF5 meanwhile: h5py before 3.16 took no lock there, and the process ended."""
-    values, held = ramp((1, 4, 4), "i4"), list[bool]()
+    values, held = flat((1, 4, 4), "i4"), list[bool]()
     encoder = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "lzf", (1, 4, 4), values.shape)}).arrays["/x"]
     first = encoder.encode(encoder.region((0, 0, 0)), values)
     mine: Any = encoder._local  # type: ignore[attr-defined]
@@ -273,7 +273,7 @@ def test_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: Path) -> None:
     """Wrong if an axis lost its name, or had none for xarray, which opens no array with scales on some axes only. And if what
     xarray saves of it had other names: a label beside a scale is an attribute for xarray, which keeps it as it is.
     """
-    values, dims = {"a": ramp((3, 4, 5), "f4"), "z": ramp((3,), "f8")}, {"a": ("z", "y", "x"), "z": ("z",)}
+    values, dims = {"a": flat((3, 4, 5), "f4"), "z": flat((3,), "f8")}, {"a": ("z", "y", "x"), "z": ("z",)}
     save(tmp_path / "x.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
     with h5py.File(tmp_path / "x.h5") as file:
         assert list(file) == ["a", "x", "y", "z"] and [dim[0].name for dim in file["a"].dims] == ["/z", "/y", "/x"]
@@ -309,7 +309,7 @@ def test_an_array_with_the_name_of_an_axis(
 ) -> None:
     """Wrong if it were taken for the coordinate, or if xarray did not open a netCDF4 file with it."""
     path = tmp_path / f"out.{suffix}"
-    values = {"v": ramp((2, 3), "f4"), "lon": ramp((3,), "f8"), name: ramp(shape, "i4"), "g/w": ramp((2,), "i2")}
+    values = {"v": flat((2, 3), "f4"), "lon": flat((3,), "f8"), name: flat(shape, "i4"), "g/w": flat((2,), "i2")}
     of = {"v": ("lat", "lon"), "lon": ("lon",), name: dims, "g/w": ("lat",)}
     specs = {key: spec(one.dtype, "gzip", one.shape, one.shape, dims=of[key]) for key, one in values.items()}
     save(path, values, specs)
@@ -337,7 +337,7 @@ def test_an_axis_of_several_arrays_is_one(tmp_path: Path, name: str, grows: tupl
     """Wrong if xarray found one axis under several names: because not all of its arrays can grow, or one of them has no
     coordinate at all (a track's latitudes).
     """
-    values = {"a": ramp((3, 4), "f4"), "b": ramp((4, 3), "f4"), "lat": ramp((3,), "f8"), "x": ramp((4,), "f8")}
+    values = {"a": flat((3, 4), "f4"), "b": flat((4, 3), "f4"), "lat": flat((3,), "f8"), "x": flat((4,), "f8")}
     dims: dict[str, tuple[str, ...]] = {"a": ("time", "x"), "b": ("x", "time"), "lat": ("time",), "x": ("x",)}
     specs = {}
     for one, value in values.items():
@@ -359,7 +359,7 @@ def test_text_of_numpy_and_long_text_are_attributes(tmp_path: Path, name: str) -
     attrs |= {"long": "l" * 70000, "bytes": np.bytes_(b"b" * 70000), "most": "m" * 64000}
     save(
         tmp_path / name,
-        {"x": ramp((3,), "f4")},
+        {"x": flat((3,), "f4")},
         {"x": spec("f4", None, None, (3,), attrs=attrs)},
         group_attrs={"/": {"history": "h" * 70000}},
     )
@@ -380,7 +380,7 @@ def test_text_of_numpy_and_long_text_are_attributes(tmp_path: Path, name: str) -
 
 def test_the_netcdf_library_writes_to_groups(tmp_path: Path) -> None:
     """Wrong if a group did not keep the order of its members: the library opens a file with such a group to read only."""
-    path, values = tmp_path / "x.nc", ramp((3, 4), "f4")
+    path, values = tmp_path / "x.nc", flat((3, 4), "f4")
     specs = {name: spec("f4", None, (1, 4), (3, 4), dims=("t", "x"), unlimited=(0,)) for name in ("a/b/v", "a/w", "u")}
     save(path, dict.fromkeys(specs, values), specs, group_attrs={"/a/c/d": {"n": 1}, "/a": {"n": 2}})
     with netCDF4.Dataset(path, "a") as file:
@@ -406,7 +406,7 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
         "no": np.zeros(0),
         long: 3,
     }
-    save(tmp_path / "x.nc", {f"{long}/{long}": ramp((3,), "f4")}, {f"{long}/{long}": spec("f4", None, None, (3,), attrs=attrs)})
+    save(tmp_path / "x.nc", {f"{long}/{long}": flat((3,), "f4")}, {f"{long}/{long}": spec("f4", None, None, (3,), attrs=attrs)})
     with netCDF4.Dataset(tmp_path / "x.nc") as file:
         one = file[f"{long}/{long}"]
         found = {name: one.getncattr(name) for name in one.ncattrs()}

@@ -24,13 +24,13 @@ from shardload.planning.region import Region
 from shardload.storage import target
 from shardload.storage.objects import RemoteError
 from shardload.storage.target import Target, temporary_of
-from tests.unit.files import raising, system_error
-from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.files import flat, raising, system_error
+from tests.unit.saving import forked, put_whole, quick_fsync, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
 KINDS = ["x.h5", "x.nc", "x.zarr", "sharded.zarr"]
-VALUES, OLD = ramp((9, 4), "f4"), np.arange(3.0)
+VALUES, OLD = flat((9, 4), "f4"), np.arange(3.0)
 
 
 def a_sink(folder: Path, name: str, mode: str = "w") -> Sink:

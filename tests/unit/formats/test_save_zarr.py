@@ -24,7 +24,8 @@ from shardload.planning.region import Region
 from shardload.storage import new_folder, target
 from shardload.storage.local import LocalFile
 from tests.tiers import quick_ones, some_of
-from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.files import flat
+from tests.unit.saving import put_whole, quick_fsync, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
@@ -57,7 +58,7 @@ def test_every_type_is_read_back(tmp_path: Path, name: str, sharded: bool) -> No
     more: dict[str, Any] = {"dims": ("z", None, "x"), "attrs": {"units": "K"}}
     if sharded:
         more["shards"] = SHARDS
-    values = {f"g/x{k}": ramp(SHAPE, kind) for k, kind in some_of(enumerate(DTYPES), 1 if name == "none" else 3)}
+    values = {f"g/x{k}": flat(SHAPE, kind) for k, kind in some_of(enumerate(DTYPES), 1 if name == "none" else 3)}
     specs = {key: spec(one.dtype, COMMON[name], checksum=k % 2 == 1, **more) for k, (key, one) in enumerate(values.items())}
     sink = save(tmp_path / "x.zarr", values, specs, group_attrs={"/": {"title": "a test"}})
     group = zarr.open_group(tmp_path / "x.zarr", mode="r")
@@ -86,7 +87,7 @@ def test_every_type_is_read_back(tmp_path: Path, name: str, sharded: bool) -> No
 
 def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
     """Key by key, for an array that zarr-python makes with the same wishes."""
-    values = ramp((5, 4), "<f4")
+    values = flat((5, 4), "<f4")
     save(tmp_path / "x.zarr", {"x": values}, {"x": spec("<f4", "blosc", (2, 2), (5, 4), shards=(4, 4), fill_value=np.nan)})
     codec = zarr.codecs.BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4, blocksize=0)
     made = zarr.create_array(
@@ -118,7 +119,7 @@ def test_fill_values_that_json_does_not_have(tmp_path: Path) -> None:
 def test_a_chunk_is_written_once(tmp_path: Path) -> None:
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
     with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
-        first = sink, writer, catalog, "/x", ramp(SHAPE, "f4"), sink.arrays["/x"].region((0, 0, 0))
+        first = sink, writer, catalog, "/x", flat(SHAPE, "f4"), sink.arrays["/x"].region((0, 0, 0))
         put_whole(*first)
         with pytest.raises(SourceError, match=r"chunk \(0, 0, 0\) of '/x' .*EEXIST"):
             put_whole(*first)
@@ -129,7 +130,7 @@ def test_a_chunk_is_written_once(tmp_path: Path) -> None:
 def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a chunk that comes last were left beside the name, or made the folder again."""
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
-    one, values, right = sink.arrays["/x"], ramp(SHAPE, "f4"), shutil.rmtree
+    one, values, right = sink.arrays["/x"], flat(SHAPE, "f4"), shutil.rmtree
     catalog = sink.create()
     with closing(sink.writer(catalog.ticket)) as writer:
         put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 0)))
@@ -220,7 +221,7 @@ def test_names_and_formats(tmp_path: Path) -> None:
 
 def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each chunk opened its shard file and waited for the disk; or if a file was closed that a thread writes to."""
-    values = ramp((32, 32), "<i4")
+    values = flat((32, 32), "<i4")
     spec = ArraySpec(values.shape, values.dtype, (2, 2), (16, 16), Compression.of("zstd"))
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec})
     one, synced, opened, os_open = sink.arrays["/x"], [], [], os.open
@@ -267,7 +268,7 @@ def test_a_file_that_another_thread_closes_is_not_written_to(tmp_path: Path, mon
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Wrong if the folder counted as synced by that, and the name of the file never got to the disk."""
-    values = ramp(SHAPE, "f4")
+    values = flat(SHAPE, "f4")
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one, os_open, synced = sink.arrays["/x"], os.open, set[str]()  # what was synced after the file was there
     with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
@@ -293,7 +294,7 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Wrong if a file was closed that a thread writes to: its bytes would go into the one that gets its number."""
-    values, write, n_written = ramp(SHAPE, "f4"), target.WritableFile.write_at, 0
+    values, write, n_written = flat(SHAPE, "f4"), target.WritableFile.write_at, 0
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one = sink.arrays["/x"]
     with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
