@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardload.planning.region import BLOCKS_PER_OWNER, Grid, Region, plan_blocks
-from shardload.planning.schedule import Block, Owners, Part, Schedule, SourceLayout, plan_direct
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, SourceLayout, plan_direct
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import Shards, plan_shards
 from tests.tiers import examples
@@ -301,3 +301,13 @@ def test_what_shards_of_a_rank_share_is_read_once(cell: Any, axes: Any, per_rank
     layout = SourceLayout.cut(select_axes(None, shape), cell, f4, f4)
     plan = plan_direct(layout, shards, 8 // per_rank, max_nbytes=1 << 18)
     assert plan.is_direct and plan.is_merged == merged
+
+
+def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
+    assert MAX_MESSAGE_NBYTES == 1 << 30
+    shards = plan_shards((3, 1 << 28), [(), ()], np.array([1]))
+    plan = Schedule(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, Owners())
+    (read,) = plan.outgoing(0)
+    assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
+    assert sum(p.region.size for p in read.parts) == 3 << 28
+    assert [(p.region, p.target) for p in read.parts] == [(p.region, p.target) for p in plan.incoming(1)[0]]

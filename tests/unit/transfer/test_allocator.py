@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.transfer import allocator as reuse
-from shardload.transfer.allocator import Reserve
+from shardload.transfer.allocator import Reserve, empty_pieces
 
 MIB = 1 << 20
 
@@ -127,6 +127,20 @@ def test_threads_do_not_get_the_same_memory() -> None:
 def test_no_memory_is_an_error() -> None:
     with pytest.raises(MemoryError, match="cannot allocate"):
         Reserve().take([1 << 60])
+
+
+@needs_madvise
+def test_small_pieces_and_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if small arrays cost a page and a system call each, or the variable did nothing."""
+    monkeypatch.setattr(reuse, "_reserve", Reserve())
+    empty_pieces([([(100,), (1 << 10, 255)], np.dtype("f4"))])
+    assert reuse._reserve.nbytes == 0
+    empty_pieces([([(100,), (1 << 10, 256)], np.dtype("f4"))])
+    assert reuse._reserve.nbytes == MIB
+    monkeypatch.setattr(reuse, "_reserve", Reserve())
+    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")
+    assert empty_pieces([([(1 << 20,)], np.dtype("f4"))])[0][0].shape == (1 << 20,)
+    assert reuse._reserve.nbytes == 0
 
 
 @needs_madvise
