@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -27,7 +28,7 @@ from shardload.formats.hdf5 import file, opened
 from shardload.formats.hdf5.file import Hdf5File
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.labelling import Labeller, read_labels
-from shardload.formats.lookup import Finder, find_array
+from shardload.formats.lookup import Finder, find_array, open_source
 from shardload.formats.untrusted import UntrustedFile
 from tests.unit.blocked import run_without
 from tests.unit.files import raising
@@ -191,6 +192,19 @@ def test_many_coordinates(tmp_path: Path) -> None:
     assert [int(coord.values) for coord in few.coords.values() if coord.values is not None] == list(range(100))
     assert len(many.coords) == 256 and isinstance(many.attrs["... and 4 more coordinates"], Note)
     assert not any(isinstance(value, Note) for value in few.attrs.values())
+
+
+def test_names_that_lead_to_other_files(tmp_path: Path) -> None:
+    """Wrong if HDF5 itself looked up such a name: it would open any file that a link on the way leads to."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["g/t"] = np.zeros(3)
+        file["g/lost"] = h5py.ExternalLink("nowhere.h5", "/")
+        file["g/t"].dims[0].label = "lost/x"
+        file["g/t"].attrs["coordinates"] = "lost/lon"
+    with contextlib.closing(open_source(str(tmp_path / "a.h5"), "/g/t")) as source:
+        labels = source.labels()
+    assert labels.dims == ("lost/x",)
+    assert {name: coordinate.dataset for name, coordinate in labels.coords.items()} == {"lon": "/g/lost/lon"}
 
 
 @pytest.mark.parametrize("writer", WRITERS)

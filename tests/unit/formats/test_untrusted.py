@@ -23,6 +23,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
+from shardload.storage.local import Fence
 from tests.unit.files import change_json, flat, load_all, python_memory_below, read_all, write_hdf5, write_zarr
 
 SHAPE = (6, 5, 4)
@@ -235,6 +236,12 @@ def test_links_out_of_a_store(tmp_path: Path, zarr_format: int, order: str, what
             load_all(path, "a")
 
 
+def test_a_store_that_is_a_link_itself(tmp_path: Path) -> None:
+    write_zarr(tmp_path / "far" / "a.zarr", {"a": DATA})
+    (tmp_path / "b.zarr").symlink_to(tmp_path / "far" / "a.zarr")
+    np.testing.assert_array_equal(load_all(tmp_path / "b.zarr", "a"), DATA)
+
+
 def test_links_in_a_circle_in_a_store(tmp_path: Path) -> None:
     path = Path(write_zarr(tmp_path / "a.zarr", {"g/a": DATA}))
     (path / "g" / "up").symlink_to(path)
@@ -305,3 +312,13 @@ def _is_inflating() -> bool:
         if any(each.f_code.co_filename == gzip.__file__ for each, _ in traceback.walk_stack(frame)):
             return True
     return False
+
+
+def test_the_fence(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "ab").mkdir()
+    fence = Fence.around_store(str(tmp_path / "a"))
+    assert fence.holds(str(tmp_path / "a")) and fence.holds(str(tmp_path / "a/x/../y")) and fence.holds(str(tmp_path / "a/./b"))
+    assert not fence.holds(str(tmp_path / "ab")) and not fence.holds(str(tmp_path / "a/../ab")) and not fence.holds("/")
+    assert Fence().holds("/anywhere") and Fence.around_file("/x/y", True).holds("/")
+    assert Fence(("/",)).holds("/etc")
