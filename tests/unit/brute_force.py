@@ -264,17 +264,3 @@ def chunks_read(plan: Schedule, chunks: Grid, rank: int) -> list[list[int]]:
         np.unique(np.concatenate([numbers[p.region.slices()].ravel() for p in read.parts])).tolist()
         for read in plan.outgoing(rank)
     ]
-
-
-def elements_read(plan: Schedule, rank: int) -> int:
-    """The elements that a rank reads of an array without chunks: in each block those that somebody needs, each once.
-
-    What lies between the parts of a block is not read (`test_what_lies_between_the_shards_of_a_rank_is_not_read`).
-    """
-    n = 0
-    for read in plan.outgoing(rank):
-        is_needed = np.zeros(read.region.shape, dtype=bool)
-        for part in read.parts:
-            is_needed[part.region.slices(read.region.start)] = True
-        n += int(is_needed.sum())
-    return n

@@ -30,11 +30,6 @@ from shardload.planning.tuning import Tuning, default_tuning
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (11,), (5, 7), (3, 5, 7), (2, 3, 5, 7), (2, 3, 4, 5, 7))
 
-DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-    *(">i2", ">i4", ">i8", ">u2", ">f2", ">f4", ">f8", ">c8", ">c16"),
-)
 
 # One of each size, kind and byte order. What filters and chunks do to bytes rests on no more of a type.
 SIZES = ("bool", "int8", ">i2", "float16", "int32", ">f4", "uint64", ">f8", "complex64", ">c16")
@@ -57,11 +52,6 @@ def flat(shape: tuple[int, ...], dtype: Any = "float32", first: int = 0) -> np.n
 def chunks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Two chunks along each axis, the second one short where the axis has an odd length."""
     return tuple(max(1, (n + 1) // 2) for n in shape)
-
-
-def every_second(at: int) -> tuple[tuple[int, ...], ...]:
-    """Every second of `SHAPES`: what is tested with an even and with an odd `at` has met all of them."""
-    return SHAPES[at % 2 :: 2]
 
 
 def regions_of(shape: tuple[int, ...]) -> Iterator[Region]:

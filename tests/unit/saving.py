@@ -20,17 +20,6 @@ from shardload.planning.region import Region, ravel
 Array = np.ndarray[Any, Any]
 
 
-def ramp(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Values that are their own flat index, as far as the type has them; booleans with a pattern that no axis repeats."""
-    index = np.arange(int(np.prod(shape))).reshape(shape)
-    kind = np.dtype(dtype)
-    if kind.kind == "b":
-        return (index * 7919 >> 3 & 1).astype(kind)
-    if kind.kind == "c":
-        return (index + 1j * (index + 0.5)).astype(kind)
-    return (index % 251 if kind.itemsize == 1 or kind.kind not in "iuf" else index).astype(kind)
-
-
 def regions(encoder: Encoder, by_rows: bool = True) -> list[Region]:
     """What is written at once: each chunk; the rows of an array in one piece."""
     spec = encoder.spec

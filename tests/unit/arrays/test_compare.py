@@ -61,12 +61,6 @@ def test_boxes_lie_in_one_chunk_of_the_shard(
         assert grid is None or grid.n_meeting(box) == 1
 
 
-def test_another_seed_gives_other_boxes() -> None:
-    shard = Region((0, 0), (4096, 4096))
-    assert list(sample_regions(shard, None, 4, 0, 8)) != list(sample_regions(shard, None, 4, 1, 8))
-    assert len(list(sample_regions(shard, None, 4, 0, 8))) == 8
-
-
 def test_true_values_are_selected_swapped_and_cast() -> None:
     source = MemorySource(TABLE.astype(">i8"))
     layout = SourceLayout.cut(select_axes((slice(1, 4),), (5, 6)), None, source.dtype, np.dtype("i2"))

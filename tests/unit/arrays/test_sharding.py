@@ -65,13 +65,6 @@ def test_processes_share_the_devices_alike(processes: Any) -> None:
 # --- what is a sharding
 
 
-@pytest.mark.parametrize("spec", [P("a", None), ("a", None), P(("a", "b")), (("a", "b"),), P(), (), P(None, "b"), P(())])
-def test_a_mesh_and_a_spec(spec: Any) -> None:
-    for mesh in (MESH, one_device("a", "b")):
-        sharding = read_sharding(mesh, spec)
-        assert isinstance(sharding, NamedSharding) and sharding.mesh == mesh and sharding.spec == P(*spec)
-
-
 @pytest.mark.parametrize(
     ("mesh", "spec", "text"),
     [
@@ -209,12 +202,6 @@ def devices_of(*processes: int) -> Any:
 def test_a_process_that_takes_no_part() -> None:
     with pytest.raises(ConfigError, match=r"devices of JAX process 2, which takes no part.*the processes \[0, 1, 7\]"):
         layout_shards(devices_of(0, 2, 1, 3), ((0,),), (8,), {0: 0, 1: 1, 7: 2})
-
-
-def test_processes_and_ranks_are_numbered_apart() -> None:
-    shards = layout_shards(devices_of(7, 0, 7, 3), ((0,),), (8,), {0: 2, 7: 0, 3: 1, 5: 3})
-    assert shards.ranks.tolist() == [[0], [2], [0], [1]]
-    assert shards.shards_of(0) == (0, 2) and shards.shards_of(3) == ()
 
 
 # --- words

@@ -35,7 +35,7 @@ from shardload.errors import (
 from shardload.system import garbage, scratch
 from tests.unit import ranks
 from tests.unit.files import raising
-from tests.unit.ranks import Store, ThreadGroup, in_threads, on_ranks
+from tests.unit.ranks import Store, in_threads, on_ranks
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
 
@@ -84,14 +84,6 @@ def test_alone_an_error_is_raised_as_it_is(kind: type[Exception]) -> None:
         assert not isinstance(caught.value, ShardloadError) or caught.value.rank is None
 
 
-def test_two_loads_never_share_a_tag() -> None:
-    group = Group(None)
-    tags = [tag for _ in range(8000) for tag in group.next_tags()]
-    assert len(set(tags)) == len(tags) and min(tags) >= 0 and max(tags) <= 32767
-    for _ in range(30000):  # ... and never leaves what every MPI grants
-        assert max(group.next_tags()) <= 32767
-
-
 # --- errors on their way
 
 ERRORS = [
@@ -112,13 +104,6 @@ def test_an_error_survives_the_way(error: ShardloadError) -> None:
     assert found.rank == error.rank
     for name in ("path", "dataset", "chunk"):
         assert getattr(found, name, None) == getattr(error, name, None)
-
-
-def test_an_error_of_a_subclass_goes_as_its_kind() -> None:
-    class Special(SourceError):
-        pass
-
-    assert type(from_json(to_json(Special("x", path="p")), 0, 1, 2)) is SourceError
 
 
 def test_whatever_is_in_an_error_it_can_be_sent() -> None:
@@ -561,21 +546,6 @@ def test_a_communicator_is_duplicated_once_and_freed_with_its_own() -> None:
     mine.Free()
     assert private == MPI.COMM_NULL
     copy.Free()
-
-
-def test_nothing_piles_up_in_the_store_of_jax() -> None:
-    """Wrong if a thousand loads left a thousand values with JAX's coordinator."""
-    store = Store(3)
-
-    def work(rank: int) -> None:
-        group = ThreadGroup(None, (store, rank, 3))
-        for k in range(20):
-            assert group.gather_int(rank * k).tolist() == [0, k, 2 * k]
-            assert group.send_text(f"é{k}" if rank == 1 else None, 1) == f"é{k}"
-            assert group.sum_ints([rank, 1]) == [3, 3]
-
-    assert in_threads(3, work) == [None] * 3
-    assert len(store.values) <= 6, store.values
 
 
 def test_a_wait_does_not_fail_because_no_thread_can_ask_who_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

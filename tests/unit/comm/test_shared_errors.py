@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardload.comm import shared_errors
-from shardload.comm.shared_errors import is_pythons_own, share, show
+from shardload.comm.shared_errors import share, show
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 
 
@@ -127,21 +127,3 @@ def test_what_the_text_does_not_say_is_shown(capsys: pytest.CaptureFixture[str])
     assert own.count("Traceback") == 1 and "8 to 12" in own, "another rank's error, and this rank's own, which says all"
     peer = printed(inside(PeerError("on rank 2: KeyError: 'x'"), raised(KeyError("x"))), capsys)
     assert peer.count("Traceback") == 2 and shared_errors.__file__ in peer and "SHARDLOAD_TRACEBACKS" not in peer
-
-
-def test_an_error_that_is_no_agreed_one_is_left_to_python(capsys: pytest.CaptureFixture[str]) -> None:
-    for error in (raised(RuntimeError("only here")), raised(ConfigError("only here"))):
-        assert __file__ in printed(error, capsys)
-
-
-def test_the_hook_is_set_where_it_is_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    agreed(3)
-    assert sys.excepthook is shared_errors.show and is_pythons_own()
-    mine = lambda *_: None  # noqa: E731
-    monkeypatch.setattr(sys, "excepthook", mine)
-    agreed(3)
-    assert sys.excepthook is mine and not is_pythons_own(), "a hook of the user's, or of IPython's"
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    agreed(3)
-    assert sys.excepthook is sys.__excepthook__, "a session"

@@ -28,7 +28,7 @@ from shardload.formats.contract.array import ArrayInfo, native_dtype
 from shardload.formats.contract.format import Format, Source, open_alone
 from shardload.planning.region import Region
 from shardload.system.scratch import ThreadScratch
-from tests.unit.files import box_of
+from tests.unit.files import box_of, flat
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -43,7 +43,6 @@ _GUARD_NBYTES = 64
 _FILLS = (0xA5, 0x5A)
 _N_THREADS, _N_ROUNDS = 4, 12
 _FEW = 12  # regions for checks of what is read another way
-_PRIMES = {"bool": 2, "int8": 113, "uint8": 251, "float16": 2039}
 
 # Files of other kinds, which no format may claim.
 _FOREIGN: dict[str, bytes] = {
@@ -95,8 +94,8 @@ def check_format(
     """
     findings = Findings(f"the format {file_format.name}")
     files = _Files(file_format, write, Path(folder), suffix)
-    arrays = {f"t{k}": ramp((5, 7), dtype) for k, dtype in enumerate(dtypes)}
-    arrays |= {f"group/s{k}": ramp(shape, dtypes[-1] if k % 2 else dtypes[0]) for k, shape in enumerate(shapes)}
+    arrays = {f"t{k}": flat((5, 7), dtype, first=1) for k, dtype in enumerate(dtypes)}
+    arrays |= {f"group/s{k}": flat(shape, dtypes[-1] if k % 2 else dtypes[0], first=1) for k, shape in enumerate(shapes)}
     path, names = files.write(arrays)
     with findings.promise("lists every array of a file, as it is"):
         _check_listing(file_format, path, names, arrays)
@@ -140,16 +139,6 @@ def _check_source(findings: Findings, open_source: Callable[[], Source], expecte
         _check_closing(open_source, expected, is_handed_in)
     with findings.promise("is read from any thread, and by several at once, each with a source of its own"):
         _check_threads(open_source, expected)
-
-
-def ramp(shape: tuple[int, ...], dtype: Any = "float32") -> Array:
-    """An array whose values are their own flat index plus one (modulo a prime if the type is too small for that)."""
-    dtype = np.dtype(dtype)
-    index = np.arange(1, 1 + math.prod(shape), dtype="int64").reshape(shape)
-    if dtype.kind == "b":
-        return np.asarray((index * index // 3) % 2 == 1)
-    index = index % _PRIMES.get(native_dtype(dtype).name, 2**62)
-    return np.asarray((index - 1j * (index + 0.5) if dtype.kind == "c" else index).astype(dtype))
 
 
 # --- what was found
@@ -546,7 +535,7 @@ def _check_claims(file_format: Format, files: _Files, own_path: str) -> None:
 def _check_change(files: _Files, dtype: np.dtype[Any]) -> None:
     path, states = files.path(), []
     for shape in ((5, 7), (50, 70)):
-        values = ramp(shape, dtype)
+        values = flat(shape, dtype, first=1)
         _, names = files.write({"a": values}, path)
         with files.open(path, names["a"]) as source:
             states.append(source.state())
@@ -556,7 +545,7 @@ def _check_change(files: _Files, dtype: np.dtype[Any]) -> None:
 
 
 def _check_descriptors(files: _Files) -> None:
-    path, names = files.write({"a": ramp((24, 30, 7))})
+    path, names = files.write({"a": flat((24, 30, 7), first=1)})
 
     def count() -> int:
         files.format.claims_path(path)
@@ -571,7 +560,7 @@ def _check_descriptors(files: _Files) -> None:
 
 
 def _check_cut(files: _Files) -> None:
-    values = ramp((24, 30, 7))
+    values = flat((24, 30, 7), first=1)
     whole, names = files.write({"a": values})
     parts = [whole] if os.path.isfile(whole) else sorted(str(path) for path in Path(whole).rglob("*") if path.is_file())
     for part in parts[:8]:

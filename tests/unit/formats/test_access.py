@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
 import pytest
 
-from shardload.formats.access import STRICT, Access, Limits
-from shardload.options import Options
 from shardload.storage.local import Fence, NotAFileError, OutsideError
-
-
-def test_options_say_what_may_be_done() -> None:
-    """Wrong if an option were left out on the way."""
-    assert Options.check().access == STRICT == Access()
-    made = Options.check(allow_external=True, allow_filters="zfp, 460", untrusted=True, staging="64MiB", timeout=100).access
-    assert made == Access(True, {"zfp", "460"}, Limits(64 << 20, 25.0)) and not made.is_limited  # type: ignore[arg-type]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        made.allow_external = False  # type: ignore[misc]
-    assert hash(Access(allow_filters=["zfp", "a", "zfp"])) == hash(Access(allow_filters={"a", "zfp"}))  # type: ignore[arg-type]
 
 
 def contents(descriptor: int) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
 import struct
@@ -28,8 +27,6 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
@@ -40,13 +37,11 @@ from shardload.cli.main import app
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.codecs.table import HDF5_CODECS
-from shardload.formats.contract.chunk_reader import a_few_chunks
 from shardload.formats.hdf5.filters import n_compressors
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
-from shardload.jobs.loading.plan import staging_of
 from shardload.planning.region import Region
 from tests.unit.files import (
     change_json,
@@ -86,29 +81,6 @@ def test_memory_of_libraries_is_capped(tmp_path: Path) -> None:
 
 
 # --- a few chunks at a time
-
-
-@st.composite
-def cut_regions(draw: st.DrawFn) -> tuple[Region, tuple[int, ...], int]:
-    n = draw(st.integers(0, 4))
-    start = tuple(draw(st.integers(0, 9)) for _ in range(n))
-    stop = tuple(a + draw(st.integers(1, 9)) for a in start)
-    return Region(start, stop), tuple(draw(st.integers(1, 7)) for _ in range(n)), draw(st.integers(1, 40))
-
-
-@given(cut_regions())
-def test_a_region_is_cut_into_parts_of_a_few_chunks(case: tuple[Region, tuple[int, ...], int]) -> None:
-    region, chunk, most = case
-    seen = np.zeros(region.stop, dtype=int)
-    chunks = np.zeros([-(-b // c) for b, c in zip(region.stop, chunk, strict=True)], dtype=int)
-    for part in a_few_chunks(region, chunk, most):
-        assert region.contains(part) and part.size
-        met = tuple(slice(a // c, -(-b // c)) for a, b, c in zip(part.start, part.stop, chunk, strict=True))
-        assert math.prod(s.stop - s.start for s in met) <= most
-        seen[(*part.slices(), ...)] += 1
-        chunks[(*met, ...)] += 1
-    assert (seen[(*region.slices(), ...)] == 1).all() and seen.sum() == region.size
-    assert (chunks <= 1).all()  # none is decoded twice
 
 
 @pytest.mark.each_value
@@ -432,20 +404,6 @@ def test_a_part_of_what_is_too_large_as_a_whole(tmp_path: Path) -> None:
     assert shardload.load(path, mesh, P(), dataset="x", missing="fill").shape == (1,) * 64
 
 
-def test_few_of_the_elements_of_many_chunks(tmp_path: Path) -> None:
-    """Wrong if only what is selected of a chunk counted: all of it is decoded, and waits in a slot."""
-    path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 64), (32, 32, 64))  # chunks of 256 KiB
-    plan = shardload.plan(path, AbstractMesh((2,), ("a",)), P("a"), select=(..., 3), staging="16MiB")
-    staging = staging_of([plan])
-    assert staging.n_blocks * staging.slot_nbytes <= 16 << 20
-    tiny = shardload.plan(
-        hdf5_of(tmp_path / "b.h5", (2**20, 2**10), (1, 1)), AbstractMesh((2,), ("a",)), P("a"), staging="64MiB"
-    )
-    assert math.prod(tiny.schedule.blocks.cell) <= 1 << 14
-    staging = staging_of([tiny])
-    assert staging.n_slots * staging.slot_nbytes <= 64 << 20
-
-
 # --- booleans
 
 
@@ -509,11 +467,3 @@ def test_booleans_in_memory(how: str) -> None:
     source = open_source(made, "/array")
     assert source.view(Region.whole(made.shape)) is None  # nobody looks whether all are good
     source.close()
-
-
-def test_slots_of_what_a_rank_needs(tmp_path: Path) -> None:
-    """Wrong if, where a rank needs a narrow part of a block, its slots had room for all chunks of the block: 1.5 GiB here."""
-    path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 1024), (64, 64, 4))
-    plan = shardload.plan(path, AbstractMesh((64, 64), ("a", "b")), P(None, "a", "b"), readers="direct", staging="256MiB")
-    staging = staging_of([plan])
-    assert staging.n_slots * staging.slot_nbytes <= 256 << 20

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 import shardload
 from shardload.errors import SourceError
-from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.hdf5.chunks import tree_of
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
@@ -100,12 +99,6 @@ def test_chunks_of_a_box(tmp_path: Path, shape: tuple[int, ...], chunk: tuple[in
     listed(path, box=[range(n // 2, n // 2 + 1) for n in grid], stored=stored)
     assert stored.n_ranges - n_all <= min(n_all, 12), "it goes down to one chunk, by as few nodes as there are levels"
     assert n_rounds <= 9, "all nodes of a level are read at once"
-
-
-def test_another_kind_of_index(tmp_path: Path) -> None:
-    """Wrong if an index of a newer kind were read as a tree."""
-    path = make(tmp_path / "x.h5", "latest", (40, 30), (8, 10))
-    assert listed(path) is None
 
 
 @pytest.mark.parametrize("limits", [None, (9, 5)])
@@ -268,22 +261,3 @@ def test_nodes_of_two_entries(tmp_path: Path) -> None:
     content = (tmp_path / "x.h5").read_bytes()
     assert max(content[at + 5] for at in range(len(content)) if content[at : at + 5] == b"TREE\x01") > 16
     assert listed(str(tmp_path / "x.h5")) == said_by_hdf5(str(tmp_path / "x.h5"))
-
-
-def test_chunks_outside_of_the_array_are_no_damage(tmp_path: Path) -> None:
-    """Wrong if a file could not be read after an append that was killed before the array had its new length."""
-    tree = Tree(tmp_path, 150)
-    dims = tree.content.index((2 * tree.n).to_bytes(8, "little") * 2)  # the shape, and the largest
-    tree.put(dims, 200)
-    with h5py.File(tree.path) as file:
-        assert file["g/x"].shape == (200,)
-        expected = file["g/x"][...]
-    whole = Region.whole((200,))
-    source, out = open_source(tree.path, "/g/x"), np.zeros(200, "f4")
-    np.testing.assert_array_equal(read_all(source), expected)
-    assert source.missing(whole) == []
-    reader = source.chunk_reader()
-    assert reader is not None
-    assert read_by_chunks(reader, (2,), whole, out) == []
-    source.close()
-    np.testing.assert_array_equal(out, expected)

@@ -33,8 +33,6 @@ from shardload.formats.codecs.algorithms import (
     encode_lz4,
     encode_zstd,
 )
-from shardload.formats.sink import ArraySpec, Encoder
-from shardload.planning.region import Region
 from tests.unit.files import python_memory_below
 
 Encode = Callable[[bytes], bytes]
@@ -76,16 +74,6 @@ COMPRESSORS: dict[str, tuple[Stage, Encode]] = {
 
 def values(n: int = 300) -> np.ndarray[Any, Any]:
     return (np.arange(n) * 7 % 1000).astype("<i4")
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16, 300, 301])
-@pytest.mark.parametrize("n", [1, 2, 5, 16, 300])
-def test_shuffle(size: int, n: int) -> None:
-    raw = bytes(k % 251 for k in range(n))
-    out = np.zeros(n, "u1")
-    Chain([decode_shuffle(size)], n).decode([shuffle(size)(raw)], out)
-    assert out.tobytes() == raw
 
 
 @pytest.mark.each_value
@@ -207,33 +195,6 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
         return thread.submit(work).result()
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("length", [1, 7, 16, 17, 33, 127, 128, 257, 4096])
-@pytest.mark.parametrize("n", [1, 2, 48])
-def test_many_shuffled_chunks(size: int, length: int, n: int) -> None:
-    """In a thread and in the main one: values that are shuffled again are what was stored, to the last byte."""
-    stored = np.random.default_rng(length).integers(0, 256, (n, size * length), dtype=np.uint8)
-    expected = stored.reshape(n, size, length).swapaxes(1, 2).reshape(n, -1)
-    undo = decode_shuffle(size).undo
-
-    def found(data: Any) -> Any:
-        out = np.full_like(stored, 99)
-        return np.asarray(undo(data, out))
-
-    for data in (stored, [one.tobytes() for one in stored], [bytearray(one) for one in stored], [one.data for one in stored]):
-        np.testing.assert_array_equal(found(data), expected)
-        np.testing.assert_array_equal(in_a_thread(partial(found, data)), expected)
-
-
-def test_shuffled_chunks_into_rows_with_gaps() -> None:
-    """Wrong if Blosc fills a copy of the rows, and the rows themselves keep what an older chunk left there."""
-    stored = np.random.default_rng(0).integers(0, 256, (3, 32), dtype=np.uint8)
-    whole, undo = np.full((3, 40), 99, np.uint8), decode_shuffle(4).undo
-    found = np.asarray(in_a_thread(partial(undo, list(stored), whole[:, :32])))
-    np.testing.assert_array_equal(found, stored.reshape(3, 4, 8).swapaxes(1, 2).reshape(3, -1))
-
-
 @pytest.mark.parametrize("lengths", [(16, 15), (16, 17), (8, 24), (16,), (16, 16, 16), (32,)])
 def test_shuffled_chunks_of_other_lengths_are_refused(lengths: tuple[int, ...]) -> None:
     """Also if together they are as long as expected."""
@@ -278,32 +239,6 @@ def bytes_of(n: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 20, n).astype(np.uint8)
 
 
-def frame_of(stored: Any) -> tuple[int, int, bool]:
-    """What a frame's header declares (RFC 8878, 3.1.1.1): decoded size (-1: none), bytes of the header, a checksum."""
-    data = bytes(stored)
-    assert data[:4] == b"\x28\xb5\x2f\xfd"
-    descriptor = data[4]
-    single = descriptor >> 5 & 1
-    n = (single, 2, 4, 8)[descriptor >> 6]
-    at = 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
-    size = int.from_bytes(data[at : at + n], "little") + (256 if n == 2 else 0) if n else -1
-    return size, at + n, bool(descriptor >> 2 & 1)
-
-
-@pytest.mark.parametrize("level", ZSTD_LEVELS)
-def test_a_zstd_frame_declares_its_size_and_has_no_checksum(level: int) -> None:
-    """Wrong if the metadata (no checksum) said something else than the frame, or if a reader could not know the size."""
-    step = encode_zstd(level)
-    for n in FRAME_SIZES:
-        raw = bytes_of(n, n)
-        raw.flags.writeable = False  # as the memory of JAX
-        for data in (raw, raw.tobytes(), memoryview(raw)):
-            stored = step(data)
-            assert frame_of(stored)[::2] == (n, False), n
-            assert bytes(numcodecs.zstd.decompress(bytes(stored))) == raw.tobytes()
-            assert bytes(zstandard.ZstdDecompressor().decompress(stored)) == raw.tobytes()
-
-
 @pytest.mark.usefixtures("fresh_threads")
 def test_a_kept_compressor_knows_nothing_of_the_chunks_before() -> None:
     """Wrong if a frame were made with another array's level, or referred to an earlier chunk."""
@@ -316,17 +251,6 @@ def test_a_kept_compressor_knows_nothing_of_the_chunks_before() -> None:
     assert found == fresh
     of_size = [one for one, (_, n) in zip(found, order.tolist(), strict=True) if n == FRAME_SIZES[-1]]
     assert len(set(map(len, of_size))) > 3  # levels do differ
-
-
-def test_an_encoded_chunk_stays_what_it_is() -> None:
-    """Wrong if a step gave memory that the next chunk is encoded into."""
-    spec = ArraySpec((300, 300), np.dtype("u1"), (300, 300))
-    encoder = Encoder("x.h5", "/x", spec, "HDF5", "zstd", [encode_zstd(1)])
-    values = [bytes_of(300 * 300, k).reshape(300, 300)[: 300 - k, : 300 - k] for k in range(5)]
-    stored = [encoder.encode(Region.whole(one.shape), one).data for one in values]
-    for one, expected in zip(stored, values, strict=True):
-        found = np.frombuffer(numcodecs.zstd.decompress(bytes(one)), np.uint8).reshape(300, 300)
-        np.testing.assert_array_equal(found[: len(expected), : len(expected)], expected)
 
 
 @pytest.mark.usefixtures("fresh_threads")

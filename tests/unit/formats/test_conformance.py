@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,18 @@ import pytest
 import zarr
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.contract.array import ArrayInfo, check_request, native_dtype
-from shardload.formats.contract.chunk_reader import ChunkReader, Encoded
-from shardload.formats.contract.format import Format, OpenFile, Source
+from shardload.formats.contract.array import check_request
+from shardload.formats.contract.format import Format, OpenFile
+from shardload.formats.hdf5.chunks import Hdf5Chunks
 from shardload.formats.hdf5.file import FORMAT as HDF5
+from shardload.formats.hdf5.file import Hdf5File, Hdf5Format
+from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.memory import MemorySource
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.planning.region import Region
-from shardload.storage.local import state_of
 from tests.tiers import quick_ones, some_of
-from tests.unit.formats.conformance import DTYPES, SHAPES, ConformanceError, check_format, check_source, ramp
+from tests.unit.files import flat
+from tests.unit.formats.conformance import DTYPES, SHAPES, ConformanceError, check_format, check_source
 
 Array = np.ndarray[Any, Any]
 
@@ -76,14 +77,14 @@ def zarr_store(zarr_format: Any, kind: str = "", **options: Any) -> Callable[[st
 def hdf5_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
     with h5py.File(path, "w") as file:
         made = file.create_dataset("a", (7, 10), "i4", chunks=(3, 4), fillvalue=9, compression="gzip")
-        made[:3] = ramp((3, 10), "i4")
+        made[:3] = flat((3, 10), "i4", first=1)
         made[3:, 4:8] = 5
         return made[...], [(1, 0), (1, 2), (2, 0), (2, 2)]
 
 
 def zarr_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
     made = zarr.open_array(path, mode="w", shape=(7, 10), chunks=(3, 4), dtype="i4", fill_value=9)
-    made[:3] = ramp((3, 10), "i4")
+    made[:3] = flat((3, 10), "i4", first=1)
     made[3:, 4:8] = 5
     return np.asarray(made[...]), [(1, 0), (1, 2), (2, 0), (2, 2)]
 
@@ -122,7 +123,7 @@ def test_our_own_formats_conform(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, *(getattr(ml_dtypes, name) for name in ("bfloat16", "float8_e4m3fn", "int4"))])
 def test_arrays_in_memory_conform(dtype: Any) -> None:
     for shape in ((3, 5, 7), (), (0,)) if dtype in FEW else ((3, 5, 7),):
-        values = ramp(shape, dtype)
+        values = flat(shape, dtype, first=1)
         strided = np.repeat(values, 2, axis=-1)[..., ::2] if shape else values
         for array in (values, values.copy(order="F"), strided, values[::-1].copy()[::-1] if shape else values):
             source = MemorySource(array)
@@ -131,169 +132,26 @@ def test_arrays_in_memory_conform(dtype: Any) -> None:
             assert (view is not None) == is_whole and (view is None or not values.size or np.shares_memory(view, array))
 
 
-# --- a format that conforms, and what can be wrong with it
+# --- what can be wrong with a format
 
-MARK = b"RAW1"
-FILL = 9  # of missing chunks
-
-
-def write_raw(path: str, arrays: dict[str, Array], chunks: Any = None, missing: Any = ()) -> None:
-    """Arrays one after the other, after a header that says where each is."""
-    head, at = {}, 0
-    for name, values in arrays.items():
-        cells = [max(1, -(-n // 3)) for n in values.shape] if chunks is None else chunks
-        head[f"/{name}"] = {"shape": values.shape, "dtype": values.dtype.str, "at": at, "chunks": cells, "missing": missing}
-        at += values.nbytes
-    text = json.dumps({"nbytes": at, "arrays": head}).encode()
-    Path(path).write_bytes(MARK + len(text).to_bytes(4, "little") + text + b"".join(v.tobytes() for v in arrays.values()))
+read_into, decode, open_file, list_arrays = Hdf5Source.read_into, Hdf5Chunks.decode, Hdf5Format.open_file, Hdf5File.list_arrays
 
 
-def raw_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
-    values = ramp((6, 8), "i4")
-    values[:2, 4:] = FILL
-    write_raw(path, {"a": values}, [2, 4], [(0, 1)])
-    return values, [(0, 1)]
-
-
-class Raw(Source):
-    """One array of such a file."""
-
-    def __init__(self, path: str, name: str, entry: dict[str, Any], start: int) -> None:
-        self.path, self.entry, self.start = path, entry, start
-        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
-        self.stored = np.dtype(entry["dtype"])
-        self.shape = tuple(entry["shape"])
-        self.own = ArrayInfo(path, name, "raw", self.shape, native_dtype(self.stored).name, tuple(entry["chunks"]))
-
-    @property
-    def info(self) -> ArrayInfo:
-        return self.own
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return native_dtype(self.stored)
-
-    def values(self) -> Array:
-        nbytes = int(np.prod(self.shape, dtype=int)) * self.stored.itemsize
-        data = os.pread(self.file.fileno(), nbytes, self.start + self.entry["at"])
-        if len(data) < nbytes:
-            raise OSError("the file ends too early")
-        return np.frombuffer(data, self.stored).reshape(self.shape)
-
-    def read_into(self, region: Region, out: Array) -> None:
-        check_request(self.info, self.dtype, region, out)
-        out[...] = self.values()[region.slices()]
-
-    def missing(self, region: Region) -> list[tuple[int, ...]]:
-        cells = {tuple(index): Region.whole(self.shape) for index in self.entry["missing"]}
-        for index in cells:
-            start = tuple(k * c for k, c in zip(index, self.own.chunks or (), strict=True))
-            cells[index] = Region(start, tuple(a + c for a, c in zip(start, self.own.chunks or (), strict=True)))
-        return [index for index, cell in cells.items() if region.size and cell.intersect(region)]
-
-    def chunk_reader(self) -> Any:
-        return RawChunks(self)
-
-    def state(self) -> tuple[int, ...] | None:
-        return None if self.file.closed else state_of(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class RawChunks(ChunkReader):
-    def __init__(self, source: Raw) -> None:
-        self.source, self.chunks = source, source.info.chunks or ()
-
-    def fetch(self, box: Any, room: Any = None) -> Any:
-        indices, values, missing = [*itertools.product(*box)], self.source.values(), self.source.entry["missing"]
-        starts = [[k * c for k, c in zip(index, self.chunks, strict=True)] for index in indices]
-        stored = [values[(*(slice(a, a + c) for a, c in zip(at, self.chunks, strict=True)), ...)] for at in starts]
-        return Encoded([None if [*index] in missing else part for index, part in zip(indices, stored, strict=True)])
-
-    def decode(self, encoded: Any, out: Array) -> None:
-        chunks = out.reshape(len(encoded.data), *self.chunks)
-        for k, values in enumerate(encoded.data):
-            if values is None:
-                chunks[k] = FILL
-            else:
-                chunks[(k, *(slice(0, n) for n in values.shape), ...)] = values
-
-
-class RawFile(OpenFile):
-    """Opens the file anew for each array."""
-
-    def __init__(self, path: str, source: type[Raw] = Raw) -> None:
-        self.path, self.source = path, source
-
-    def header(self) -> tuple[dict[str, Any], int]:
-        data = Path(self.path).read_bytes()
-        n = int.from_bytes(data[4:8], "little")
-        found = json.loads(data[8 : 8 + n])
-        if len(data) != 8 + n + found["nbytes"]:
-            raise ValueError("the file is not as long as it says")
-        return found["arrays"], 8 + n
-
-    def list_arrays(self) -> list[ArrayInfo]:
-        sources = [self.open(name) for name in self.header()[0]]
-        for source in sources:
-            source.close()
-        return [source.info for source in sources]
-
-    def open(self, dataset: str, planned: ArrayInfo | None = None) -> Source:
-        arrays, start = self.header()
-        if dataset not in arrays:
-            raise KeyError(dataset)
-        return self.source(self.path, dataset, arrays[dataset], start)
-
-
-class RawFormat(Format):
-    """Conforms."""
-
-    name = "raw"
-
-    def __init__(self, source: type[Raw] = Raw, file: type[RawFile] = RawFile) -> None:
-        self.source, self.file = source, file
-
-    def claims_path(self, path: str) -> bool:
-        return os.path.isfile(path) and Path(path).read_bytes()[:4] == MARK
-
-    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        return self.file(path, self.source)
-
-
-def check_raw(file_format: Format, folder: Path, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
-    types = ["float32", ">i2"]
-    check_format(file_format, write_raw, folder=folder, dtypes=types, shapes=shapes, write_missing=raw_missing)
-
-
-def test_a_format_that_conforms(tmp_path: Path) -> None:
-    check_raw(RawFormat(), tmp_path)
-
-
-def source_with(**methods: Any) -> Format:
-    return RawFormat(type("Wrong", (Raw,), methods))
-
-
-def file_with(**methods: Any) -> Format:
-    return RawFormat(Raw, type("WrongFile", (RawFile,), methods))
-
-
-def transposed(self: Raw, region: Region, out: Array) -> None:
+def transposed(self: Hdf5Source, region: Region, out: Array) -> None:
     check_request(self.info, self.dtype, region, out)
-    values = self.values()
+    values = self.plain(Region.whole(self.info.shape))
     out[...] = (values.T if len(set(values.shape)) == 1 else values)[region.slices()]
 
 
-def clamped(self: Raw, region: Region, out: Array) -> None:
+def clamped(self: Hdf5Source, region: Region, out: Array) -> None:
     if out.dtype != self.dtype or not out.flags.writeable or out.shape != region.shape:
         raise ValueError("the buffer")
-    found = self.values()[region.slices()]
+    found = self.plain(Region.whole(self.info.shape))[region.slices()]
     out[tuple(slice(0, n) for n in found.shape)] = found
 
 
-def past_the_end(self: Raw, region: Region, out: Array) -> None:
-    Raw.read_into(self, region, out)
+def past_the_end(self: Hdf5Source, region: Region, out: Array) -> None:
+    read_into(self, region, out)
     memory: Any = out
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
@@ -301,96 +159,104 @@ def past_the_end(self: Raw, region: Region, out: Array) -> None:
         memory.view(np.uint8)[-1] = 0
 
 
-def keeps_the_buffer(self: Raw, region: Region, out: Array) -> None:
+def keeps_the_buffer(self: Hdf5Source, region: Region, out: Array) -> None:
     """A cache that hands out, and writes, what is the caller's."""
     cache = self.__dict__.setdefault("cache", {})
     if region not in cache:
-        Raw.read_into(self, region, out)
+        read_into(self, region, out)
         cache[region] = out
     out[...] = cache[region]
 
 
-def cached_for_good(self: Raw, region: Region, out: Array) -> None:
+def cached_for_good(self: Hdf5Source, region: Region, out: Array) -> None:
     if "cache" not in self.__dict__:
-        self.__dict__["cache"] = self.values()
+        self.__dict__["cache"] = self.plain(Region.whole(self.info.shape))
     out[...] = self.__dict__["cache"][region.slices()]
 
 
-def in_its_own_thread(self: Raw, region: Region, out: Array) -> None:
+def in_its_own_thread(self: Hdf5Source, region: Region, out: Array) -> None:
     if self.__dict__.setdefault("thread", threading.get_ident()) != threading.get_ident():
         raise RuntimeError("made in another thread")
-    Raw.read_into(self, region, out)
+    read_into(self, region, out)
 
 
-def header_or_key_error(self: RawFile) -> tuple[dict[str, Any], int]:
+def one_too_short(self: Hdf5Chunks, encoded: Any, out: Array) -> None:
+    decode(self, encoded, out)
+    out[-1:] = 0
+
+
+def zeros_for_missing(self: Hdf5Chunks, encoded: Any, out: Array) -> None:
+    decode(self, encoded, out)
+    chunks = out.reshape(len(encoded.data), -1)
+    for k, data in enumerate(encoded.data):
+        if data is None:
+            chunks[k] = 0
+
+
+def damage_is_a_key_error(self: Hdf5Format, path: str, access: Access = STRICT) -> OpenFile:
     try:
-        return RawFile.header(self)
-    except ValueError:
+        return open_file(self, path, access)
+    except Exception:
         raise KeyError("/a") from None
 
 
-def leaking(self: RawFile) -> tuple[dict[str, Any], int]:
-    kept_open.append(os.open(self.path, os.O_RDONLY))
-    return RawFile.header(self)
+def leaking(self: Hdf5Format, path: str, access: Access = STRICT) -> OpenFile:
+    kept_open.append(os.open(path, os.O_RDONLY))
+    return open_file(self, path, access)
 
 
 kept_open: list[int] = []
 
-
-class OneTooShort(RawChunks):
-    def decode(self, encoded: Any, out: Array) -> None:
-        super().decode(encoded, out)
-        out[-1:] = 0
-
-
-class ZerosForMissing(RawChunks):
-    def decode(self, encoded: Any, out: Array) -> None:
-        super().decode(Encoded([np.zeros(self.chunks) if values is None else values for values in encoded.data]), out)
-
-
-# One for each kind of mistake.
-WRONG: dict[str, tuple[Format, str, str]] = {
-    "axes transposed": (source_with(read_into=transposed), "each value of each region", r"that value belongs at"),
-    "region clamped": (source_with(read_into=clamped), "refuses a region outside", "no error for the region"),
-    "writes past the buffer": (source_with(read_into=past_the_end), "each value", "wrote outside of the buffer"),
-    "keeps the buffer": (source_with(read_into=keeps_the_buffer), "keeps nothing of the caller", "wrong values of"),
-    "read after close": (source_with(read_into=cached_for_good), "gives nothing after it was closed", "read after close"),
-    "bound to a thread": (
-        source_with(read_into=in_its_own_thread),
-        "is read from any thread",
-        "RuntimeError: made in another thread",
+# One for each kind of mistake: the promise that it breaks, and what is said.
+WRONG: dict[str, tuple[type, dict[str, Any], str, str]] = {
+    "axes transposed": (Hdf5Source, {"read_into": transposed}, "each value of each region", "that value belongs at"),
+    "region clamped": (Hdf5Source, {"read_into": clamped}, "refuses a region outside", "no error for the region"),
+    "writes past the buffer": (Hdf5Source, {"read_into": past_the_end}, "each value", "wrote outside of the buffer"),
+    "keeps the buffer": (Hdf5Source, {"read_into": keeps_the_buffer}, "keeps nothing of the caller", "wrong values of"),
+    "read after close": (Hdf5Source, {"read_into": cached_for_good}, "nothing after it was closed", "read after close"),
+    "bound to a thread": (Hdf5Source, {"read_into": in_its_own_thread}, "from any thread", "made in another thread"),
+    "state is made up": (
+        Hdf5Source,
+        {"state": lambda _: (1, 2), "opened_in": lambda _: (1, 2)},
+        "state that changes",
+        r"is \(1, 2\) before and after",
     ),
-    "state is made up": (source_with(state=lambda _: (1, 2)), "state that changes", r"is \(1, 2\) before and after"),
-    "missing chunks untold": (source_with(missing=lambda *_: []), "chunks that are missing", r"is \[\], expected \[\(0, 1\)\]"),
-    "view is something else": (source_with(view=lambda self, r: np.zeros(r.shape, self.dtype)), "by view", "wrong values"),
-    "chunks too short": (source_with(chunk_reader=lambda self: OneTooShort(self)), "chunk by chunk", "wrong values"),
-    "zeros in missing chunks": (
-        source_with(chunk_reader=lambda self: ZerosForMissing(self)),
+    "missing chunks untold": (
+        Hdf5Source,
+        {"missing": lambda *_: []},
         "chunks that are missing",
-        "expected 9",
+        r"is \[\], expected \[\(1, 0\)",
     ),
-    "KeyError for damage": (file_with(header=header_or_key_error), "where a file was cut", "says that the file is sound"),
-    "lists too little": (file_with(list_arrays=lambda self: RawFile.list_arrays(self)[1:]), "lists every array", "are listed"),
-    "leaves files open": (file_with(header=leaking), "gives back what it opened", "descriptors stay open"),
+    "view is something else": (
+        Hdf5Source,
+        {"view": lambda self, region: np.zeros(region.shape, self.dtype)},
+        "by view",
+        "wrong values",
+    ),
+    "chunks too short": (Hdf5Chunks, {"decode": one_too_short}, "chunk by chunk", "wrong values"),
+    "zeros in missing chunks": (Hdf5Chunks, {"decode": zeros_for_missing}, "chunks that are missing", "expected 9"),
+    "KeyError for damage": (Hdf5Format, {"open_file": damage_is_a_key_error}, "file was cut", "says that the file is sound"),
+    "lists too little": (Hdf5File, {"list_arrays": lambda self: list_arrays(self)[1:]}, "lists every array", "are listed"),
+    "leaves files open": (Hdf5Format, {"open_file": leaking}, "gives back what it opened", "descriptors stay open"),
 }
 
 
-FEW_SHAPES = ((), (6, 6), (3, 5, 7))
-
-
 @pytest.mark.parametrize("defect", quick_ones(WRONG, *list(WRONG)[::3]))
-def test_a_defect_is_found_and_named(defect: str, tmp_path: Path) -> None:
-    """Wrong if a format with this defect passed, or the message were about something else. Few shapes must do for that: more
+def test_a_defect_is_found_and_named(defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if HDF5 with this defect passed, or the message were about something else. Few shapes must do for that: more
     of them would be more occasions to find it."""
-    file_format, promise, said = WRONG[defect]
+    holder, methods, promise, said = WRONG[defect]
+    for name, wrong in methods.items():
+        monkeypatch.setattr(holder, name, wrong)
+    write, how = hdf5(compression="gzip"), {"dtypes": ["float32", ">i2"], "shapes": [(), (6, 6), (3, 5, 7)]}
     try:
         with pytest.raises(ConformanceError) as caught:
-            check_raw(file_format, tmp_path, FEW_SHAPES)
+            check_format(HDF5, write, folder=tmp_path, write_missing=hdf5_missing, **how)  # type: ignore[arg-type]
     finally:
         while kept_open:
             os.close(kept_open.pop())
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("the format raw breaks ")
+    assert lines[0].startswith("the format HDF5 breaks ")
     named = [k for k, line in enumerate(lines) if line.startswith("- It ") and re.search(promise, line)]
     assert named, str(caught.value)
     told = "\n".join(itertools.takewhile(lambda line: line.startswith("    "), lines[named[0] + 1 :]))

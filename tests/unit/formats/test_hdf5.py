@@ -28,24 +28,7 @@ from shardload.formats.contract.format import Source
 from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from tests.unit.files import SHAPES, SIZES, check_source, chunks_of, flat, raw_dataset, read_all, write_hdf5
-
-CHUNKED: dict[str, dict[str, Any]] = {
-    "none": {},
-    "gzip": {"compression": "gzip"},
-    "gzip+shuffle": {"compression": "gzip", "shuffle": True},
-    "shuffle": {"shuffle": True},
-    "lzf": {"compression": "lzf"},
-    "fletcher32": {"fletcher32": True},
-    "lzf+shuffle+fletcher32": {"compression": "lzf", "shuffle": True, "fletcher32": True},
-    "szip": {"compression": "szip"},
-    "blosc": dict(hdf5plugin.Blosc()),
-    "zstd": dict(hdf5plugin.Zstd()),
-    "bitshuffle": dict(hdf5plugin.Bitshuffle()),
-    "blosc2": dict(hdf5plugin.Blosc2()),
-    "lz4": dict(hdf5plugin.LZ4()),
-    "bzip2": dict(hdf5plugin.BZip2()),
-}
+from tests.unit.files import check_source, flat, raw_dataset, read_all, write_hdf5
 
 # Decoded only if the caller says so, or may come to be.
 ASKED = {"szip", "nbit", "scaleoffset", "bitshuffle", "blosc2", "lz4", "bzip2"}
@@ -60,30 +43,6 @@ def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
     check_source(source, expected)
     source.close()
     return source.info
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("codec", CHUNKED)
-@pytest.mark.parametrize("dtype", SIZES)
-def test_chunked_with_every_filter_type_and_rank(tmp_path: Path, dtype: str, codec: str) -> None:
-    """Two shapes for each pair; every size of a type and every filter meets every rank."""
-    first = SIZES.index(dtype) + [*CHUNKED].index(codec)
-    shapes = [SHAPES[1 + (first + more) % (len(SHAPES) - 1)] for more in (0, 2)]
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for shape in shapes:
-            if codec == "szip" and np.dtype(dtype).kind in "bc":
-                continue
-            options = CHUNKED[codec] | {"chunks": chunks_of(shape)}
-            if codec == "szip":
-                options["chunks"] = tuple(max(n, 8) if k == len(shape) - 1 else n for k, n in enumerate(shape))
-                options["maxshape"] = (None,) * len(shape)
-            file.create_dataset(f"r{len(shape)}", data=flat(shape, dtype), **options)
-    with h5py.File(tmp_path / "a.h5") as file:
-        written = {name: file[name].chunks for name in file}
-    for shape in shapes:
-        if f"r{len(shape)}" in written:
-            info = check(str(tmp_path / "a.h5"), f"/r{len(shape)}", flat(shape, dtype))
-            assert info.codec == codec and info.chunks == written[f"r{len(shape)}"] and info.format == "HDF5"
 
 
 def test_scaleoffset_and_nbit(tmp_path: Path) -> None:
@@ -249,29 +208,6 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path) -> None:
     assert find_array(path, None).dataset == "/good"  # the one array left that can be loaded
 
 
-def test_arrays_and_groups_with_several_names(tmp_path: Path) -> None:
-    """An array is listed by every link to it; what is in a group once, however many names the group has."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["entry/instrument/detector/data"] = flat((4,))
-        file["entry/instrument/detector/distance"] = flat((2,))
-        file["entry/data/data"] = file["entry/instrument/detector/data"]
-        file["entry/instrument/detector/up"] = file["entry"]
-        file["second"] = file["entry/instrument"]
-        file["third"] = file["second/detector"]
-    path = str(tmp_path / "a.h5")
-    inside = "/entry/instrument/detector"
-    expected = ["/entry/data/data", f"{inside}/data", f"{inside}/distance"]
-    found = [info.dataset for info in list_arrays(path)]
-    assert found == expected
-    with h5py.File(path) as file:
-        for name in (*found, "/second/detector/data", "/third/up/data/data"):
-            data = file[name][()]
-            with closing(open_source(path, name)) as source:
-                np.testing.assert_array_equal(read_all(source), data)
-    with pytest.raises(ConfigError, match="holds 2 arrays"):  # not each name of them
-        find_array(path, None)
-
-
 @pytest.mark.parametrize("kind", ["STD_B8LE", "STD_B8BE", "STD_B16BE", "STD_B32LE", "STD_B64BE"])
 @pytest.mark.parametrize(("chunks", "level"), [(None, None), ((2,), None), ((2,), 4)])
 @pytest.mark.parametrize("by", ["h5py", "shardload"])
@@ -311,34 +247,6 @@ def test_attributes_are_plain_and_reported(tmp_path: Path) -> None:
     expected = {"scale_factor": 0.5, "add_offset": 10, "_FillValue": -1.0, "missing_value": [-1, -2]}
     assert attributes == {**expected, "units": "K", "calendar": None}
     assert json.loads(json.dumps(attributes)) == attributes
-
-
-def test_netcdf4_agrees_with_the_netcdf_library(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.nc")
-    data = flat((4, 3, 5), "int16")
-    with netCDF4.Dataset(path, "w") as file:
-        for name, size in (("time", None), ("lat", 3), ("lon", 5)):
-            file.createDimension(name, size)
-            file.createVariable(name, "f8", (name,))[:] = np.arange({"time": 4, "lat": 3, "lon": 5}[name])
-        for k, endian in enumerate(("little", "big")):
-            made = file.createGroup("g").createVariable(
-                f"v{k}",
-                ("<i2", ">i2")[k],
-                ("time", "lat", "lon"),
-                zlib=True,
-                endian=endian,
-                fill_value=-9,
-                chunksizes=(1, 2, 5),
-            )
-            made.set_auto_maskandscale(False)
-            made[:] = data
-            made.scale_factor, made.units = 0.5, "m"
-    infos = {info.dataset: info for info in list_arrays(path)}
-    assert [name for name, info in infos.items() if info.is_coordinate] == ["/lat", "/lon", "/time"]
-    for name in ("/g/v0", "/g/v1"):
-        info = check(path, name, data)
-        assert info.format == "netCDF4" and info.chunks == (1, 2, 5) and info.codec == "gzip+shuffle"
-        assert info.attributes == {"scale_factor": 0.5, "_FillValue": -9, "units": "m"}
 
 
 def test_real_files_agree_with_the_netcdf_library() -> None:
@@ -392,28 +300,6 @@ def counting_filter() -> Iterator[list[int]]:
     assert hdf5.H5Zunregister(number) >= 0
 
 
-def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counting_filter: list[int]) -> None:
-    data = flat((7, 6, 5), ">f8")
-    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(2, 4, 3), compression=460)
-    source = open_source(path, "/a", Access(allow_filters={"460"}))
-    assert source.info.codec == "counting#460"
-    assert counting_filter == [0]  # metadata decodes nothing
-    for region, chunks in (
-        (Region.whole(data.shape), 4 * 2 * 2),
-        (Region((2, 0, 0), (4, 4, 3)), 1),
-        (Region((1, 3, 2), (3, 5, 4)), 2 * 2 * 2),
-        (Region((1, 3, 2), (1, 5, 4)), 0),
-    ):
-        source.close()
-        source = open_source(path, "/a", Access(allow_filters={"460"}))  # a new file, without HDF5's cache of the last read
-        counting_filter[0] = 0
-        out = np.empty(region.shape)
-        source.read_into(region, out)
-        assert counting_filter == [chunks], region
-        np.testing.assert_array_equal(out, data[region.slices()])
-    source.close()
-
-
 def test_a_filter_that_is_missing_is_named(tmp_path: Path, counting_filter: list[int]) -> None:
     path = write_hdf5(tmp_path / "a.h5", {"a": flat((4, 5))}, chunks=(2, 2), compression=460)
     zstd = write_hdf5(tmp_path / "z.h5", {"a": flat((4, 5))}, chunks=(2, 2), **hdf5plugin.Zstd())
@@ -437,32 +323,6 @@ def test_a_filter_that_is_missing_is_named(tmp_path: Path, counting_filter: list
     assert said[0].startswith(f"SourceError '/a' in '{path}' cannot be loaded: it holds chunks encoded with HDF5 filter")
     assert "filter 460 (counting)" in said[0] and "filter 32015 (zstd)" in said[1]
     assert all("`pip install hdf5plugin`" in line for line in said)
-
-
-def test_damage_surfaces_as_an_error(tmp_path: Path) -> None:
-    data = np.random.default_rng(0).integers(0, 2**31, (8, 40)).astype("int64")
-    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(2, 40), compression="gzip")
-    with h5py.File(path) as file:
-        stored = file["a"].id.get_chunk_info_by_coord((4, 0))
-    raw = bytearray(Path(path).read_bytes())
-    whole = bytes(raw)
-    for byte in range(stored.byte_offset + 20, stored.byte_offset + 28):
-        raw[byte] ^= 0xFF
-    Path(path).write_bytes(raw)
-    source = open_source(path, "/a")
-    out = np.empty((2, 40), "int64")
-    source.read_into(Region((2, 0), (4, 40)), out)  # the chunk before it is whole
-    np.testing.assert_array_equal(out, data[2:4])
-    with pytest.raises(ValueError, match="the gzip stream is damaged"):
-        source.read_into(Region((4, 0), (6, 40)), out)
-    source.close()
-    for size in (9, 100, len(whole) // 2, len(whole) - 1):
-        Path(path).write_bytes(whole[:size])
-        for attempt in (list_arrays, find_array):
-            with pytest.raises(SourceError, match=r"a.h5' is an HDF5 file that cannot be opened: .* HDF5 says: ") as caught:
-                attempt(path)
-            assert caught.value.path == path
-            assert size < 100 or "Copy or write it again" in str(caught.value)
 
 
 def test_links(tmp_path: Path) -> None:
@@ -527,26 +387,6 @@ def test_locks_and_writers(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)  # a writer that died
     with pytest.raises(SourceError, match=r"if it died, run `h5clear -s` on the file"):
         find_array(path)
-
-
-def test_a_variable_named_as_a_dimension_that_is_not_its_own(tmp_path: Path) -> None:
-    """The netCDF library stores it under another name, because the dimension has its name in HDF5."""
-    path = tmp_path / "a.nc"
-    with netCDF4.Dataset(path, "w") as file:
-        group = file.createGroup("g")
-        for at in (file, group):
-            at.createDimension("x", 4)
-            at.createDimension("y", 3)
-            at.createVariable("x", "f4", ("y", "x"))[:] = flat((3, 4)) + (at is group)
-            at.createVariable("v", "f4", ("y", "x"))[:] = flat((3, 4))
-    for name, more in (("/x", 0), ("x", 0), ("g/x", 1)):
-        with closing(open_source(str(path), name)) as source:
-            assert source.info.shape == (3, 4) and not source.info.is_dimension
-            assert np.array_equal(source.plain(Region.whole((3, 4))), flat((3, 4)) + more)
-    with closing(open_source(str(path), "y")) as source:
-        assert source.info.is_dimension
-    listed = {info.dataset: info.shape for info in list_arrays(str(path)) if not info.is_dimension}
-    assert listed == {name: (3, 4) for name in ("/x", "/v", "/g/x", "/g/v")}
 
 
 @pytest.mark.parametrize(

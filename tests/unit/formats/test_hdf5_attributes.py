@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.formats.hdf5 import opened
 from shardload.formats.lookup import find_array, open_source
-from shardload.jobs import contents
 from tests.jobs.launch import ROOT
 from tests.tiers import IS_QUICK
 from tests.unit.copies import run_copy
@@ -126,20 +124,6 @@ def test_scales_that_are_gone(tmp_path: Path) -> None:
         assert properties.unread == (f"what axes of '/t' are called ({why})",) and properties.dims == dims
 
 
-def test_a_scale_with_two_names(tmp_path: Path) -> None:
-    """It is called as in the array's own group."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["z/x"] = np.arange(3.0)
-        file["z/x"].make_scale("x")
-        file["a/first"] = file["z/x"]
-        for group in ("a", "z", "other"):
-            file[f"{group}/t"] = np.zeros(3)
-            file[f"{group}/t"].dims[0].attach_scale(file["z/x"])
-    found = shardload.open(tmp_path / "a.h5")
-    assert [found[f"{group}/t"].dims for group in ("a", "z", "other")] == [("first",), ("x",), ("first",)]
-    assert found["z/t"].coords["x"].dataset == "/z/x"
-
-
 def test_damaged_attributes_of_the_file_do_not_hide_its_arrays(tmp_path: Path) -> None:
     """HDF5 refuses to look for any attribute of a group where one has a type that it takes for damage."""
     number = h5py.h5t.STD_I32LE.copy()
@@ -153,36 +137,6 @@ def test_damaged_attributes_of_the_file_do_not_hide_its_arrays(tmp_path: Path) -
         h5py.h5a.exists(file.id, b"title")
     found = shardload.open(tmp_path / "a.h5")
     assert list(found) == ["/a"] and found["a"].refused is None and dict(found.attrs) == {}
-
-
-def test_a_file_is_searched_for_names_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if it were searched for the scale of each axis of each array: that takes a time that grows with the square."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["x"] = np.arange(10.0)
-        file["x"].make_scale("renamed since")
-        for k in range(20):
-            file[f"a{k}"] = np.zeros(10, "f4")
-            file[f"a{k}"].dims[0].attach_scale(file["x"])
-    n_searches = n_opened = 0
-    search, open_file = opened._links_below, opened.OpenFacts.__init__
-
-    def searching(*arguments: Any) -> Any:
-        nonlocal n_searches
-        n_searches += 1
-        return search(*arguments)
-
-    def opening(*arguments: Any) -> None:
-        nonlocal n_opened
-        n_opened += 1
-        open_file(*arguments)
-
-    monkeypatch.setattr(opened, "_links_below", searching)
-    monkeypatch.setattr(opened.OpenFacts, "__init__", opening)
-    assert {info.dims for info in shardload.open(tmp_path / "a.h5").values()} == {("x",)}
-    assert (n_searches, n_opened) == (2, 1)  # for the list of arrays, and for the names of their scales
-    monkeypatch.setattr(contents, "_MOST_LABELLED", 4)
-    many = shardload.open(tmp_path / "a.h5")  # names are read when somebody asks, of all for all
-    assert repr(many).count("(x=10)") == 21 and (n_searches, n_opened) == (4, 3)
 
 
 def test_files_with_attributes_of_any_type() -> None:

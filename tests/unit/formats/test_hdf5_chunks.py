@@ -14,10 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from shardload.formats.access import Access
 from shardload.formats.contract.chunk_reader import ChunkReader
 from shardload.formats.contract.format import Source
 from shardload.formats.hdf5 import chunks as hdf5_chunks
@@ -28,22 +25,17 @@ from shardload.formats.hdf5.source import Hdf5Contiguous, open_contiguous
 from shardload.formats.lookup import open_file, open_source
 from shardload.jobs.described import read_values
 from shardload.planning.region import Region
-from shardload.storage.local import LocalFile
-from tests.tiers import examples
 from tests.unit.files import (
-    DTYPES,
     SHAPES,
     SIZES,
     assert_same,
     box_of,
     check_source,
     chunks_of,
-    compact,
     early,
     flat,
     plain_edges,
     raw_dataset,
-    read,
     read_all,
     write_hdf5,
 )
@@ -108,13 +100,6 @@ def check_all(path: Path | str, names: list[str]) -> dict[str, np.ndarray[Any, A
             assert source.chunk_reader() is not None, name
             check_source(source, expected)
     return by_h5py
-
-
-def is_left_to_hdf5(path: Path | str, name: str) -> bool:
-    source = open_source(str(path), name, Access(allow_filters={"all"}))
-    reader = source.chunk_reader()
-    source.close()
-    return reader is None
 
 
 @pytest.mark.each_value
@@ -261,25 +246,6 @@ def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
     source.close()
 
 
-def test_filter_masks_of_single_chunks(tmp_path: Path) -> None:
-    """Bit k of a chunk's mask says that filter k was not applied to it."""
-    path, data = tmp_path / "a.h5", flat((8, 6), "int32", first=70_000)
-
-    def shuffled(raw: bytes) -> bytes:
-        return np.frombuffer(raw, "u1").reshape(-1, 4).T.tobytes()
-
-    with h5py.File(path, "w") as file:
-        made = make(file, "a", data, (2, 6), "shuffle gzip", write=False)
-        for k, mask in enumerate((0b00, 0b01, 0b10, 0b11)):
-            raw = data[2 * k : 2 * k + 2].tobytes()
-            raw = raw if mask & 1 else shuffled(raw)
-            made.id.write_direct_chunk((2 * k, 0), raw if mask & 2 else zlib.compress(raw), mask)
-        noise = np.random.default_rng(0).integers(0, 256, 4096).astype("uint8")
-        make(file, "noise", noise, (1000,), "gzip fletcher32")  # gzip cannot shorten it, so HDF5 leaves it out
-    np.testing.assert_array_equal(check(path, "a"), data)
-    np.testing.assert_array_equal(check(path, "noise"), noise)
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["int16", ">f8"])
 @pytest.mark.parametrize("filters", [f for f in PIPELINES if f and "blosc" not in f])  # HDF5 fails to write them with it
@@ -380,51 +346,6 @@ def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
     np.testing.assert_array_equal(check(path, "a"), data)
 
 
-def test_types_left_to_hdf5(tmp_path: Path) -> None:
-    odd = h5py.h5t.STD_I32LE.copy()
-    odd.set_precision(24)
-    half = h5py.h5t.IEEE_F32LE.copy()  # of 16 bits, which HDF5 turns into float32
-    half.set_fields(15, 8, 7, 0, 8)
-    half.set_precision(16)
-    half.set_size(2)
-    half.set_ebias(63)
-    vax = h5py.h5t.IEEE_F32LE.copy()
-    vax.set_ebias(129)
-    kinds = {"odd": odd, "half": half, "bias": vax}
-    kinds["enum"] = h5py.h5t.py_create(h5py.enum_dtype({"A": 0, "B": 1}, "i2"), logical=True)
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for name, kind in kinds.items():
-            raw_dataset(file, name, kind, (5, 7), chunks=(2, 3))
-    for name in kinds:
-        assert is_left_to_hdf5(tmp_path / "a.h5", name), name
-
-
-def test_files_left_to_hdf5(tmp_path: Path) -> None:
-    path = write_hdf5(tmp_path / "a.h5", {"a": flat((4, 6)), "compact": flat((4, 6))}, chunks=(2, 3), compression="gzip")
-    with h5py.File(tmp_path / "block.h5", "w", userblock_size=1024) as file:
-        make(file, "a", flat((4, 6)), (2, 3), "gzip")
-    assert is_left_to_hdf5(tmp_path / "block.h5", "a")
-    for how in ({"driver": "core"}, {"driver": "stdio"}, {"mode": "r+"}):
-        with h5py.File(path, **how) as file:
-            assert open_source(file["a"], "/a").chunk_reader() is None
-    with open(path, "rb") as stream, h5py.File(stream) as file:
-        assert open_source(file["a"], "/a").chunk_reader() is None
-    with h5py.File(path) as file:
-        source = open_source(file["a"], "/a")
-        assert source.chunk_reader() is not None
-        source.close()
-        assert file["a"][0, 1] == 1
-    with h5py.File(path, "r+"), h5py.File(path) as file:  # shares what the writer has not written yet
-        assert open_source(file["a"], "/a").chunk_reader() is None
-    with h5py.File(tmp_path / "swmr.h5", "w", libver="latest") as writer:
-        make(writer, "a", flat((4, 6)), (2, 3), "gzip")
-        writer.swmr_mode = True
-        with h5py.File(tmp_path / "swmr.h5", swmr=True) as file:
-            assert open_source(file["a"], "/a").chunk_reader() is None
-    write_hdf5(tmp_path / "plain.h5", {"a": flat((4, 6))})
-    assert is_left_to_hdf5(tmp_path / "plain.h5", "a")  # it has no chunks
-
-
 def open_descriptors(path: Path) -> int:
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
     return sum(os.path.realpath(link) == str(path.resolve()) for link in links)
@@ -438,32 +359,6 @@ def chunked(tmp_path: Path) -> Iterator[Path]:
     assert open_descriptors(path) == 0
 
 
-def test_the_file_is_the_one_that_hdf5_has_open(chunked: Path) -> None:
-    """Not another one of the same name; and it is given back."""
-    source = open_source(str(chunked), "a")
-    other = write_hdf5(chunked.with_name("b.h5"), {"a": flat((4, 6), first=500)}, chunks=(2, 3), compression="gzip")
-    os.replace(other, chunked)
-    reader = source.chunk_reader()
-    assert reader is not None
-    np.testing.assert_array_equal(read_all(source), flat((4, 6)))
-    source.close()
-    with pytest.raises((OSError, RuntimeError, ValueError)):
-        reader.fetch(box_of((0, 0)))
-    source.close()
-
-
-def test_the_caller_closes_the_file(chunked: Path) -> None:
-    file = h5py.File(chunked)
-    source = open_source(file["a"], "/a")
-    reader = source.chunk_reader()
-    assert reader is not None
-    first = reader.fetch(box_of((0, 0)))
-    file.close()
-    again = reader.fetch(box_of((0, 0)))  # where it is was told before, and the descriptor is our own
-    assert bytes(again.data[0]) == bytes(first.data[0])
-    source.close()
-
-
 # --- contiguous values
 
 
@@ -475,40 +370,6 @@ def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5
 
 def reader_of_open(dataset: h5py.Dataset, dtype: Any = "int32") -> Hdf5Contiguous | None:
     return open_contiguous(OpenFacts(dataset.file, is_ours=False).dataset(dataset.id), np.dtype(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_type_is_read_past_hdf5(tmp_path: Path, dtype: str) -> None:
-    path = write_hdf5(tmp_path / "a.h5", {"a": flat((5, 7), dtype)})
-    assert reader_of(path, "a", np.dtype(dtype).newbyteorder("=")) is not None
-
-
-@st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
-    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=5)))
-    start = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    stop = tuple(draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True))
-    return shape, Region(start, stop)
-
-
-@examples(200)
-@given(boxes(), st.integers(0, 400), st.integers(1, 400), st.sampled_from([(0, "u1"), (2, "u2"), (4, "c8"), (0, "c16")]))
-def test_any_region(
-    tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Region], near: int, span: int, kind: tuple[int, str]
-) -> None:
-    shape, region = case
-    swap, dtype = kind
-    data = flat(shape, dtype)
-    path = tmp_path_factory.getbasetemp() / "any.raw"
-    path.write_bytes(b"offset" + (data.byteswap() if swap else data).tobytes())
-    with open(path, "rb") as file, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hdf5_source, "NEAR_NBYTES", near)
-        patch.setattr(hdf5_source, "_SPAN_NBYTES", span)
-        out = np.full(region.shape, 99, dtype)
-        raw = LocalFile(os.dup(file.fileno()))
-        Hdf5Contiguous(raw, 6, shape, swap).read_into(region, out)
-        raw.close()
-    np.testing.assert_array_equal(out, data[region.slices()])
 
 
 def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,33 +411,3 @@ def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         reader.read_into(region, out)
         assert (sizes, len(copies)) == (expected, expected_copies)
         np.testing.assert_array_equal(out, data[region.slices()])
-
-
-def test_what_is_left_to_hdf5(tmp_path: Path) -> None:
-    data = flat((5, 7), "int32")
-    path = write_hdf5(tmp_path / "a.h5", {"a": data, "enum": data.astype(bool)})
-    with h5py.File(path, "r+") as file:
-        file.create_dataset("chunked", data=data, chunks=(2, 3))
-        file.create_dataset("unwritten", data.shape, "int32", fillvalue=3)
-        raw_dataset(file, "compact", h5py.h5t.STD_I32LE, data.shape, data, setting=compact)
-        odd = h5py.h5t.STD_I32LE.copy()
-        odd.set_precision(24)
-        raw_dataset(file, "odd", odd, data.shape, data)
-        assert reader_of_open(file["a"]) is None  # a writer
-    assert reader_of(path, "a", "int32") is not None and reader_of(path, "enum", "bool") is not None
-    for name in ("chunked", "unwritten", "compact", "odd"):
-        assert reader_of(path, name, "int32") is None, name
-        source = open_source(path, name)
-        check_source(source, np.full_like(data, 3) if name == "unwritten" else data)
-        source.close()
-    assert reader_of(path, "a", "int64") is None
-
-
-def test_a_dataset_that_the_caller_writes_is_read_by_hdf5(tmp_path: Path) -> None:
-    """What it wrote may not be in the file yet."""
-    path = write_hdf5(tmp_path / "a.h5", {"a": flat((5, 7))})
-    with h5py.File(path, "r+") as file:
-        file["a"][2, 3:5] = (-1, -2)
-        source = open_source(file["a"], "/a")
-        assert read(source, Region((2, 0), (3, 7)))[0].tolist() == [14, 15, 16, -1, -2, 19, 20]
-        source.close()

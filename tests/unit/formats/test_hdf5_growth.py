@@ -33,17 +33,17 @@ from shardload.storage import target
 from shardload.storage.changes import _BEFORE_NBYTES, changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import IS_QUICK, quick_ones
-from tests.unit.files import early, plain_edges, raw_dataset, write_hdf5
+from tests.unit.files import early, flat, plain_edges, raw_dataset, write_hdf5
 from tests.unit.growing import Content, Disk, coming, grow, sink_of
-from tests.unit.saving import forked, quick_fsync, ramp, write_all  # noqa: F401
+from tests.unit.saving import forked, quick_fsync, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
 OLD, NEW, Y, X = 5, 11, 6, 7
 VALUES = {
     "/time": np.arange(NEW) / 4,
-    "/g/rho": ramp((NEW, Y, X), "float32"),
-    "/g/vel": -ramp((NEW, Y, X), "int16"),
+    "/g/rho": flat((NEW, Y, X), "float32"),
+    "/g/vel": -flat((NEW, Y, X), "int16"),
 }
 
 
@@ -360,7 +360,7 @@ INDEXES: dict[str, dict[str, Any]] = {
 def test_every_index_of_chunks(tmp_path: Path, index: str, libver: Any) -> None:
     """Wrong if a chunk were lost or mixed up in one of HDF5's indexes, as a file grows again and again along each axis."""
     path, axes = tmp_path / "x.h5", [0, 1] if (INDEXES[index]["maxshape"][1] or 40) > 6 else [0]
-    values = ramp((10, 13, 7), "float32")[:, : 13 if len(axes) > 1 else 6]
+    values = flat((10, 13, 7), "float32")[:, : 13 if len(axes) > 1 else 6]
     with h5py.File(path, "w", libver=libver) as file:
         file.create_dataset("x", data=values[:5, :6], **({"chunks": (2, 4, 3)} | INDEXES[index]))
     shape = [5, 6, 7]
@@ -380,7 +380,7 @@ def test_every_index_of_chunks(tmp_path: Path, index: str, libver: Any) -> None:
 
 def test_a_file_that_is_shorter_than_its_first_write(tmp_path: Path) -> None:
     """Wrong if a chunk got its place among the first 512 bytes, which the end of an append writes as a whole: other values."""
-    path, values = tmp_path / "x.h5", 1 + ramp((8,), "int32")
+    path, values = tmp_path / "x.h5", 1 + flat((8,), "int32")
     with h5py.File(path, "w", libver="latest") as file:
         file.create_dataset("x", (0,), "int32", chunks=(4,), maxshape=(10,))
     assert path.stat().st_size < 512
@@ -433,7 +433,7 @@ def test_axes_edges_and_filters(tmp_path: Path, axis: int) -> None:
         for k, (name, more) in enumerate(filters.items()):
             dtype = np.dtype(more.pop("dtype", "<i4"))
             whole = [n + (new + (k % 3 == 1)) * (a == axis) for a, n in enumerate(shape)]
-            values[f"/{name}"] = ramp(tuple(whole), dtype)
+            values[f"/{name}"] = flat(tuple(whole), dtype)
             old = tuple(slice(0, n) for n in shape)
             maxshape = [None if a == axis else n for a, n in enumerate(shape)]
             file.create_dataset(
@@ -460,16 +460,16 @@ def test_axes_edges_and_filters(tmp_path: Path, axis: int) -> None:
 def test_filters_that_change_values(tmp_path: Path, dtype: str, filters: dict[str, Any], told: str) -> None:
     """Wrong if rows were rounded that had been rounded before, or cut to few bits: only some chunks are read back as values."""
     path = tmp_path / "x.h5"
-    write_hdf5(path, {"x": ramp((4, 8), dtype)}, chunks=(2, 8), maxshape=(None, 8), **filters)
+    write_hdf5(path, {"x": flat((4, 8), dtype)}, chunks=(2, 8), maxshape=(None, 8), **filters)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=f"{told}.*--compression gzip"):
-        grow(path, {"/x": ramp((8, 8), dtype)})
+        grow(path, {"/x": flat((8, 8), dtype)})
     assert path.read_bytes() == before
 
 
 def test_an_array_that_has_several_names(tmp_path: Path) -> None:
     """Wrong if only the first name were known, if arrays with one scale for strangers, or if a link led elsewhere."""
-    path, time, rho = tmp_path / "x.h5", np.arange(7.0), ramp((7, 3), "int16")
+    path, time, rho = tmp_path / "x.h5", np.arange(7.0), flat((7, 3), "int16")
     with h5py.File(path, "w") as file:
         file.create_dataset("time", data=time[:4], maxshape=(None,), chunks=(3,)).make_scale("time")
         file.create_dataset("rho", data=rho[:4], maxshape=(None, 3), chunks=(3, 2)).dims[0].attach_scale(file["time"])
@@ -492,7 +492,7 @@ def test_an_array_that_has_several_names(tmp_path: Path) -> None:
 
 def test_bytes_in_the_other_byte_order(tmp_path: Path) -> None:
     """Wrong if integers of one byte were refused because a netCDF file with `endian="big"` says an order of them, too."""
-    path, values = tmp_path / "x.nc", {"/u": ramp((7, 3), "uint8"), "/i": ramp((7, 3), "int8"), "/s": ramp((7, 3), "int16")}
+    path, values = tmp_path / "x.nc", {"/u": flat((7, 3), "uint8"), "/i": flat((7, 3), "int8"), "/s": flat((7, 3), "int16")}
     with netCDF4.Dataset(path, "w") as file:
         file.createDimension("time", None)
         file.createDimension("x", 3)
@@ -510,7 +510,7 @@ def test_filters_that_netcdf4_has_brought(tmp_path: Path) -> None:
     if the error did not say that another file keeps that filter. In a process of its own: HDF5 finds filters once.
     """
     filters = {"zstd": hdf5plugin.Zstd(), "blosc": hdf5plugin.Blosc(), "bzip2": hdf5plugin.BZip2()}
-    values = ramp((7, 6), "f4")
+    values = flat((7, 6), "f4")
     for name, one in filters.items():
         for path in (tmp_path / f"{name}.h5", tmp_path / f"open-{name}.h5"):
             write_hdf5(path, {"x": values[:4]}, chunks=(3, 6), maxshape=(None, 6), **one)
@@ -674,7 +674,7 @@ def test_a_file_that_takes_the_place_of_this_one(tmp_path: Path) -> None:
     path, other = tmp_path / "x.h5", tmp_path / "other.h5"
     by_h5py(path)
     for is_early in (True, False):
-        write_hdf5(other, {"much": ramp((9000,), "f8")})
+        write_hdf5(other, {"much": flat((9000,), "f8")})
         data, sink = other.read_bytes(), sink_of(path, VALUES)
         with sink.create() as catalog:
             if is_early:
@@ -764,7 +764,7 @@ def test_metadata_that_are_wrong(
 ) -> None:
     """Wrong if what is written here were believed without having HDF5 read it, be there few new chunks or many."""
     monkeypatch.setattr(hdf5_sink, "FEW", n_few)
-    path, values = tmp_path / "x.h5", ramp((11, 40), "float32")
+    path, values = tmp_path / "x.h5", flat((11, 40), "float32")
     with h5py.File(path, "w", libver="latest") as file:  # its last bytes are the chunk at the edge
         file.create_dataset("x", data=values[:5], chunks=(2, 40), maxshape=(None, 40), compression="gzip")
     before = path.read_bytes()
@@ -777,7 +777,7 @@ def test_metadata_that_are_wrong(
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 def test_a_step_does_not_list_all_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libver: Any) -> None:
     """Wrong if each of many appends made a list of all chunks of the file: they would take the longer, the more there are."""
-    path, values, starts = tmp_path / "x.h5", ramp((101, 4), "float32"), list[int]()
+    path, values, starts = tmp_path / "x.h5", flat((101, 4), "float32"), list[int]()
 
     def list_chunks(dataset: Any, take: Any, *args: Any, **how: Any) -> None:
         def noting(rows: Any, *more: Any) -> None:

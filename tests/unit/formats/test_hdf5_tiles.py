@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import hdf5plugin
 import numpy as np
 import pytest
-import zstandard
 
 from shardload.errors import SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.contract.chunk_reader import ChunkReader, read_by_chunks
+from shardload.formats.contract.chunk_reader import read_by_chunks
 from shardload.formats.contract.format import Source
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module
@@ -27,7 +25,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import format_of, open_source
 from shardload.planning.region import Region
 from tests.tiers import some_of
-from tests.unit.files import box_of, python_memory_below, raw_dataset, read, read_all, write_hdf5
+from tests.unit.files import python_memory_below, raw_dataset, read, read_all, write_hdf5
 from tests.unit.formats.conformance import check_source
 
 Place = tuple[slice, ...]
@@ -112,16 +110,6 @@ def test_parts_one_after_the_other(
     check(rows(tmp_path, lengths, dtype=dtype, **how), has_reader=has_reader)
 
 
-def test_parts_in_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if parts were taken to follow each other along one axis, or each were compared with every other one."""
-    monkeypatch.setattr(tiles, "_MOST_COMPARED", 1)
-    values, placed = numbered((8, 9)), []
-    for n, (rows_, columns) in enumerate(itertools.product([slice(0, 2), slice(2, 8)], [slice(0, 3), slice(3, 9)])):
-        how = {"chunks": (2, 3), "compression": "gzip"}
-        placed.append(((rows_, columns), write(tmp_path, f"p{n}.h5", values[rows_, columns], **how)))
-    check(whole(tmp_path, (8, 9), placed), has_reader=True)
-
-
 def test_one_part_for_each_step(tmp_path: Path) -> None:
     """Parts have an axis less than the whole."""
     values = numbered((3, 4, 6))
@@ -167,24 +155,6 @@ def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
     source = open_source(path, "/x")
     assert missing(source, Region((1, 0), (3, 6))) == [] and missing(source, Region((0, 0), (3, 6))) == [()]
     source.close()
-
-
-@pytest.mark.parametrize("fill", [None, 7])
-def test_what_no_part_covers_where_nothing_is_ever_filled(tmp_path: Path, fill: int | None) -> None:
-    """HDF5 fills it all the same, in virtual datasets. Wrong if it were zero, as missing chunks are."""
-    values = numbered((4, 6))
-    write(tmp_path, "p.h5", values, chunks=(2, 3))
-    creation, space = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5s.create_simple((6, 6))
-    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    if fill is not None:
-        creation.set_fill_value(np.asarray(fill, "f4"))
-    space.select_hyperslab((0, 0), (1, 1), block=(4, 6))
-    creation.set_virtual(space, b"p.h5", b"g/x", h5py.h5s.create_simple(values.shape))
-    with h5py.File(tmp_path / "whole.h5", "w") as file:
-        h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((6, 6)), creation)
-    with h5py.File(tmp_path / "whole.h5") as file:
-        assert (file["x"][4:] == (fill or 0)).all()
-    check(str(tmp_path / "whole.h5"))
 
 
 def test_what_is_not_supported(tmp_path: Path) -> None:
@@ -265,13 +235,6 @@ def test_a_part_of_which_hardly_a_chunk_is_stored(tmp_path: Path, libver: str) -
         assert read_all(source).tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_virtual_dataset_of_virtual_datasets(tmp_path: Path) -> None:
-    inner = rows(tmp_path, (2, 3), chunks=(1, 6, 5), compression="gzip")
-    os.rename(inner, tmp_path / "inner.h5")
-    placed = [((slice(1, 6),), h5py.VirtualSource("inner.h5", "x", (5, 6, 5), "f4"))]
-    check(whole(tmp_path, (6, 6, 5), placed))
-
-
 def test_plain_chunks_of_one_part_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardload.formats.stored_chunks._LEAST_NBYTES", 1)
     source = open_source(rows(tmp_path, (4, 4), chunks=(1, 6, 5)), "/x")
@@ -279,24 +242,6 @@ def test_plain_chunks_of_one_part_are_read_in_place(tmp_path: Path, monkeypatch:
     assert reader is not None and reader.read_plain((range(4, 8), range(1), range(1)), out)
     np.testing.assert_array_equal(out, numbered((8, 6, 5))[4:])
     assert not reader.read_plain((range(3, 7), range(1), range(1)), out)
-    source.close()
-
-
-def test_a_damaged_chunk_of_a_part_is_an_error(tmp_path: Path) -> None:
-    """HDF5 gives values for a chunk that is too short: its filter does not know how long a chunk is."""
-    path = rows(tmp_path, (2, 2), chunks=(1, 6, 5), compression=hdf5plugin.Zstd())
-    with h5py.File(tmp_path / "p1.h5", "r+") as file:
-        file["g/x"].id.write_direct_chunk((1, 0, 0), zstandard.compress(numbered((5, 5)).tobytes()))
-    with h5py.File(path) as file:
-        assert file["x"][3].shape == (6, 5)
-    source = open_source(path, "/x")
-    out = read(source, Region((2, 0, 0), (3, 6, 5)))  # the chunk beside it is fine
-    with pytest.raises(ValueError):
-        read(source, Region((3, 0, 0), (4, 6, 5)))
-    reader: ChunkReader | None = source.chunk_reader()
-    assert reader is not None
-    with pytest.raises(ValueError):
-        reader.decode(reader.fetch(box_of((3, 0, 0))), out)
     source.close()
 
 
@@ -420,18 +365,6 @@ def test_a_change_of_a_file_behind_a_part_is_seen(tmp_path: Path, behind: str) -
     check(path)
 
 
-@pytest.mark.parametrize("row", [0, 4])
-def test_what_two_parts_consist_of_is_behind_both(tmp_path: Path, row: int) -> None:
-    """Wrong if a dataset behind two parts, which is looked at once, were known to be behind the first of them alone."""
-    shared = write(tmp_path, "shared.h5", numbered((4, 6)))
-    path = two(tmp_path, *(by_rows(tmp_path, name, shared) for name in ("p0.h5", "p1.h5")))
-    check(path)
-    with contextlib.closing(open_source(path, "/x")) as source:
-        os.utime(tmp_path / "shared.h5", ns=(1, 1))
-        with pytest.raises(OSError, match="has changed since it was looked at"):
-            read(source, Region((row, 0), (row + 1, 6)))
-
-
 def test_what_consists_of_itself_is_refused(tmp_path: Path) -> None:
     for name, other in (("a.h5", "b.h5"), ("b.h5", "a.h5"), ("c.h5", ".")):
         layout = h5py.VirtualLayout((4,), "f4")
@@ -509,15 +442,6 @@ def test_no_thread_waits_for_what_another_one_asks_of_hdf5() -> None:
     for thread in threads:
         thread.join()
     assert found == [1, 1] and slow.answer == 1
-
-
-def test_a_virtual_dataset_knows_no_names_of_netcdf(tmp_path: Path) -> None:
-    """A variable that is no coordinate has another name in HDF5 than the dimension of its name."""
-    with h5py.File(tmp_path / "p0.h5", "w") as file:
-        file["n"] = np.arange(3, dtype="f4")
-        file["n"].make_scale("This is a netCDF dimension but not a netCDF variable.         3")
-        file["_nc4_non_coord_n"] = -np.ones(3, "f4")
-    check(whole(tmp_path, (3,), [((slice(0, 3),), h5py.VirtualSource("p0.h5", "n", (3,), "f4"))]))
 
 
 def two_arrays(folder: Path) -> str:

@@ -24,16 +24,14 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import MIXED, Note
-from shardload.formats.contract.format import HelperError
 from shardload.formats.hdf5 import file, opened
 from shardload.formats.hdf5.file import Hdf5File
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.labelling import Labeller, read_labels
 from shardload.formats.lookup import Finder, find_array, open_source
-from shardload.formats.untrusted import UntrustedFile, checked, labels_of
-from shardload.jobs import contents
+from shardload.formats.untrusted import UntrustedFile
 from tests.unit.blocked import run_without
-from tests.unit.files import raising, write_hdf5
+from tests.unit.files import raising
 
 WRITERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "netCDF4": ("a.nc", {"engine": "netcdf4"}, {"engine": "netcdf4"}),
@@ -255,45 +253,6 @@ def test_all_of_an_untrusted_file_in_one_helper(tmp_path: Path, writer: str, mon
     assert len(started) == 1, "for the list, and for all labels"
 
 
-def test_names_of_very_many_arrays_are_read_when_they_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-    labelled, right = [], Labeller.label
-    monkeypatch.setattr(Labeller, "label", lambda self, at, info: (labelled.append(info.dataset), right(self, at, info))[1])
-    monkeypatch.setattr(contents, "_MOST_LABELLED", 2)
-    found = shardload.open(path)
-    assert len(found) > 2 and not labelled
-    assert found["t"].dims == ("time", "lat", "lon") and found["t"].attrs and labelled == ["/t"]
-
-
-def test_one_array_or_group_of_a_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
-    assert list(shardload.open(f"{path}:/t")) == ["/t"] and set(shardload.open(f"{path}:/")) == set(shardload.open(path))
-    write_hdf5(tmp_path / "g.h5", {"g/h/x": 1, "g/y": 2, "gg/z": 3})
-    assert set(shardload.open(f"{tmp_path}/g.h5:/g")) == {"/g/h/x", "/g/y"}
-    assert repr(shardload.open(f"{tmp_path}/g.h5:g/y")).startswith(f"<{tmp_path}/g.h5: 1 array>")
-
-
-def test_scales_are_found_without_a_list_of_all_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if all names of the file were read for each array that is labelled (the time would grow with their square), or if a
-    scale were named after another array, or a soft link, that has its name in the array's group.
-    """
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for group, kind in (("plain", "scale"), ("other", "array"), ("soft", "link")):
-            scale = file.create_dataset(f"{group}/x" if kind == "scale" else f"{group}/moved", data=[1.0, 2.0, 3.0])
-            scale.make_scale("x")
-            file[f"{group}/v"] = np.zeros(3, "f4")
-            file[f"{group}/v"].dims[0].attach_scale(scale)
-        file["other/x"] = np.zeros(3)
-        file["soft/x"] = h5py.SoftLink("/soft/moved")
-    listed, right = [], opened._links_below
-    monkeypatch.setattr(opened, "_links_below", lambda group, most: (listed.append(group.name), right(group, most))[1])
-    for group, scale in (("plain", "/plain/x"), ("other", "/other/moved"), ("soft", "/soft/moved")):
-        with contextlib.closing(open_source(f"{tmp_path}/a.h5", f"{group}/v")) as source:
-            listed.clear()
-            (coordinate,) = source.labels().coords.values()
-        assert coordinate.dataset == scale and bool(listed) == (group != "plain")
-
-
 @pytest.mark.parametrize("dims", [("lat", "lon"), ("lat", "bare"), ("lat", "lat"), ("lon", "lat"), ("bare",)])
 def test_a_variable_of_netcdf_with_the_name_of_a_dimension(tmp_path: Path, dims: tuple[str, ...]) -> None:
     """Wrong if its axes had no names, or wrong ones: where the first one is that dimension, the library makes it a scale of
@@ -310,15 +269,6 @@ def test_a_variable_of_netcdf_with_the_name_of_a_dimension(tmp_path: Path, dims:
     with netCDF4.Dataset(tmp_path / "a.nc") as file:
         assert found["g/v"].dims == file["g/v"].dimensions
         assert found["g/lat"].dims == file["g/lat"].dimensions
-
-
-def test_control_characters_in_names_are_shown_as_escapes(tmp_path: Path) -> None:
-    """A file's names do not write to the terminal."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["a\nb\x1b[2J"] = np.zeros(3, "f4")
-        file["a\nb\x1b[2J"].dims[0].label = "x\r"
-    shown = repr(shardload.open(tmp_path / "a.h5")).splitlines()
-    assert shown[1:] == [r"  /a\nb\x1b[2J  (x\r=3)  float32"]
 
 
 def test_arrays_without_names(tmp_path: Path) -> None:
@@ -340,27 +290,6 @@ def test_arrays_without_names(tmp_path: Path) -> None:
         found["x"]
     with pytest.raises(KeyError, match="Did you mean '/plain'"):
         found["plane"]
-
-
-def test_axes_of_which_only_some_have_scales(tmp_path: Path) -> None:
-    """Wrong if HDF5 were asked for the scale of an axis that has none; and coordinates that nobody names are not opened."""
-    path = str(tmp_path / "a.h5")
-    with h5py.File(path, "w") as file:
-        made = file.create_dataset("x", data=np.arange(24.0).reshape(2, 3, 4))
-        for axis, name in ((0, "time"), (2, "lon")):
-            file[name] = np.arange(made.shape[axis]) * 2.0
-            file[name].make_scale(name)
-            made.dims[axis].attach_scale(file[name])
-        made.dims[1].label = "level"
-    opened = shardload.open(path)["x"]
-    assert opened.dims == ("time", "level", "lon") and set(opened.coords) == {"time", "lon"}
-    for names, coords in (((), set()), (("lon",), {"lon"}), (("level", "time"), {"time"})):
-        with Finder(Access()) as finder:
-            labeller = Labeller(finder, names=names)
-            found = labeller.label(path, find_array(path, "x"))
-        assert found.dims == ("time", "level", "lon") and set(found.coords) == coords and not found.attrs
-        if "lon" in coords:
-            np.testing.assert_array_equal(found.coords["lon"].values, [0, 2, 4, 6])
 
 
 def test_open_takes_what_a_load_takes(tmp_path: Path) -> None:
@@ -475,23 +404,6 @@ def test_names_that_cannot_be_read_now(tmp_path: Path, call: str, error: Excepti
         SourceError, match=r"'/.*' in '.*a.nc' cannot be read: .*(Input|errno = 116).*Its device or file server"
     ):
         shardload.open(path)["t"].coords  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"dims": ["a"], "attrs": {}, "coords": {}},
-        {"dims": ["a", 3], "attrs": {}, "coords": {}},
-        {"dims": ["a", "b"], "attrs": {"a": {"b": 1}}, "coords": {}},
-        {"dims": ["a", "b"], "attrs": {}, "coords": {"x": {"dataset": 3}}},
-        {"dims": ["a", "b"], "attrs": {}, "coords": {"x": None}},
-        {"dims": ["a", "b"], "coords": {}},
-        [],
-    ],
-)
-def test_lies_about_labels(wrong: Any) -> None:
-    with pytest.raises(HelperError, match="cannot be right"):
-        checked(lambda answer: labels_of(answer, 2), wrong)
 
 
 def test_open_needs_neither_jax_nor_mpi(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import Note, json_value, refusal
-from shardload.formats.contract.format import Format, Source
+from shardload.formats.contract.format import Source
 from shardload.formats.diagnosis import no_arrays_below
-from shardload.formats.hdf5 import file as hdf5_module
 from shardload.formats.lookup import Finder, find_array, list_arrays, open_source, split_path
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.call import describe_path
@@ -410,17 +409,6 @@ def test_other_objects_are_refused() -> None:
     for odd in (3, [1.0], None, b"a.h5"):
         with pytest.raises(ConfigError, match=re.escape(f"an object of type builtins.{type(odd).__name__}. Pass a path")):
             find_array(odd)
-
-
-def test_any_exception_of_a_library_becomes_a_source_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3,))})
-    hdf5: Format = hdf5_module.FORMAT
-    for error in (KeyError("codec"), ValueError("v"), RuntimeError("r"), TypeError("t"), AttributeError("a")):
-        monkeypatch.setattr(type(hdf5), "open_file", raising(error))
-        for attempt in (list_arrays, find_array, lambda p: open_source(p, "a")):
-            with pytest.raises(SourceError, match=f"'{path}' cannot be opened: .*{type(error).__name__}: ") as caught:
-                attempt(path)
-            assert caught.value.__cause__ is error and caught.value.path == path
 
 
 def test_a_path_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

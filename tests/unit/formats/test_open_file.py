@@ -11,7 +11,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-import zarr
 
 from shardload.errors import SourceError
 from shardload.formats.access import STRICT, Access, Limits
@@ -58,23 +57,6 @@ def test_several_arrays_take_one_open_of_the_file(kind: str, tmp_path: Path, mon
         with pytest.raises(SourceError, match=r"holds no array '/lost', which was found in it before") as caught:
             file.open("lost", replace(sources["group/b"].info, dataset="/lost"))
         assert (caught.value.path, caught.value.dataset) == (path, "/lost")
-
-
-def test_what_is_missing_is_noted_for_each_array_by_itself(tmp_path: Path) -> None:
-    """Wrong if two arrays of a Zarr store shared what `read_into` of one of them did not find."""
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
-    for name, fill in (("full", 0), ("holes", 7)):
-        made = group.create_array(name, shape=(8,), chunks=(4,), dtype="i4", fill_value=fill, order="F")
-        made[:4] = 1
-        if name == "full":
-            made[4:] = 2
-    whole, out = Region((0,), (8,)), np.empty(8, "i4")
-    with open_file(tmp_path / "a.zarr") as file:
-        holes, full = file.open("holes"), file.open("full")
-        holes.read_into(whole, out)
-        full.read_into(whole, np.empty(8, "i4"))
-        assert list(holes.missing(whole)) == [(1,)] and list(full.missing(whole)) == []
-    assert out.tolist() == [1] * 4 + [7] * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -110,17 +110,6 @@ def test_a_list_of_no_missing_values(tmp_path: Path, more: dict[str, Any]) -> No
         assert_same(decoded(tmp_path / "a.nc", variable), values, variable)
 
 
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_complex_numbers_by_xarray(tmp_path: Path, zarr_format: int) -> None:
-    import xarray as xr
-
-    values = np.array([1 + 2j, 3 - 1j, complex(np.nan, np.nan)], "c8")
-    made = xr.Dataset({"z": (("x",), values)})
-    made["z"].encoding["_FillValue"] = np.complex64(9 + 9j)
-    made.to_zarr(tmp_path / "a.zarr", zarr_format=zarr_format, consolidated=False)  # type: ignore[call-overload]
-    assert_same(decoded(tmp_path / "a.zarr", "z"), open_by_xarray(tmp_path / "a.zarr")["z"], "z")
-
-
 def test_a_fill_value_with_a_fraction(tmp_path: Path) -> None:
     """xarray takes it as an integer where Zarr format 3 holds integers; wrong if another number, or none, became NaN."""
     made = zarr.create_array(str(tmp_path / "a.zarr"), data=np.arange(6, dtype="i2"), attributes={"_FillValue": 2.5})

@@ -8,18 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardload.errors import SourceError
-from shardload.formats import registry
 from shardload.formats.access import Access
-from shardload.formats.lookup import find_array
 from tests.unit.files import flat, write_hdf5
-
-
-def test_a_format_that_cannot_be_imported_is_an_error_about_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_MODULES", ("shardload.formats.a_library_that_is_not_installed",))
-    path = write_hdf5(tmp_path / "a.h5", {"x": flat((3,))})
-    with pytest.raises(SourceError, match=r"a\.h5' cannot be opened: No module named 'shardload\.formats\.a_library"):
-        find_array(path)
 
 
 def test_a_format_is_imported_when_it_is_needed(tmp_path: Path) -> None:

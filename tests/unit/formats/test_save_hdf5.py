@@ -8,7 +8,6 @@ import subprocess
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +25,12 @@ from shardload.formats.codecs.table import HDF5_CODECS
 from shardload.formats.hdf5.growth import read_file
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec, Compression, Encoder, Stored
+from shardload.formats.sink import ArraySpec, Compression, Encoder
 from shardload.planning.region import Region
 from shardload.storage import target
 from tests.tiers import some_of
-from tests.unit.files import read_all
-from tests.unit.saving import quick_fsync, ramp, save  # noqa: F401
+from tests.unit.files import flat, read_all
+from tests.unit.saving import quick_fsync, save  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
@@ -68,7 +67,7 @@ def grid_of(compression: Any) -> tuple[dict[str, Any], dict[str, ArraySpec]]:
     """An array of each type; in `make test` one of each size, if they are compressed."""
     types = DTYPES if compression is None else some_of(DTYPES, 4)
     names = {f"/g{k % 3}/x{k}": dtype for k, dtype in enumerate(types)}
-    values = {name: ramp(SHAPE, dtype) for name, dtype in names.items()}
+    values = {name: flat(SHAPE, dtype) for name, dtype in names.items()}
     return values, {name: spec(one.dtype, compression, checksum=k % 2 == 1) for k, (name, one) in enumerate(values.items())}
 
 
@@ -117,7 +116,7 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
         return target_reserve(descriptor, start, stop)
 
     target_reserve = target.reserve
-    values = {"z": ramp((30, 40, 50), "f4"), "plain": ramp((40, 50, 60), "f8"), "run": ramp((50, 60, 70), "i2")}
+    values = {"z": flat((30, 40, 50), "f4"), "plain": flat((40, 50, 60), "f8"), "run": flat((50, 60, 70), "i2")}
     specs = {"z": spec("f4", "gzip", (7, 8, 9), (30, 40, 50)), "plain": spec("f8", None, None, (40, 50, 60))}
     specs["run"] = spec("i2", None, None, (50, 60, 70))
     save(tmp_path / "without.h5", values, specs)
@@ -134,36 +133,13 @@ def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "x.h5").stat().st_size == (tmp_path / "without.h5").stat().st_size
     asked.clear()
     save(tmp_path / "gzip.h5", {"z": values["z"]}, {"z": specs["z"]})
-    save(tmp_path / "empty.h5", {"none": ramp((0, 3), "f4")})
+    save(tmp_path / "empty.h5", {"none": flat((0, 3), "f4")})
     assert not asked
-
-
-def test_chunks_are_where_the_library_says(tmp_path: Path) -> None:
-    """The catalog's offsets against `get_chunk_info`, with chunks as long as HDF5's own metadata: wrong if a chunk were
-    told from metadata by its length.
-    """
-    lengths = [40, 96, 120, 272, 328, 512, 544, 1072, 2096, 2616, 3136, 4096, 5000]
-    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("u1", "gzip", (6000,), (6000 * len(lengths),))})
-    with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
-        order = np.random.default_rng(5).permutation(len(lengths))
-        offsets = catalog.allocate("/x", order, [lengths[k] for k in order])
-        for k, offset in zip(order.tolist(), offsets.tolist(), strict=True):
-            writer.put("/x", k, offset, Stored(bytes([k]) * lengths[k]))
-        writer.sync()
-        catalog.finish()
-        catalog.commit()
-    noted = dict(zip(order.tolist(), offsets.tolist(), strict=True))
-    with h5py.File(tmp_path / "x.h5") as file:
-        for n in range(len(lengths)):
-            info = file["x"].id.get_chunk_info(n)
-            k = info.chunk_offset[0] // 6000
-            assert (info.byte_offset, info.size, info.filter_mask) == (noted[k], lengths[k], 0)
-            assert file["x"].id.read_direct_chunk((6000 * k,))[1] == bytes([k]) * lengths[k]
 
 
 def test_the_file_has_the_oldest_version(tmp_path: Path) -> None:
     """Superblock 0: HDF5 1.6 reads it."""
-    save(tmp_path / "x.h5", {"x": ramp(SHAPE, "f4")}, {"x": spec("f4", "gzip")})
+    save(tmp_path / "x.h5", {"x": flat(SHAPE, "f4")}, {"x": spec("f4", "gzip")})
     head = (tmp_path / "x.h5").read_bytes()[:9]
     assert head == b"\x89HDF\r\n\x1a\n\0"
     if shutil.which("h5dump"):
@@ -173,7 +149,7 @@ def test_the_file_has_the_oldest_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_alignment(tmp_path: Path, compression: Any) -> None:
-    values = ramp((40, 31), "f8")
+    values = flat((40, 31), "f8")
     specs = {"x": spec("f8", compression, (4, 31), values.shape), "y": spec("f8", None, None, values.shape)}
     save(tmp_path / "x.h5", {"x": values, "y": values}, specs, alignment=4096)
     with h5py.File(tmp_path / "x.h5") as file:
@@ -185,14 +161,14 @@ def test_alignment(tmp_path: Path, compression: Any) -> None:
 
 def test_a_chunk_at_the_edge_is_padded_with_the_fill_value(tmp_path: Path) -> None:
     """Wrong if the scratch buffer of the chunk before showed through."""
-    save(tmp_path / "x.h5", {"x": ramp((3, 4), "<i2")}, {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
+    save(tmp_path / "x.h5", {"x": flat((3, 4), "<i2")}, {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
     with h5py.File(tmp_path / "x.h5") as file:
         raw = zlib.decompress(file["x"].id.read_direct_chunk((2, 3))[1])
         assert np.frombuffer(raw, "<i2").tolist() == [11, -7, -7, -7, -7, -7] and file["x"].fillvalue == -7
 
 
 def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:
-    values = ramp((4, 5, 6), "<f4")
+    values = flat((4, 5, 6), "<f4")
     shape, whole = (4, 5, 6), Region.whole((4, 5, 6))
     encoder = Encoder("x.h5", "/x", ArraySpec(shape, np.dtype(">f4"), shape), "HDF5", "none")
     expected = bytes(encoder.encode(whole, values).data)
@@ -221,21 +197,10 @@ def test_a_chunk_that_is_not_asked_for_by_its_bounds(tmp_path: Path) -> None:
         one.encode(Region((0, 0), (2, 8)), np.zeros((8, 2), "i4"))
 
 
-def test_a_filter_of_the_library_may_leave_a_chunk_as_it_is(tmp_path: Path) -> None:
-    """LZF gives up on noise, and HDF5 then notes for this chunk that the filter was left out. Constant chunks beside it."""
-    values = np.zeros((6, 4096), dtype="u1")
-    values[1::2] = np.random.default_rng(0).integers(0, 256, (3, 4096), dtype="u1")
-    save(tmp_path / "x.h5", {"x": values}, {"x": spec("u1", "lzf", (1, 4096), values.shape)})
-    with h5py.File(tmp_path / "x.h5") as file:
-        np.testing.assert_array_equal(file["x"][...], values)
-        masks = [file["x"].id.get_chunk_info(k).filter_mask for k in range(6)]
-    assert masks == [0, 1, 0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("name", BY_LIBRARY)
 def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> None:
     """Wrong if the files in memory in which it does so were one: HDF5 takes those of the same name for the same."""
-    values = ramp((8, 40, 32), "i4")
+    values = flat((8, 40, 32), "i4")
     sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", BY_LIBRARY[name], (1, 40, 32), values.shape)})
     encoder = sink.arrays["/x"]
     ready = threading.Barrier(4)
@@ -255,7 +220,7 @@ def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
 def test_scales_have_room_for_long_lists(tmp_path: Path, name: str) -> None:
     """A scale lists the arrays that have its axis in an attribute, with 16 bytes each. Wrong if it ended at 64 KiB."""
-    values = {"rho": ramp((3, 4), "f4"), "time": ramp((3,), "i4")}
+    values = {"rho": flat((3, 4), "f4"), "time": flat((3,), "i4")}
     dims = {"rho": ("time", "x"), "time": ("time",)}
     save(tmp_path / name, values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
     with h5py.File(tmp_path / name, "r+") as file:
@@ -269,7 +234,7 @@ def test_scales_have_room_for_long_lists(tmp_path: Path, name: str) -> None:
 
 def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:
     """Wrong if another thread could be in HDF5 meanwhile: h5py before 3.16 took no lock there, and the process ended."""
-    values, held = ramp((1, 4, 4), "i4"), list[bool]()
+    values, held = flat((1, 4, 4), "i4"), list[bool]()
     encoder = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "lzf", (1, 4, 4), values.shape)}).arrays["/x"]
     first = encoder.encode(encoder.region((0, 0, 0)), values)
     mine: Any = encoder._local  # type: ignore[attr-defined]
@@ -308,7 +273,7 @@ def test_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: Path) -> None:
     """Wrong if an axis lost its name, or had none for xarray, which opens no array with scales on some axes only. And if what
     xarray saves of it had other names: a label beside a scale is an attribute for xarray, which keeps it as it is.
     """
-    values, dims = {"a": ramp((3, 4, 5), "f4"), "z": ramp((3,), "f8")}, {"a": ("z", "y", "x"), "z": ("z",)}
+    values, dims = {"a": flat((3, 4, 5), "f4"), "z": flat((3,), "f8")}, {"a": ("z", "y", "x"), "z": ("z",)}
     save(tmp_path / "x.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
     with h5py.File(tmp_path / "x.h5") as file:
         assert list(file) == ["a", "x", "y", "z"] and [dim[0].name for dim in file["a"].dims] == ["/z", "/y", "/x"]
@@ -344,7 +309,7 @@ def test_an_array_with_the_name_of_an_axis(
 ) -> None:
     """Wrong if it were taken for the coordinate, or if xarray did not open a netCDF4 file with it."""
     path = tmp_path / f"out.{suffix}"
-    values = {"v": ramp((2, 3), "f4"), "lon": ramp((3,), "f8"), name: ramp(shape, "i4"), "g/w": ramp((2,), "i2")}
+    values = {"v": flat((2, 3), "f4"), "lon": flat((3,), "f8"), name: flat(shape, "i4"), "g/w": flat((2,), "i2")}
     of = {"v": ("lat", "lon"), "lon": ("lon",), name: dims, "g/w": ("lat",)}
     specs = {key: spec(one.dtype, "gzip", one.shape, one.shape, dims=of[key]) for key, one in values.items()}
     save(path, values, specs)
@@ -372,7 +337,7 @@ def test_an_axis_of_several_arrays_is_one(tmp_path: Path, name: str, grows: tupl
     """Wrong if xarray found one axis under several names: because not all of its arrays can grow, or one of them has no
     coordinate at all (a track's latitudes).
     """
-    values = {"a": ramp((3, 4), "f4"), "b": ramp((4, 3), "f4"), "lat": ramp((3,), "f8"), "x": ramp((4,), "f8")}
+    values = {"a": flat((3, 4), "f4"), "b": flat((4, 3), "f4"), "lat": flat((3,), "f8"), "x": flat((4,), "f8")}
     dims: dict[str, tuple[str, ...]] = {"a": ("time", "x"), "b": ("x", "time"), "lat": ("time",), "x": ("x",)}
     specs = {}
     for one, value in values.items():
@@ -394,7 +359,7 @@ def test_text_of_numpy_and_long_text_are_attributes(tmp_path: Path, name: str) -
     attrs |= {"long": "l" * 70000, "bytes": np.bytes_(b"b" * 70000), "most": "m" * 64000}
     save(
         tmp_path / name,
-        {"x": ramp((3,), "f4")},
+        {"x": flat((3,), "f4")},
         {"x": spec("f4", None, None, (3,), attrs=attrs)},
         group_attrs={"/": {"history": "h" * 70000}},
     )
@@ -410,26 +375,12 @@ def test_text_of_numpy_and_long_text_are_attributes(tmp_path: Path, name: str) -
         assert shown == {**expected, "list": "c"}
 
 
-def test_an_unlimited_axis(tmp_path: Path) -> None:
-    values = ramp((5, 3), "i4")
-    save(tmp_path / "x.h5", {"x": values}, {"x": spec("i4", None, (2, 3), (5, 3), unlimited=(0,))})
-    with h5py.File(tmp_path / "x.h5", "r+") as file:
-        assert file["x"].maxshape == (None, 3)
-        file["x"].resize(7, axis=0)
-        file["x"][5:] = 9
-        assert file["x"][...].tolist() == [*values.tolist(), [9, 9, 9], [9, 9, 9]]
-    # Wrong if chunks were cut to an axis without elements that is not the one that grows.
-    save(tmp_path / "y.h5", {"y": values[:, :0]}, {"y": spec("i4", "gzip", (2, 3), (5, 0), unlimited=(0,))})
-    with h5py.File(tmp_path / "y.h5") as file:
-        assert file["y"].shape == (5, 0) and file["y"].chunks == (2, 1) and file["y"].maxshape == (None, 0)
-
-
 # --- netCDF4
 
 
 def test_the_netcdf_library_writes_to_groups(tmp_path: Path) -> None:
     """Wrong if a group did not keep the order of its members: the library opens a file with such a group to read only."""
-    path, values = tmp_path / "x.nc", ramp((3, 4), "f4")
+    path, values = tmp_path / "x.nc", flat((3, 4), "f4")
     specs = {name: spec("f4", None, (1, 4), (3, 4), dims=("t", "x"), unlimited=(0,)) for name in ("a/b/v", "a/w", "u")}
     save(path, dict.fromkeys(specs, values), specs, group_attrs={"/a/c/d": {"n": 1}, "/a": {"n": 2}})
     with netCDF4.Dataset(path, "a") as file:
@@ -455,7 +406,7 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
         "no": np.zeros(0),
         long: 3,
     }
-    save(tmp_path / "x.nc", {f"{long}/{long}": ramp((3,), "f4")}, {f"{long}/{long}": spec("f4", None, None, (3,), attrs=attrs)})
+    save(tmp_path / "x.nc", {f"{long}/{long}": flat((3,), "f4")}, {f"{long}/{long}": spec("f4", None, None, (3,), attrs=attrs)})
     with netCDF4.Dataset(tmp_path / "x.nc") as file:
         one = file[f"{long}/{long}"]
         found = {name: one.getncattr(name) for name in one.ncattrs()}

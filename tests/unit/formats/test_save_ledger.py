@@ -23,7 +23,8 @@ from shardload.storage.target import WritableFile
 from tests.jobs.launch import ROOT
 from tests.tiers import quick_ones
 from tests.unit.copies import run_copy
-from tests.unit.saving import quick_fsync, ramp, write_all  # noqa: F401
+from tests.unit.files import flat
+from tests.unit.saving import quick_fsync, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
@@ -126,7 +127,7 @@ N_CHUNKS = 2500
 
 def many(folder: Path, alignment: int = 1, n_more: int = 0) -> tuple[Sink, Any]:
     """A sink of many chunks, of which HDF5 holds few back; and of more arrays."""
-    values = ramp((N_CHUNKS, 3), "<i4")
+    values = flat((N_CHUNKS, 3), "<i4")
     spec = ArraySpec(values.shape, values.dtype, (1, 3), compression=Compression.of("gzip"))
     plain = ArraySpec(values.shape, values.dtype, (1, 3))
     more = {f"z{k}": ArraySpec((1,), values.dtype) for k in range(n_more)}

@@ -29,13 +29,13 @@ from shardload.formats.zarr.growth import GrowthSink, read_store
 from shardload.storage import target
 from shardload.storage.changes import AppendLock
 from shardload.storage.leftovers import find_leftover
-from tests.unit.files import change_json, raising, system_error, write_hdf5
-from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.files import change_json, flat, raising, system_error, write_hdf5
+from tests.unit.saving import quick_fsync, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
 KINDS = ["x.h5", "x.nc", "x.zarr", "one.zarr"]
-VALUES = ramp((6, 4), "f4")
+VALUES = flat((6, 4), "f4")
 
 
 def catalog_of(folder: Path, kind: str, mode: str = "w") -> tuple[Any, Any]:

@@ -24,13 +24,13 @@ from shardload.planning.region import Region
 from shardload.storage import target
 from shardload.storage.objects import RemoteError
 from shardload.storage.target import Target, temporary_of
-from tests.unit.files import raising, system_error
-from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.files import flat, raising, system_error
+from tests.unit.saving import forked, put_whole, quick_fsync, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
 KINDS = ["x.h5", "x.nc", "x.zarr", "sharded.zarr"]
-VALUES, OLD = ramp((9, 4), "f4"), np.arange(3.0)
+VALUES, OLD = flat((9, 4), "f4"), np.arange(3.0)
 
 
 def a_sink(folder: Path, name: str, mode: str = "w") -> Sink:
@@ -341,15 +341,6 @@ def test_what_a_store_says_stays() -> None:
         raise RemoteError(errno.EIO, "'s3://b/x/c/1' cannot be put: the server answers 500 (8 times)")
 
 
-def test_a_mark_that_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a short read were taken for another rank's file."""
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:7]], offset))
-    write_it(tmp_path, "x.h5", "w-")
-    monkeypatch.undo()
-    np.testing.assert_array_equal(read(tmp_path / "x.h5", "rho"), VALUES)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_name_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
     """Loads take such a path as the system gives it."""
@@ -451,16 +442,6 @@ class AFileSystem:
         monkeypatch.setattr(target.os, "fstatvfs", lambda descriptor: free)
         monkeypatch.setattr(target.time, "perf_counter", lambda: self.now)
         return self
-
-
-def test_space_is_reserved_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if bytes are left out between two calls, or the file becomes longer than it will be."""
-    disk = AFileSystem().put_in(monkeypatch)
-    start, stop = 2048, 5 * (1 << 30) + 7
-    assert target.reserve(3, start, stop) == stop - start
-    assert [at + n for at, n in disk.asked] == [*(at for at, _ in disk.asked[1:]), stop] and disk.asked[0][0] == start
-    assert max(n for _, n in disk.asked) == 1 << 30
-    assert target.reserve(3, 9, 9) == 0
 
 
 def test_a_file_that_is_larger_than_the_disk_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

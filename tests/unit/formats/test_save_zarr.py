@@ -10,12 +10,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import h5py
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore
-import xarray as xr
 import zarr
 
 from shardload.errors import ConfigError, SourceError
@@ -27,7 +24,8 @@ from shardload.planning.region import Region
 from shardload.storage import new_folder, target
 from shardload.storage.local import LocalFile
 from tests.tiers import quick_ones, some_of
-from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+from tests.unit.files import flat
+from tests.unit.saving import put_whole, quick_fsync, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
 
@@ -60,7 +58,7 @@ def test_every_type_is_read_back(tmp_path: Path, name: str, sharded: bool) -> No
     more: dict[str, Any] = {"dims": ("z", None, "x"), "attrs": {"units": "K"}}
     if sharded:
         more["shards"] = SHARDS
-    values = {f"g/x{k}": ramp(SHAPE, kind) for k, kind in some_of(enumerate(DTYPES), 1 if name == "none" else 3)}
+    values = {f"g/x{k}": flat(SHAPE, kind) for k, kind in some_of(enumerate(DTYPES), 1 if name == "none" else 3)}
     specs = {key: spec(one.dtype, COMMON[name], checksum=k % 2 == 1, **more) for k, (key, one) in enumerate(values.items())}
     sink = save(tmp_path / "x.zarr", values, specs, group_attrs={"/": {"title": "a test"}})
     group = zarr.open_group(tmp_path / "x.zarr", mode="r")
@@ -87,30 +85,9 @@ def test_every_type_is_read_back(tmp_path: Path, name: str, sharded: bool) -> No
     source.close()
 
 
-def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path) -> None:
-    """Wrong if names were left out, or if axes of different lengths had one name: xarray refuses both."""
-    arrays = {"x": ramp((5, 4), "<f4"), "y": ramp((4, 4, 3), "<f4"), "z": ramp((3,), "<i4"), "alone": ramp((), "<f8")}
-    save(tmp_path / "x.zarr", arrays, {name: ArraySpec(one.shape, one.dtype) for name, one in arrays.items()})
-    with xr.open_zarr(tmp_path / "x.zarr") as found:
-        for name, values in arrays.items():
-            np.testing.assert_array_equal(found[name].values, values)
-        assert found["x"].dims == ("dim_0", "dim_1") and found["y"].dims == ("dim_1", "dim_2", "dim_3")
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 7)], ids=str)
-def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    values = ramp(shape, "f4")
-    save(tmp_path / "x.zarr", {"a": values, "b/c": values})
-    save(tmp_path / "y.zarr", {"/": values})
-    for found in (zarr.open_group(tmp_path / "x.zarr", mode="r")["b/c"], zarr.open_array(tmp_path / "y.zarr", mode="r")):
-        assert found.shape == shape
-        np.testing.assert_array_equal(found[...], values)
-
-
 def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
     """Key by key, for an array that zarr-python makes with the same wishes."""
-    values = ramp((5, 4), "<f4")
+    values = flat((5, 4), "<f4")
     save(tmp_path / "x.zarr", {"x": values}, {"x": spec("<f4", "blosc", (2, 2), (5, 4), shards=(4, 4), fill_value=np.nan)})
     codec = zarr.codecs.BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4, blocksize=0)
     made = zarr.create_array(
@@ -139,24 +116,10 @@ def test_fill_values_that_json_does_not_have(tmp_path: Path) -> None:
             np.testing.assert_array_equal(np.imag(found), np.imag(value))
 
 
-def test_metadata_comes_last(tmp_path: Path) -> None:
-    """Before `finish` the folder has no metadata, so nobody takes it for a store."""
-    values = {"x": ramp(SHAPE, "f4"), "g/y": ramp(SHAPE, "f4")}
-    sink = make_sink(str(tmp_path / "x.zarr"), {name: spec("f4", None) for name in values})
-    with sink.create() as catalog:
-        write_all(sink, catalog, {f"/{name}": one for name, one in values.items()})
-        names = {name for _, _, files in os.walk(catalog.ticket.temporary) for name in files}
-        assert names.isdisjoint({"zarr.json"}) and "shardload-unfinished" in names and not (tmp_path / "x.zarr").exists()
-        assert [key for key, _ in sink.documents()][-1] == "zarr.json"  # type: ignore[attr-defined]
-        catalog.finish()
-        catalog.commit()
-    assert sorted(os.listdir(tmp_path / "x.zarr")) == ["g", "x", "zarr.json"] and os.listdir(tmp_path) == ["x.zarr"]
-
-
 def test_a_chunk_is_written_once(tmp_path: Path) -> None:
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
     with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
-        first = sink, writer, catalog, "/x", ramp(SHAPE, "f4"), sink.arrays["/x"].region((0, 0, 0))
+        first = sink, writer, catalog, "/x", flat(SHAPE, "f4"), sink.arrays["/x"].region((0, 0, 0))
         put_whole(*first)
         with pytest.raises(SourceError, match=r"chunk \(0, 0, 0\) of '/x' .*EEXIST"):
             put_whole(*first)
@@ -167,7 +130,7 @@ def test_a_chunk_is_written_once(tmp_path: Path) -> None:
 def test_a_store_that_is_abandoned_while_another_rank_writes_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a chunk that comes last were left beside the name, or made the folder again."""
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
-    one, values, right = sink.arrays["/x"], ramp(SHAPE, "f4"), shutil.rmtree
+    one, values, right = sink.arrays["/x"], flat(SHAPE, "f4"), shutil.rmtree
     catalog = sink.create()
     with closing(sink.writer(catalog.ticket)) as writer:
         put_whole(sink, writer, catalog, "/x", values, one.region((0, 0, 0)))
@@ -207,20 +170,6 @@ def test_what_zarr_cannot_hold(tmp_path: Path, asked: ArraySpec, version: str, w
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["x.h5", "x.nc", "x.zarr"])
-def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
-    """Wrong if a group that has attributes only, as headers of simulations are, were lost."""
-    path = tmp_path / name
-    groups = {"/": {"t": 0}, "/g": {"t": 1}, "/Header": {"t": 2}, "/a/b/c": {"t": 3}}
-    save(path, {"g/x": np.arange(3, dtype="i4")}, group_attrs=groups)
-    opened = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path)
-    assert {
-        group: int(opened[group.strip("/") or "/"].attrs["t"] if group != "/" else opened.attrs["t"]) for group in groups
-    } == {group: attrs["t"] for group, attrs in groups.items()}
-    np.testing.assert_array_equal(opened["g/x"][...], np.arange(3))
-    opened.close() if isinstance(opened, h5py.File) else None
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "says"),
     [
@@ -243,15 +192,6 @@ def test_groups_that_a_file_cannot_have(tmp_path: Path, kind: str, name: str, sa
     with pytest.raises(ConfigError, match=says):
         make_sink(str(tmp_path / "out"), asked, format=kind, group_attrs={name: {"t": 1}})
     make_sink(str(tmp_path / "out"), asked, format=kind, group_attrs={"/": {"t": 1}, "/g": {"t": 2}, "/h/..i": {"t": 3}})
-
-
-def test_a_group_with_the_name_of_an_axis(tmp_path: Path) -> None:
-    """Wrong if plain HDF5 wanted a scale of that name beside the coordinate of another axis."""
-    asked = {"v": spec("i4", None, None, (2, 3), dims=("lat", "lon")), "lat": spec("i4", None, None, (2,), dims=("lat",))}
-    values = {"v": np.arange(6, dtype="i4").reshape(2, 3), "lat": np.arange(2, dtype="i4")}
-    save(tmp_path / "x.h5", values, asked, group_attrs={"/lon": {"t": 1}})
-    with h5py.File(tmp_path / "x.h5") as file:
-        assert file["lon"].attrs["t"] == 1 and file["v"].dims[1].label == "lon" and [*file["v"].dims[0]] == ["lat"]
 
 
 @pytest.mark.parametrize("value", [-9, np.float64(-9), "AAAAAAAAIsA="])
@@ -281,7 +221,7 @@ def test_names_and_formats(tmp_path: Path) -> None:
 
 def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each chunk opened its shard file and waited for the disk; or if a file was closed that a thread writes to."""
-    values = ramp((32, 32), "<i4")
+    values = flat((32, 32), "<i4")
     spec = ArraySpec(values.shape, values.dtype, (2, 2), (16, 16), Compression.of("zstd"))
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec})
     one, synced, opened, os_open = sink.arrays["/x"], [], [], os.open
@@ -328,7 +268,7 @@ def test_a_file_that_another_thread_closes_is_not_written_to(tmp_path: Path, mon
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Wrong if the folder counted as synced by that, and the name of the file never got to the disk."""
-    values = ramp(SHAPE, "f4")
+    values = flat(SHAPE, "f4")
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one, os_open, synced = sink.arrays["/x"], os.open, set[str]()  # what was synced after the file was there
     with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
@@ -354,7 +294,7 @@ def test_a_sync_right_before_a_file_is_made(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """Wrong if a file was closed that a thread writes to: its bytes would go into the one that gets its number."""
-    values, write, n_written = ramp(SHAPE, "f4"), target.WritableFile.write_at, 0
+    values, write, n_written = flat(SHAPE, "f4"), target.WritableFile.write_at, 0
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
     one = sink.arrays["/x"]
     with sink.create() as catalog, closing(sink.writer(catalog.ticket)) as writer:
@@ -375,17 +315,3 @@ def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.Mo
         catalog.commit()
     assert n_written >= np.prod(one.spec.grid)
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"])
-def test_types_of_jax_are_those_of_tensorstore(tmp_path: Path, name: str) -> None:
-    """Wrong if TensorStore, which wrote such stores first, found other bits in these."""
-    values = ramp(SHAPE, "float32").astype(getattr(ml_dtypes, name))
-    if name == "bfloat16":
-        values.reshape(-1)[:2].view("u2")[:] = (0xFF81, 0x8000)
-    save(tmp_path / "x.zarr", {"x": values}, {"x": spec(values.dtype, "zstd", fill_value=values.dtype.type(1))})
-    found = by_tensorstore(tmp_path / "x.zarr" / "x")
-    assert found.dtype == values.dtype and found.tobytes() == values.tobytes()
-    source = open_source(str(tmp_path / "x.zarr"), "/x")
-    assert source.dtype == values.dtype and source.plain(Region.whole(SHAPE)).tobytes() == values.tobytes()
-    source.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -40,36 +39,12 @@ def values_of(path: str, name: str | None, tuning: Tuning | None = None) -> byte
     return None if values is None else bytes(values)
 
 
-def test_values_that_are_read_sooner_than_a_file_is_opened_everywhere(path: str) -> None:
-    """Wrong if a slow array were read by one rank while the others wait, or a fast one by all of them."""
-    assert values_of(path, "tiny") == TINY.astype("=i2").tobytes(), "not in native byte order"
-    assert values_of(path, "small") == SMALL.tobytes()
-    assert values_of(path, "plain") == SLOW.tobytes()
-    assert values_of(path, "gzip") is None, "1,200 chunks of gzip take longer than opening the file everywhere"
-    assert values_of(path, "large") is None
-    assert values_of(path, "plain", Tuning(small_nbytes=1 << 20)) is None
-
-
 def test_values_of_all_arrays_together_are_capped(path: str) -> None:
     """Wrong if a thousand small arrays were all held by every rank, whatever `staging` is."""
     names = ["small", "tiny", "small", "small", "tiny"]
     with Finder(lookup.STRICT, Tuning(small_total_nbytes=250_000)) as finder:
         found = [finder.find(path, name)[1] is not None for name in names]
     assert found == [True, True, True, False, True]
-
-
-def test_a_file_is_opened_once(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each array of a tree took an open; or the one array of a file more than one, after it was found in a list."""
-    opens: list[str] = []
-    right = hdf5.open_explained
-    monkeypatch.setattr(hdf5, "open_explained", lambda where: (opens.append(where), right(where))[1])
-    write_hdf5(tmp_path / "one.h5", {"x": TINY})
-    one = str(tmp_path / "one.h5")
-    assert values_of(one, None) == TINY.astype("=i2").tobytes()
-    assert opens == [one]
-    with Finder(lookup.STRICT, Tuning()) as finder:
-        infos = [finder.find(path, name)[0].dataset for name in ("tiny", "small", "gzip")]
-    assert infos == ["/tiny", "/small", "/gzip"] and opens == [one, path]
 
 
 # --- chunks that are stored as plain values
@@ -144,20 +119,6 @@ def test_a_missing_or_a_damaged_chunk_is_left_to_the_load(tmp_path: Path, reads:
     assert "plain" not in reads
 
 
-def test_plain_chunks_that_were_cut_off(tmp_path: Path) -> None:
-    """Wrong if the end of the memory were sent as it was."""
-    path = written(tmp_path / "x.h5", ASCENDING)
-    size = Path(path).stat().st_size
-    source = lookup.open_source(path, "/x")
-    os.truncate(path, size - 100)
-    reader, out = source.chunk_reader(), np.zeros(STEPS.shape, "f4")
-    with h5py.File(written(tmp_path / "y.h5", ASCENDING)) as whole:
-        ends = max(whole["x"].id.get_chunk_info(k).byte_offset for k in ASCENDING) + 140
-    assert ends > size - 100, "the last chunk is at the end of the file"
-    assert isinstance(reader, Hdf5Chunks) and not reader.read_plain([range(40), range(1), range(1)], out)
-    source.close()
-
-
 BLOCK = np.arange(36 * 10 * 14, dtype="float32").reshape(36, 10, 14)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "contiguous": {},
@@ -207,23 +168,6 @@ def test_values_of_a_part(tmp_path: Path, kind: str, reads: list[str]) -> None:
         np.testing.assert_array_equal(values, np.asarray(opened[region.slices()]))
     assert values_of(path, "x") == BLOCK.tobytes()
     assert "library" not in reads
-
-
-def test_a_part_of_a_large_array(tmp_path: Path) -> None:
-    """Wrong if the size of the array counted, of which only a part is read, or that of the part and not of its chunks."""
-    path = str(tmp_path / "x.h5")
-    with h5py.File(path, "w") as file:
-        for name, chunk in {"steps": (1, 64, 64), "series": (1, 64, 64), "wide": (256, 64, 64)}.items():
-            made = file.create_dataset(name, (1000, 64, 64), "f4", chunks=chunk, compression="gzip")
-            made[7] = np.arange(64 * 64).reshape(64, 64)
-    step = part_of(path, "steps", Region((7, 0, 0), (8, 64, 64)))
-    assert step.values is not None and bytes(step.values) == np.arange(64 * 64, dtype="f4").tobytes()
-    assert part_of(path, "steps", Region((8, 0, 0), (9, 64, 64))).values is None, "it is missing"
-    assert part_of(path, "steps", Region((7, 0, 0), (8, 64, 64)), small_nbytes=1 << 13).values is None
-    assert part_of(path, "series", Region((0, 3, 3), (1000, 4, 4))).values is None, "4 KB, but of 1,000 chunks of 16 KiB"
-    rows = Region((0, 0, 0), (1000, 1, 64))
-    assert part_of(path, "series", rows).values is None, "250 KB, but 16 MB are decoded"
-    assert part_of(path, "wide", Region((7, 3, 3), (8, 4, 4))).values is None, "for 4 bytes a chunk of 4 MiB is decoded"
 
 
 def test_only_the_chunks_of_a_part_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

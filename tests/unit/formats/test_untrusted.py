@@ -53,29 +53,6 @@ def refused(path: Path | str, name: str, match: str) -> None:
 # --- HDF5: links
 
 
-def test_external_links(places: tuple[Path, Path]) -> None:
-    home, other = places
-    (home / "door").symlink_to(other)
-    (home / "door.h5").symlink_to(other / "out.h5")
-    with h5py.File(home / "a.h5", "w") as file:
-        file["inside"] = h5py.ExternalLink("deeper/in.h5", "/x")
-        file["round"] = h5py.ExternalLink("deeper/../deeper/in.h5", "/x")
-        file["up"] = h5py.ExternalLink("../else/out.h5", "/x")
-        file["absolute"] = h5py.ExternalLink(str(other / "out.h5"), "/x")
-        file["folder"] = h5py.ExternalLink("door/out.h5", "/x")
-        file["file"] = h5py.ExternalLink("door.h5", "/x")
-        file["soft"] = h5py.SoftLink("/up")
-        file["g/relative"] = h5py.SoftLink("h/hard")
-        file["g/h/hard"] = h5py.ExternalLink("../else/out.h5", "/")
-        file["middle"] = h5py.ExternalLink("middle.h5", "/next")
-    with h5py.File(home / "middle.h5", "w") as file:
-        file["next"] = h5py.ExternalLink("../else/out.h5", "/x")
-    for name in ("/inside", "/round"):
-        np.testing.assert_array_equal(load_all(home / "a.h5", name), DATA)
-    for name in ("/up", "/absolute", "/folder", "/file", "/soft", "/middle", "/g/h/hard/x", "/g/relative/x"):
-        refused(home / "a.h5", name, "outside the folder of this file; pass allow_external=True")
-
-
 def test_a_file_that_is_a_link_itself_is_where_both_are(places: tuple[Path, Path]) -> None:
     """What the caller named may lead anywhere; what is in it, only beside the name or beside the file."""
     home, other = places

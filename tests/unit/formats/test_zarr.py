@@ -22,7 +22,7 @@ import zarr.storage
 import shardload
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.contract.array import ArrayInfo
-from shardload.formats.lookup import find_array, list_arrays, open_file, open_source
+from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.formats.zarr.nodes import ArrayNode
 from shardload.formats.zarr.source import describe
 from shardload.planning.region import Region
@@ -57,29 +57,6 @@ def test_the_store_is_one_array(tmp_path: Path) -> None:
     for odd in ("..", "a//b", "./a"):
         with pytest.raises(ConfigError, match="holds no array"):
             find_array(path, odd)
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_attributes_and_coordinates(tmp_path: Path, zarr_format: Any) -> None:
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=zarr_format)
-    for name, dimensions in (("lat", ["lat"]), ("rho", ["time", "lat"])):
-        named = {"dimension_names": dimensions} if zarr_format == 3 else {}
-        made = group.create_array(name, data=flat((3,) * len(dimensions)), **named)
-        made.attrs["_ARRAY_DIMENSIONS"] = dimensions
-    made.attrs.update({"scale_factor": 0.5, "_FillValue": -9, "units": "m", "comment": "not told"})
-    infos = {info.dataset: info for info in list_arrays(str(tmp_path / "a.zarr"))}
-    assert (infos["/lat"].is_coordinate, infos["/rho"].is_coordinate) == (True, False)
-    assert infos["/rho"].attributes == {"scale_factor": 0.5, "_FillValue": -9, "units": "m"}
-    assert find_array(tmp_path / "a.zarr").dataset == "/rho"
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_an_empty_name_is_no_name_of_an_axis(tmp_path: Path, zarr_format: Any) -> None:
-    """The array of a store that is one array has an empty name too, and was taken to be its axis's coordinate."""
-    path, named = str(tmp_path / "a.zarr"), {"dimension_names": [""]} if zarr_format == 3 else {}
-    zarr.create_array(path, data=flat((5,)), zarr_format=zarr_format, **named).attrs["_ARRAY_DIMENSIONS"] = [""]
-    assert find_array(path).dataset == "/"
-    assert open_source(path, "/").labels().dims == (None,)
 
 
 @pytest.mark.each_value
@@ -246,38 +223,6 @@ def test_open_arrays_of_any_store(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array[...], flat((3,)))  # still open
 
 
-def test_a_zip_file_without_a_path(tmp_path: Path) -> None:
-    """Wrong if a path were needed: a ZipStore of zarr-python 3.4 may be over a file object, such as one in memory."""
-    path = write_zarr(tmp_path / "a.zarr", {"a": flat((3,))})
-    with zarr.storage.ZipStore(shutil.make_archive(str(tmp_path / "a"), "zip", path), read_only=True) as zipped:
-        array = zarr.open_array(zipped, path="a", mode="r")
-        vars(zipped)["path"] = None  # as it is there
-        source = open_source(array, "a")
-        np.testing.assert_array_equal(read_all(source), flat((3,)))
-        assert source.state() is None
-        source.close()
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_arrays_below_folders_without_metadata(tmp_path: Path, zarr_format: int) -> None:
-    """Wrong if arrays were left out, or groups with their attributes; or a file that is none hid the others."""
-    data = {"time": flat((8,)), "fields/run1/rho": flat((8, 6)), "fields/run1/grid/x": flat((3,))}
-    path = write_zarr(tmp_path / "a.zarr", data, zarr_format)
-    zarr.open_group(f"{path}/fields/run1/grid", mode="r+").attrs["title"] = "a grid"
-    for group in ("fields", "fields/run1"):
-        (Path(path) / group / ("zarr.json" if zarr_format == 3 else ".zgroup")).unlink()
-    (Path(path) / "fields" / "notes").mkdir()
-    for stray in (".DS_Store", "fields/notes.txt", "fields/notes/read.me"):
-        (Path(path) / stray).write_text("of the run")
-    assert [info.dataset for info in list_arrays(f"{path}/fields/run1/grid")] == ["/x"]
-    assert [info.dataset for info in list_arrays(path)] == ["/fields/run1/grid/x", "/fields/run1/rho", "/time"]
-    check(path, "/fields/run1/rho", data["fields/run1/rho"])
-    with pytest.raises(ConfigError, match="/fields/run1/rho"):  # there are several: which one?
-        find_array(path)
-    with open_file(path) as file:
-        assert file.groups() == ({"/": {}, "/fields/run1/grid": {"title": "a grid"}}, [])
-
-
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e3m4", "float4_e2m1fn", "int4"])
 def test_types_of_jax_as_tensorstore_writes_them(tmp_path: Path, name: str, driver: str) -> None:
@@ -298,30 +243,6 @@ def test_types_of_jax_as_tensorstore_writes_them(tmp_path: Path, name: str, driv
     source = open_source(str(tmp_path / "a.zarr"), "/")
     assert source.info.dtype == name and source.dtype == dtype
     assert read_all(source).tobytes() == expected.tobytes() == source.plain(Region.whole((12, 6))).tobytes()
-    source.close()
-
-
-def test_bfloat16_in_the_other_byte_order(tmp_path: Path) -> None:
-    values = np.arange(24).reshape(4, 6).astype(np.float32).astype(ml_dtypes.bfloat16)
-    grid = {"name": "regular", "configuration": {"chunk_shape": [2, 6]}}
-    big = [{"name": "bytes", "configuration": {"endian": "big"}}]
-    write_tensorstore(tmp_path / "a.zarr", values, chunk_grid=grid, codecs=big)
-    source = open_source(str(tmp_path / "a.zarr"), "/")
-    assert read_all(source).tobytes() == values.tobytes() == source.plain(Region.whole((4, 6))).tobytes()
-    source.close()
-
-
-def test_bfloat16_by_columns(tmp_path: Path) -> None:
-    """Which zarr-python reads. Wrong if its integers were taken for the values."""
-    values = np.arange(24).reshape(4, 6).astype(np.float32).astype(ml_dtypes.bfloat16)
-    write_tensorstore(tmp_path / "a.zarr", values, "zarr", chunks=[2, 6], dtype="bfloat16", order="F", fill_value=1.5)
-    (tmp_path / "a.zarr" / "1.0").unlink()
-    source, expected = (
-        open_source(str(tmp_path / "a.zarr"), "/"),
-        np.where(np.arange(4)[:, None] < 2, values, values.dtype.type(1.5)),
-    )
-    assert source.chunk_reader() is None
-    assert read_all(source).tobytes() == expected.tobytes() == source.plain(Region.whole((4, 6))).tobytes()
     source.close()
 
 

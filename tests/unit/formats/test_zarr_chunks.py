@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -21,21 +20,17 @@ import zarr.storage
 
 from shardload.errors import SourceError
 from shardload.formats.access import Access
-from shardload.formats.codecs.algorithms import Chain
 from shardload.formats.contract.chunk_reader import Encoded
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.formats.zarr import chunks as zarr_chunks
 from shardload.formats.zarr.metadata import ZarrLayout
-from tests.tiers import quick_ones, some_of
+from tests.tiers import some_of
 from tests.unit.batches import check_batches
 from tests.unit.files import (
-    DTYPES,
-    SIZES,
     assert_same,
     box_of,
     change_json,
-    every_second,
     flat,
     read_all,
     write_tensorstore,
@@ -126,17 +121,6 @@ def serial(endian: str = "little") -> dict[str, Any]:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("dtype", quick_ones(DTYPES, *SIZES))
-def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> None:
-    """Each type in one format or in the other meets every rank, and so does each format."""
-    shapes = every_second(DTYPES.index(dtype) + zarr_format + 1)
-    path = write_zarr(tmp_path / "a.zarr", {f"r{len(s)}": flat(s, dtype) for s in shapes}, zarr_format)
-    for shape in shapes:
-        check(path, f"/r{len(shape)}", flat(shape, dtype))
-
-
-@pytest.mark.each_value
 @pytest.mark.parametrize("endian", ["little", "big"])
 @pytest.mark.parametrize("codec", BYTES_TO_BYTES)
 def test_format_3_codecs_in_chunks_and_shards(tmp_path: Path, codec: str, endian: str) -> None:
@@ -218,38 +202,6 @@ def test_fill_values(tmp_path: Path, dtype: str, zarr_format: Any) -> None:
         assert found.tobytes() == expected.astype(source.dtype).tobytes()
         np.testing.assert_array_equal(found[0], np.full(5, fill, dtype))
     assert k + 1 == len(FILLS[dtype]) * len(orders)
-
-
-def test_fill_values_as_bits_and_none(tmp_path: Path) -> None:
-    bits = 0x7FC00123
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
-    group.create_array("a", shape=(4, 5), chunks=(2, 3), dtype="float32")
-    change_json(tmp_path / "a.zarr" / "a" / "zarr.json", fill_value=f"{bits:#x}")
-    source = open_source(tmp_path / "a.zarr", "a")
-    np.testing.assert_array_equal(read_chunks(source).view("u4"), bits)
-    assert read_chunks(source).tobytes() == read_all(source).tobytes()
-    for dtype in ("<f4", ">i8", "bool", "<c8"):
-        zarr.create_array(
-            tmp_path / "b.zarr", shape=(4, 5), chunks=(2, 3), dtype=dtype, zarr_format=2, fill_value=None, overwrite=True
-        )
-        assert json.loads((tmp_path / "b.zarr" / ".zarray").read_text())["fill_value"] is None
-        check(tmp_path / "b.zarr", "/", np.zeros((4, 5), dtype))
-
-
-@pytest.mark.parametrize("index_location", ["start", "end"])
-def test_missing_inner_chunks_and_shards(tmp_path: Path, index_location: str) -> None:
-    data = np.full((8, 12), 42, "int32")
-    data[0, 3:7] = flat((4,), "int32")
-    data[5, 11] = -1
-    codecs = [sharding((2, 3), [serial(), ZSTD], index_location=index_location)]
-    write_tensorstore(tmp_path / "a", data, chunk_grid=regular(4, 6), codecs=codecs, fill_value=42)
-    source = open_source(tmp_path / "a", "/")
-    there = {index for index in chunk_indices(source) if not reader_of(source).fetch(box_of(index)).has_missing}
-    assert there == {(0, 1), (0, 2), (2, 3)}
-    check(tmp_path / "a", "/", data)
-    (tmp_path / "a" / "c" / "0" / "0").unlink()
-    data[:4, :6] = 42
-    check(tmp_path / "a", "/", data)
 
 
 def write_shards(path: Path, index_codecs: list[dict[str, Any]] | None = None) -> tuple[Path, np.ndarray[Any, Any]]:
@@ -411,65 +363,6 @@ def open_files() -> list[Path]:
     return [link.resolve() for link in Path("/proc/self/fd").iterdir()]
 
 
-class Reads:
-    """Every positional read and every file opened, by name."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.parts: list[tuple[str, int, int]] = []
-        self.opened: list[str] = []
-        preadv, opens = os.preadv, os.open
-
-        def counted_preadv(fd: int, buffers: Any, offset: int) -> int:
-            name = os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), folder)
-            got = preadv(fd, buffers, offset)
-            self.parts.append((name, offset, got))
-            return got
-
-        def counted_open(path: Any, *args: Any, **kwargs: Any) -> int:
-            if str(path).startswith(str(folder)):
-                self.opened.append(os.path.relpath(path, folder))
-            return opens(path, *args, **kwargs)
-
-        monkeypatch.setattr(os, "preadv", counted_preadv)
-        monkeypatch.setattr(os, "open", counted_open)
-
-
-@pytest.mark.parametrize("index_location", ["start", "end"])
-def test_each_index_and_each_inner_chunk_is_read_and_decoded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index_location: str
-) -> None:
-    data = flat((15, 17), "float32", first=1)
-    codecs = [sharding((2, 3), [serial(), ZSTD], index_location=index_location)]
-    write_tensorstore(tmp_path / "a", data, chunk_grid=regular(4, 6), codecs=codecs)
-    (tmp_path / "a" / "c" / "1" / "1").unlink()
-    data[4:8, 6:12] = 0
-    source, out, decoded = open_source(tmp_path / "a", "/"), np.empty_like(data), []
-    decode = Chain.decode
-    monkeypatch.setattr(Chain, "decode", lambda self, *args: (decoded.append(self.nbytes), decode(self, *args))[1])
-    reads = Reads(monkeypatch, tmp_path / "a" / "c")
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda index: place(source, out, index), chunk_indices(source)))
-    np.testing.assert_array_equal(out, data)
-    # 4 x 3 shards, one of them gone; 8 x 6 chunks inside the array, 2 x 2 of them in the one that is gone
-    assert len(reads.opened) == len(set(reads.opened)) == 11
-    assert len(reads.parts) == len(set(reads.parts)) == 11 + 44
-    indices = [part for part in reads.parts if part[2] == 4 * 16 + 4]
-    assert len({name for name, _, _ in indices}) == len(indices) == 11
-    assert sorted(decoded) == [2 * 3 * 4] * 44 + [4 * 16] * 11
-    source.close()
-
-
-def test_each_whole_chunk_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = flat((5, 7), "float32", first=1)
-    path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 3))
-    source = open_source(path, "a")
-    reads = Reads(monkeypatch, tmp_path / "a.zarr" / "a")
-    np.testing.assert_array_equal(read_chunks(source), data)
-    assert sorted(reads.opened) == [f"c/{i}/{j}" for i in range(3) for j in range(3)]
-    assert len(reads.parts) == 9
-    assert not any(path in str(file) for file in open_files())
-
-
 def test_only_the_last_few_shards_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zarr_chunks, "_MOST_SHARDS", 2)
     data = flat((12, 6), "int16", first=1)
@@ -490,22 +383,6 @@ def test_only_the_last_few_shards_stay_open(tmp_path: Path, monkeypatch: pytest.
     for row in (0, 3, 6):
         reader.fetch(box_of((row, 1)))
         assert [file.parent.name for file in open_files() if path in str(file)] == [str(row // 3)]
-
-
-def test_a_shard_that_is_replaced_meanwhile(tmp_path: Path) -> None:
-    """The index is never used on another file's bytes."""
-    first, second = flat((4, 6), "int32", first=1), flat((4, 6), "int32", first=1000)
-    for name, data in (("a", first), ("b", second)):
-        codecs = [sharding((2, 3), [serial(), ZSTD])]
-        write_tensorstore(tmp_path / name, data, chunk_grid=regular(4, 6), codecs=codecs)
-    source, out = open_source(tmp_path / "a", "/"), np.empty((4, 6), "int32")
-    place(source, out, (0, 0))
-    os.replace(tmp_path / "b" / "c" / "0" / "0", tmp_path / "a" / "c" / "0" / "0")
-    for index in chunk_indices(source):
-        place(source, out, index)
-    np.testing.assert_array_equal(out, first)
-    source.close()
-    check(tmp_path / "a", "/", second)
 
 
 class Derived(zarr.storage.LocalStore):
@@ -561,16 +438,6 @@ def test_encodings_that_are_left_to_zarr_python(tmp_path: Path, name: str) -> No
 
 
 TINY = sharding((1, 1), [{"name": "bytes"}])
-TRANSPOSED = {"name": "transpose", "configuration": {"order": [1, 0]}}
-
-
-def test_shards_with_more_index_than_values(tmp_path: Path) -> None:
-    """What is stored of tiny chunks is mostly their index, also where only zarr-python sees that there are shards."""
-    data = flat((32, 32), "uint8", first=1)
-    write_tensorstore(tmp_path / "a.zarr", data, chunk_grid=regular(32, 32), codecs=[TRANSPOSED, TINY])
-    source = open_source(str(tmp_path / "a.zarr"), "/")
-    assert source.chunk_reader() is None
-    np.testing.assert_array_equal(read_all(source), data)
 
 
 def test_shards_inside_of_shards_are_refused(tmp_path: Path) -> None:

@@ -74,12 +74,6 @@ def test_it_fits_and_nothing_is_cut(path: str, width: int) -> None:
     assert plan(path).why in text and "4 of them read" in text
 
 
-@pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
-def test_one_arrow_at_the_way_that_is_taken(path: str, readers: str) -> None:
-    lines = [line for line in describe_plan(plan(path, readers=readers)).splitlines() if "->" in line]
-    assert len(lines) == 1 and f"-> {readers}" in lines[0]
-
-
 def test_a_name_is_no_command_for_the_terminal_and_no_html(path: str) -> None:
     made = plan(path)
     made = replace(made, info=replace(made.info, dataset="/<b>\n\x1b[31m&"))

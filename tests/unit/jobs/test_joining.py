@@ -316,19 +316,6 @@ def test_what_does_not_belong_together(
     assert sorted(os.listdir(tmp_path)) == sorted(map(os.path.basename, snapshot))
 
 
-@pytest.mark.parametrize(
-    ("changes", "years", "said"),
-    [
-        ({}, (2002, 2001), r"'/time' does not go on from part to part: '.*y2002\.nc' ends with 330\.0, and '.*y2001.* -365"),
-        ({"units": "days since 2001-01-01"}, (2001, 2002), r"does not go on .* ends with 330\.0, and .* begins with 0\.0"),
-    ],
-)
-def test_an_axis_goes_on_in_one_direction(tmp_path: Path, changes: Mapping[str, Any], years: Sequence[int], said: str) -> None:
-    paths, whole = climate(tmp_path, years, **changes), str(tmp_path / "all.nc")
-    refused(said, whole, paths)
-    assert not os.path.exists(whole)
-
-
 def test_what_a_climate_model_may_not_change(tmp_path: Path) -> None:
     whole = str(tmp_path / "all.nc")
     first, second = climate(tmp_path, (2001, 2002))
@@ -356,24 +343,6 @@ def netcdf(path: Path, unlimited: int | None = None, **variables: tuple[tuple[st
             one.setncatts({key: value for key, value in attrs.items() if key != "fill"})
             one[: len(values)] = values
     return str(path)
-
-
-def test_a_variable_that_has_the_name_of_another_axis(tmp_path: Path) -> None:
-    """netCDF has it by another name in HDF5, where a dataset without values stands for the axis."""
-    values = np.arange(12, dtype="f4").reshape(4, 3)
-    paths = [
-        netcdf(
-            tmp_path / f"p{k}.nc",
-            time=(("time",), [2.0 * k, 2.0 * k + 1], {}),
-            level=(("time", "level"), values[2 * k : 2 * k + 2], {}),
-        )
-        for k in range(2)
-    ]
-    whole = str(tmp_path / "whole.nc")
-    shardload.join(whole, paths)
-    with netCDF4.Dataset(whole) as file:
-        np.testing.assert_array_equal(file["level"][:], values)
-    np.testing.assert_array_equal(read(whole, "/level", (0, 0), (4, 3)), values)
 
 
 def test_what_is_no_time_is_not_counted(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import shardload
 from shardload.comm.group import Group
 from shardload.errors import ConfigError
 from shardload.jobs.loading.plan import staging_of
-from shardload.options import DEFAULTS, STAGING_NBYTES, Options
 
 MIB = 1 << 20
 
@@ -46,23 +45,6 @@ def mesh() -> Mesh:
 
 def plan(path: str, name: Any, **more: Any) -> Any:
     return shardload.plan(path, mesh(), P("a"), dataset=name, missing="fill", **more)
-
-
-def test_it_is_the_default_and_256_mib_until_a_plan_says_more() -> None:
-    assert DEFAULTS.staging == "auto" and STAGING_NBYTES == 256 * MIB
-    auto, same = Options.check(), Options.check(staging="256MiB")
-    assert auto.staging_nbytes == same.staging_nbytes == 256 * MIB
-    assert (auto.describe()["staging"], same.describe()["staging"]) == ("auto", str(256 * MIB))
-
-
-def test_large_chunks_get_what_they_need_and_small_ones_what_they_got(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MiB: five buffers, and stored, decompressed and decoded in each of two threads."""
-    with_memory(monkeypatch, 1 << 40)
-    found = {name: plan(path, name) for name in ("large", "middle", "small")}
-    assert {name: one.staging_nbytes // MIB for name, one in found.items()} == {"large": 704, "middle": 256, "small": 256}
-    assert "up to 704.0 MiB of staging memory each, because of chunks of 64.0 MiB" in " ".join(str(found["large"]).split())
-    assert "because" not in str(found["middle"]).partition("ranks")[2].partition("chosen")[0]
-    assert plan(path, "large", staging="320MiB").staging_nbytes == 320 * MIB
 
 
 def test_it_stays_within_a_quarter_of_the_memory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,23 +25,17 @@ from shardload.comm.group import Group
 from shardload.comm.watchdog import Watchdog
 from shardload.engine.call import watched
 from shardload.engine.read_back import ReadBack
-from shardload.formats.access import STRICT
 from shardload.formats.hdf5.sink import Hdf5PlacedChunks, Hdf5Sink
-from shardload.formats.lookup import Finder
-from shardload.formats.saving import make_sink
-from shardload.formats.sink import ArraySpec
 from shardload.formats.zarr.sink import ZarrSink
-from shardload.jobs.copying.request import CopyRequest, find, new_sink
 from shardload.jobs.joining.join import _find
 from shardload.jobs.joining.request import PartsRequest
 from shardload.system.steps import step_done, steps_told_to
 from tests.unit.files import write_hdf5
-from tests.unit.saving import quick_fsync, write_all
+from tests.unit.saving import quick_fsync
 from tests.unit.waiting import TICK, TIMEOUT, Job
 
 N = 60  # arrays, or files
 ALL_SECONDS = 5 * TIMEOUT  # rank 1 waits less than two timeouts
-SUFFIXES = (".h5", ".nc", ".zarr")
 
 __all__ = ["quick_fsync"]
 
@@ -94,25 +88,6 @@ def write(path: Path, n: int) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".h5", ".zarr"])
-def test_arrays_that_are_found(tmp_path: Path, suffix: str) -> None:
-    """For a load, and for a copy, which plans the arrays of the new file, too."""
-    few, many = (write(tmp_path / f"{n}{suffix}", n) for n in (2, N))
-
-    def find_all(path: str) -> None:
-        with Finder(STRICT, tells=True) as finder:
-            assert finder.find_below(path, "")
-
-    def find_to_copy(path: str) -> None:
-        request = CopyRequest.check(path, str(tmp_path / "new.h5"))
-        sources, found_groups, _ = find(request)
-        new_sink(request, sources, found_groups, 1)
-
-    for work in (find_all, find_to_copy):
-        work(few)  # what is imported, or looked up, when something is done for the first time
-        check(lambda work=work: work(many))  # type: ignore[misc]
-
-
 def test_files_that_are_joined(tmp_path: Path) -> None:
     def write_parts(folder: Path, n: int) -> str:
         folder.mkdir()
@@ -123,36 +98,6 @@ def test_files_that_are_joined(tmp_path: Path) -> None:
     few, many = write_parts(tmp_path / "few", 2), write_parts(tmp_path / "many", N)
     _find(PartsRequest.check(few, word="along", progress=False))
     check(lambda: _find(PartsRequest.check(many, word="along", progress=False)))
-
-
-@pytest.mark.usefixtures("quick_fsync")
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_file_that_is_made(tmp_path: Path, suffix: str) -> None:
-    """The sink on every rank, the temporary, the metadata at the end; with chunks and without, with names of axes."""
-
-    def sink_of(name: str, n: int) -> Any:
-        specs = {
-            name: ArraySpec(values.shape, values.dtype, chunks=(3,) if k % 2 else None, dims=(f"d{k % 3}",), attrs={"k": k})
-            for k, (name, values) in enumerate(arrays(n).items())
-        }
-        return make_sink(str(tmp_path / f"{name}{suffix}"), specs)
-
-    def fill(sink: Any, n: int) -> None:
-        write_all(sink, sink, {f"/{name}": values for name, values in arrays(n).items()})
-
-    warm = sink_of("few", 2).create()
-    fill(warm, 2)
-    warm.finish()
-    warm.commit()
-    check(lambda: sink_of("planned", N))
-    sink = sink_of("many", N)
-    if suffix == ".zarr":  # where it makes a folder, and nothing for each array
-        sink.create()
-    else:
-        check(sink.create)
-    fill(sink, N)
-    check(sink.finish)
-    sink.commit()
 
 
 # --- how a call hears of it

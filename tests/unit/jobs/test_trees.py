@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -52,21 +52,6 @@ def test_trees_of_paths_and_names_that_do_not_match() -> None:
 
 
 NAMES = {"pos": "x", "gas": {"rho": "y", "temperature": "z"}, "id": "w"}  # JAX's order: gas, id, pos
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("f4", ["f4"] * 4),
-        (None, [None] * 4),
-        ({"pos": 1, "gas": 2, "id": 3}, [2, 2, 3, 1]),
-        ({"id": 3, "gas": {"temperature": 5, "rho": 4}, "pos": None}, [4, 5, 3, None]),
-        (OrderedDict(pos=1, id=3, gas={"temperature": 5, "rho": 4}), [4, 5, 3, 1]),
-    ],
-)
-def test_a_prefix_tree_of_values(value: Any, expected: list[Any]) -> None:
-    """Wrong if values went by position, or a leaf counted for its neighbour."""
-    assert ArrayTree.join("a.h5", NAMES).spread("pad", value) == expected
 
 
 @pytest.mark.parametrize(

@@ -83,16 +83,6 @@ def test_slabs_follow_chunks_of_both_wherever_that_fits() -> None:
         assert planned.factor == 1, (shape, planned)
 
 
-def test_unaligned_chunks_that_fit_nowhere_are_decoded_more_than_once() -> None:
-    shape = (16, 16)
-    unit = CopiedArray(shape, (16, 1), Grid(shape, (1, 16), (0, 0)), True, 8)
-    planned = plan_slab_layout(unit, 2, 16 * 4 * 8)
-    assert planned.is_together
-    assert planned.factor == 2
-    assert plan_slab_layout(unit, 1, 16 * 4 * 8).factor == 4
-    assert plan_slab_layout(unit, 4, 16 * 4 * 8).factor == 1
-
-
 @pytest.mark.parametrize("page", [1, 64, 4096])
 def test_runs_of_an_array_in_one_piece(page: int) -> None:
     """Wrong if a unit were not one run of the file, or began inside a page that another rank writes."""
@@ -124,13 +114,6 @@ def small_arrays(sizes: list[int], n_ranks: int, room: int, *, is_alone: bool = 
         plan_slab_layout(CopiedArray(shape, (1,), Grid(shape, shape, (0,)), True, 64, is_alone), n_ranks, room)
         for shape in shapes
     ]
-
-
-def test_rounds_of_many_arrays_are_spread() -> None:
-    """Wrong if small arrays all went to one rank, or each took a round of its own."""
-    rounds = [list(plan_copy_rounds(small_arrays([10] * 100, 4, 1 << 16), 4, 1 << 16, rank)) for rank in range(4)]
-    assert [sum(len(items) for items, _ in mine) for mine in rounds] == [25] * 4
-    assert [len(mine) for mine in rounds] == [1] * 4
 
 
 LENGTHS = st.integers(1, 40)

@@ -15,7 +15,7 @@ from shardload.planning.schedule import DIRECT, PARALLEL, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from tests.tiers import examples
-from tests.unit.brute_force import Case, cases, chunks_read, elements_read, every_way, flat_index, held_regions, simulate
+from tests.unit.brute_force import Case, cases, chunks_read, every_way, flat_index, held_regions, simulate
 
 
 @examples(150)
@@ -42,25 +42,6 @@ def test_counts_are_those_of_the_plan_carried_out(case: Case) -> None:
     if plan.shards.most_held == len(holders) == 1:  # otherwise an upper bound
         assert (cost.chunks_decoded, cost.reader_nbytes) == (sum(decoded), max(decoded) * layout.chunk_nbytes)
     assert plan.is_merged or cost.chunks_decoded >= sum(decoded)
-
-
-@examples(80)
-@given(cases())
-def test_without_chunks_no_byte_that_is_read_is_left_out(case: Case) -> None:
-    """The bytes between near runs come on top. Where ranks read for all of their shards at once, it is an estimate."""
-    plan = case.plan()
-    cost = plan_cost(plan, case.layout(has_chunks=False, itemsize=2))
-    read = [elements_read(plan, rank) for rank in range(case.n_ranks)]
-    assert cost.chunks_decoded == 0
-    assert plan.is_merged or cost.decoded_nbytes >= 2 * sum(read)
-    assert cost.reader_nbytes >= 2 * max(read)
-
-
-def test_chunks_along_dropped_axes_are_decoded_too() -> None:
-    """``select=5`` of a file with chunks (100, 4, 4): each chunk that is decoded is 100 planes, for one that is wanted."""
-    case = Case((8, 8), ((0,), (1,)), np.arange(4).reshape(2, 2), 4, (4, 4), (0, 0), 4)
-    cost = plan_cost(case.plan(), case.layout(rows=100))
-    assert (cost.chunks_decoded, cost.amplification, cost.reader_nbytes) == (4, 100.0, 100 * 4 * 4 * 4)
 
 
 ONE_BY_ONE = Case((2, 2, 2), ((), (0,), (1,)), np.arange(4).reshape(2, 2), 4, (1, 1, 1), (0, 0, 0), 0)
@@ -147,13 +128,6 @@ def test_a_process_of_several_devices_reads_once_for_all_of_them(
     found, n_ranks = plan_all(CUBE, cell, axes, (2, 4), per_rank)
     mode, why = choose_mode(found, n_ranks)
     assert (mode, found[DIRECT].chunks_decoded) == (expected, decoded), (why, found)
-
-
-def test_between_nodes_short_runs_are_shared() -> None:
-    """A file system fetches a mebibyte at a time. Wrong if ranks of four nodes read runs of 51 KiB, each for itself."""
-    for n_nodes, expected in ((1, DIRECT), (4, PARALLEL)):
-        found, n_ranks = plan_all((2560, 160, 160), None, ((0,), (1,), ()), (4, 4), n_nodes=n_nodes)
-        assert choose_mode(found, n_ranks, is_one_node=n_nodes == 1)[0] == expected
 
 
 def test_no_file_is_read_many_times_however_many_ranks_there_are() -> None:

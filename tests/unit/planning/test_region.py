@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.region import Region
-from shardload.planning.selection import Selection, select_axes
+from shardload.planning.selection import select_axes
 from tests.tiers import examples
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -70,11 +70,6 @@ def test_split_is_every_element_once_in_c_order(data: st.DataObject, shape: tupl
         assert len(parts) == 1 or region.size > max_size
 
 
-def test_split_of_large_regions_is_by_whole_rows() -> None:
-    planes = [p.shape for p in Region((0, 5, 0), (7, 9, 100)).split(900)]
-    assert planes == [(2, 4, 100)] * 3 + [(1, 4, 100)]
-
-
 @pytest.mark.parametrize(("start", "stop"), [((0,), (1, 2)), ((-1,), (2,)), ((3,), (2,)), ((0, 4), (4, 3)), ((0, -2), (4, -1))])
 def test_regions_that_cannot_be(start: tuple[int, ...], stop: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="region"):
@@ -86,24 +81,6 @@ def test_regions_of_other_ranks_do_not_mix() -> None:
         for other in (Region((0, 0), (4, 4)), Region((), ())):
             with pytest.raises(ValueError):
                 f(other)
-
-
-def test_0d_and_text() -> None:
-    point = Region((), ())
-    assert point.size == 1 and point.intersect(point) == point and point.contains(point) and str(point) == "[]"
-    assert list(point.split(1)) == [point] and point.slices() == ()
-    assert str(Region((0, 8), (4, 16))) == "[0:4, 8:16]"
-    assert sorted([Region((4,), (8,)), Region((0,), (4,))])[0].start == (0,)
-    assert Region.whole((2, 3)) == Region((0, 0), (2, 3)) and hash(Region.whole((2,))) == hash(Region((0,), (2,)))
-
-
-def test_from_the_index_that_jax_gives() -> None:
-    shape = (4, 6)
-    assert Region.from_index((slice(None), slice(None)), shape) == Region.whole(shape)
-    assert Region.from_index((slice(2, 4, None), slice(0, 3, 1)), shape) == Region((2, 0), (4, 3))
-    assert Region.from_index((slice(np.int64(1), np.int32(4)), slice(None)), shape) == Region((1, 0), (4, 6))
-    assert Region.from_index((), ()) == Region((), ())
-    assert Region.from_index((slice(2, 2), slice(None)), shape).size == 0
 
 
 @pytest.mark.parametrize(
@@ -167,11 +144,6 @@ def test_select_takes_what_numpy_takes(data: st.DataObject, shape: tuple[int, ..
     assert all(box.shape[k] == 1 for k in range(len(shape)) if k not in selection.kept)
 
 
-def test_no_select_is_all() -> None:
-    assert select_axes(None, (2, 3)) == Selection(Region.whole((2, 3)), (0, 1))
-    assert select_axes(None, ()) == select_axes((), ()) == select_axes(..., ()) == Selection(Region((), ()), ())
-
-
 @pytest.mark.parametrize(
     ("index", "shape", "error", "text"),
     [
@@ -210,9 +182,3 @@ def test_no_select_is_all() -> None:
 def test_what_numpy_would_read_another_way_is_refused(index: Any, shape: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         select_axes(index, shape)
-
-
-def test_select_by_numpy_integers_gives_python_integers() -> None:
-    selection = select_axes((np.int64(-1), slice(np.int32(1), np.uint8(3))), (4, 5))
-    assert selection == Selection(Region((3, 1), (4, 3)), (1,))
-    assert all(type(v) is int for v in (*selection.region.start, *selection.region.stop, *selection.offset))

@@ -10,7 +10,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from shardload.engine.read_back import plan_partners
 from shardload.planning.region import Region, run_of
 from shardload.planning.saving import (
     StoredArray,
@@ -127,17 +126,6 @@ def test_a_file_of_chunks_has_one_writer_on_several_nodes() -> None:
         assert made.schedule is not None
         assert all(cell % n == 0 for cell, n in zip(made.schedule.blocks.cell, (8, 10) if n_nodes > 1 else (4, 5), strict=True))
         assert size <= math.prod(made.schedule.blocks.cell)
-
-
-@pytest.mark.parametrize("nodes", [[4], [1, 1], [2, 2], [3, 1], [1, 5, 2], [3, 3, 3], [7, 1, 1, 1]])
-def test_another_rank_reads_back(nodes: list[int]) -> None:
-    """Wrong if a rank read what it wrote, two ranks read the same, or a node read its own where another one could."""
-    leaders = [k for k, n in enumerate(nodes) for _ in range(n)]
-    found = plan_partners(leaders)
-    assert sorted(found) == list(range(len(leaders)))
-    assert all(rank != other for rank, other in enumerate(found))
-    same = sum(leaders[rank] == leaders[other] for rank, other in enumerate(found))
-    assert same == max(0, 2 * max(nodes) - len(leaders))
 
 
 def test_empty_and_scalar() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardload.planning.region import BLOCKS_PER_OWNER, Grid, Region, plan_blocks, plan_row_chunks
+from shardload.planning.region import BLOCKS_PER_OWNER, Grid, Region, plan_blocks
 from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Block, Owners, Part, Schedule, SourceLayout, plan_direct
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import Shards, plan_shards
@@ -66,15 +66,6 @@ def test_every_element_arrives_once_from_the_right_place(case: Case) -> None:
             assert len(plan.blocks_of(rank)) == 0
             assert plan.is_owner(rank) == bool(held_regions(case)[rank])
             assert all(part.rank == rank for read in plan.outgoing(rank) for part in read.parts)
-
-
-@examples(100)
-@given(st.data())
-def test_any_blocks_will_do_and_no_message_is_too_long(data: st.DataObject) -> None:
-    case = data.draw(cases())
-    limit = data.draw(st.integers(1, 12)) * case.itemsize
-    blocks = data.draw(grids(case.shape))
-    simulate(case, case.plan(blocks, max_message_nbytes=limit))  # which looks at the length of every part
 
 
 # --- plans that are wrong in the ways in which one might get them wrong, and must be found out
@@ -310,22 +301,6 @@ def test_what_shards_of_a_rank_share_is_read_once(cell: Any, axes: Any, per_rank
     layout = SourceLayout.cut(select_axes(None, shape), cell, f4, f4)
     plan = plan_direct(layout, shards, 8 // per_rank, max_nbytes=1 << 18)
     assert plan.is_direct and plan.is_merged == merged
-
-
-def test_staging_buffers_are_no_larger_than_a_shard() -> None:
-    """A direct plan's blocks may span axes that no shard spans: 2 GiB here, of which a read takes 1 MiB."""
-    planes = Grid((2048, 2048, 2048), (1, 2048, 2048), (0, 0, 0))
-    shards = plan_shards(planes.shape, [(), (0,), (1,)], np.arange(64 * 64).reshape(64, 64))
-    blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, within=shards.shard_shape)
-    plan = Schedule(blocks, shards, 4, 4096, None)
-    assert max(read.region.size for read in plan.outgoing(17)) == plan.max_block_size <= 1 << 18
-
-
-def test_row_chunks_fit_any_shape() -> None:
-    assert plan_row_chunks((), 4) == ()
-    assert plan_row_chunks((0,), 4) == (1,)
-    assert plan_row_chunks((3, 7), 8, row_nbytes=24) == (1, 3)
-    assert plan_row_chunks((3, 7), 8, row_nbytes=1) == (1, 1)
 
 
 def test_a_message_of_more_than_a_gibibyte_is_split() -> None:

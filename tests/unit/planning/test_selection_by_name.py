@@ -45,36 +45,6 @@ def test_positions_are_those_of_isel(select: dict[str, Any]) -> None:
     np.testing.assert_array_equal(selected(select), ARRAY.isel(select).values)
 
 
-@given(st.floats(30, 70), st.floats(-5, 25))
-def test_near_is_the_nearest(lat: float, lon: float) -> None:
-    distances = [np.sort(np.abs(COORDS[name] - value))[:2] for name, value in (("lat", lat), ("lon", lon))]
-    if any(first == second for first, second in distances):
-        return  # either would be right
-    wanted = ARRAY.sel(lat=lat, lon=lon, method="nearest")
-    np.testing.assert_array_equal(selected({"lat": near(lat), "lon": near(lon)}), wanted.values)
-
-
-@given(st.floats(38, 62), st.floats(-2, 22), st.floats(0, 20))
-def test_between_is_a_slice_of_labels(low: float, left: float, width: float) -> None:
-    """Wrong if an end were left out, or a coordinate that descends were searched as one that ascends."""
-    wanted = ARRAY.sel(lat=slice(low + width, low), lon=slice(left, left + width))
-    select = {"lat": between(low, low + width), "lon": between(left, left + width)}
-    if 0 in wanted.shape:
-        with pytest.raises(ValueError, match=r"no coordinate is in that range; it goes from (60\.0 to 40\.0|0 to 20)"):
-            selected(select)
-    else:
-        np.testing.assert_array_equal(selected(select), wanted.values)
-
-
-def test_ends_are_included() -> None:
-    assert positional_index({"lat": between(45, 55), "lon": between(1, 8)}, DIMS, COORDS) == (
-        slice(None),
-        slice(1, 4),
-        slice(1, 5),
-    )
-    assert positional_index({"lat": near(47, within=2)}, DIMS, COORDS)[1] == 3
-
-
 @given(
     st.sampled_from([0, 2**60, 2**63 - 2, 2**64 - 2]),
     st.lists(st.integers(-3, 3), min_size=1, max_size=6, unique=True),

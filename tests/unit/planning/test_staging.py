@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.planning.staging import least_staging, n_rounds_of, plan_rounds, plan_staging
+from shardload.planning.staging import n_rounds_of, plan_rounds, plan_staging
 from tests.tiers import examples
 from tests.unit.brute_force import every_way
 
@@ -52,26 +51,6 @@ def test_all_of_it_is_under_the_cap_if_one_of_each_is(planned: list[Array], n_th
     used = found.n_threads * scratch_nbytes(planned) + found.n_blocks * found.slot_nbytes
     assert used <= one + more
     assert 1 <= found.n_threads <= min(n_threads, 16) and found.n_blocks == found.n_slots + found.n_pack
-
-
-@examples(100)
-@given(st.lists(arrays(), min_size=1, max_size=3), st.integers(1, 1 << 22))
-def test_every_array_finds_room(planned: list[Array], cap: int) -> None:
-    """Wrong if the buffers were those of the first array, or of the last."""
-    found = plan_staging(planned, cap, 2)
-    for array in planned:
-        alone = plan_staging([array], cap, 2)
-        assert found.slot_nbytes >= alone.slot_nbytes
-    assert found == plan_staging(planned[::-1], cap, 2), "their order decides nothing"
-
-
-@pytest.mark.parametrize(("file_dtype", "dtype", "expected"), [("f4", "f4", 20), ("f8", "f4", 44), ("u1", "f8", 27)])
-def test_the_least_for_one_chunk(file_dtype: str, dtype: str, expected: int) -> None:
-    """As read and as sent, in the wider type; as stored, decompressed and decoded; and as cast."""
-    whole = select_axes(None, (64, 64))
-    layout = SourceLayout.cut(whole, (5, 7), np.dtype(file_dtype), np.dtype(dtype))
-    assert least_staging(layout) == 35 * expected
-    assert least_staging(SourceLayout.cut(whole, None, np.dtype(file_dtype), np.dtype(dtype))) == 0
 
 
 @examples(300)

@@ -25,31 +25,6 @@ def ints(*values: int) -> Any:
     return np.array(values, dtype=np.int64)
 
 
-@pytest.mark.parametrize("most_gap", [0, 750, 1 << 20])
-def test_ranges_in_any_order_are_joined_and_keep_their_bytes(tmp_path: Path, most_gap: int) -> None:
-    """Pieces that touch, that overlap, that are empty, that are far from the others: each is its own bytes."""
-    file = local_file(tmp_path)
-    offsets, sizes = ints(900, 0, 100, 150, 19_990, 9000, 100, 105), ints(100, 100, 50, 0, 10, 1, 50, 3)
-    ranges = Ranges(offsets, sizes, most_gap)
-    pieces = file.read_ranges(ranges, np.empty(ranges.nbytes, np.uint8))
-    assert [bytes(piece) for piece in pieces] == [CONTENT[a : a + n] for a, n in zip(offsets, sizes, strict=True)]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_gaps_are_read_only_where_they_are_short(tmp_path: Path, seed: int) -> None:
-    rng, file = np.random.default_rng(seed), local_file(tmp_path)
-    n, most_gap = int(rng.integers(1, 30)), int(rng.choice([0, 1, 20, 5000]))
-    gaps, sizes = rng.choice([0, 0, 1, 20, 21, 60], n), rng.integers(0, 60, n)
-    offsets = np.cumsum(gaps + sizes) - sizes
-    order = rng.permutation(n)
-    joined = sum(gaps[1:][gaps[1:] <= most_gap].tolist()) + int(sizes.sum())
-    for some, lengths in ((offsets, sizes), (offsets[order], sizes[order])):
-        ranges = Ranges(some, lengths, most_gap)
-        assert ranges.nbytes == joined
-        pieces = file.read_ranges(ranges, np.empty(ranges.nbytes, np.uint8))
-        assert [bytes(piece) for piece in pieces] == [CONTENT[a : a + k] for a, k in zip(some, lengths, strict=True)]
-
-
 def test_reads_that_give_less_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one call does for 2 GiB, and some file systems for less."""
     file, preadv = local_file(tmp_path), os.preadv

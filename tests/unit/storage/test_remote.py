@@ -225,24 +225,6 @@ def test_what_is_read_is_fetched_ahead_beside_what_waits():
         assert ahead()._nbytes == before and len(server.gets()) == 200
 
 
-def test_small_gaps_are_fetched_too_while_they_are_few(server):
-    stored = open_remote(f"{server.url}/bucket/run.h5").object()
-    chunks = [(0, 400_000), (401_000, 400_000), (900_000, 1_000_000), (15_000_000, 1_000_000)]
-    assert stored.nbytes == len(DATA)
-    server.clear()
-    expected(stored, chunks)
-    assert [read(stored, *chunk) == DATA[chunk[0] : sum(chunk)] for chunk in chunks] == [True] * 4
-    assert sorted((r.first, r.nbytes) for r in server.gets()) == [(0, 1_900_000), (15_000_000, 1_000_000)]
-
-
-def test_what_was_not_expected_is_read_too(server):
-    stored = open_remote(f"{server.url}/bucket/run.h5").object()
-    expected(stored, [(1000, 100), (5_000_000, 1000)])
-    assert read(stored, 500, 1000) == DATA[500:1500]
-    assert read(stored, 4_999_000, 3000) == DATA[4_999_000:5_002_000]
-    assert read(stored, 1000, 100) == DATA[1000:1100]
-
-
 def test_memory_of_what_is_fetched_ahead_is_bounded():
     data = bytes(80 << 20)
     with ObjectServer({"a": data, "b": data}) as server:
@@ -315,16 +297,6 @@ def test_an_object_that_is_closed_while_it_is_fetched_ahead(server):
     assert ahead()._nbytes == 0 and stored._pieces == []
     for piece in requested:  # else it is asked for again when the server has ended, and counted by the next test
         piece.answer.result()
-
-
-def test_an_error_of_what_was_fetched_ahead_is_that_of_its_reader(server):
-    stored = open_remote(f"{server.url}/bucket/run.h5").object()
-    assert stored.nbytes == len(DATA)
-    server.faults.status, server.faults.code = 403, "AccessDenied"
-    expected(stored, chunks_of(len(DATA), 1 << 20))
-    for offset in (0, 3 << 20):
-        with pytest.raises(RemoteError, match=r"run.h5' cannot be read: access is denied"):
-            read(stored, offset, 1 << 20)
 
 
 def opened(server, **options):

@@ -52,40 +52,6 @@ def test_memory_is_used_again_once_nobody_sees_it() -> None:
     assert address(third) == where
 
 
-@needs_madvise
-def test_the_arrays_of_a_tree_use_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if each array gave up what the others could use, or if two of them had the same."""
-    monkeypatch.setattr(reuse, "_reserve", Reserve())
-    monkeypatch.setattr(reuse, "limit_nbytes", lambda: 1 << 40)
-    wanted = [([(MIB // 4,), (2, MIB // 8)], np.dtype("f4")), ([(MIB,)], np.dtype("u1")), ([(3,), ()], np.dtype("i8"))]
-
-    def take() -> list[list[np.ndarray]]:
-        made = empty_pieces(wanted)
-        assert [[p.shape for p in pieces] for pieces in made] == [shapes for shapes, _ in wanted]
-        assert [pieces[0].dtype for pieces in made] == [dtype for _, dtype in wanted]
-        flat = [piece for pieces in made for piece in pieces]
-        for k, piece in enumerate(flat):
-            piece[...] = k
-        assert all((piece == k).all() and address(piece) % 64 == 0 for k, piece in enumerate(flat))
-        return made
-
-    first = take()
-    where = {address(piece) for pieces in first[:2] for piece in pieces}
-    kept = take()
-    assert not where & {address(piece) for pieces in kept for piece in pieces}
-    del first
-    again = take()
-    assert {address(piece) for pieces in again[:2] for piece in pieces} == where
-    assert [[int(piece.flat[0]) for piece in pieces] for pieces in kept] == [[0, 1], [2], [3, 4]]
-
-
-@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 5])
-def test_as_many_bytes_as_asked_for_on_a_boundary(nbytes: int) -> None:
-    (memory,) = Reserve().take([nbytes])
-    assert len(memory) == nbytes and address(memory) % 4096 == 0
-    memory[...] = 1
-
-
 def test_what_does_not_fit_is_given_up_before_new_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a load of another size had the memory of the last one beside its own."""
     reserve = Reserve()

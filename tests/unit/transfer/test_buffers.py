@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from shardload.planning.region import Region, aligned
+from shardload.planning.region import Region
 from shardload.planning.schedule import Block
-from shardload.transfer.buffers import Piece, Slots, StagedBlock, aligned_empty
+from shardload.transfer.buffers import Piece, Slots, StagedBlock
 from tests.unit.fakes import TABLE, rows
 
 # --- slots
-
-
-def shared_memory(n: int, nbytes: int) -> Any:
-    return aligned_empty((n * aligned(nbytes),), np.dtype("u1"))
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("nbytes", [1, 64, 100])
-def test_slots_are_as_many_as_said_and_never_overlap(is_shared: bool, nbytes: int) -> None:
-    memory = shared_memory(3, nbytes) if is_shared else None
-    slots = Slots(3, nbytes, memory)
-    taken = []
-    while slots.has_room():
-        slot = slots.take()
-        assert slot is not None and slots.is_shared == is_shared
-        assert slot.nbytes == nbytes and slot.ctypes.data % 64 == 0
-        assert memory is None or np.shares_memory(slot, memory)
-        assert not any(np.shares_memory(slot, other) for other in taken)
-        taken.append(slot)
-    assert len(taken) == 3 and slots.take() is None
-    assert slots.peak_nbytes == 3 * nbytes
-    slots.give(taken[1])
-    assert slots.has_room() and slots.take() is taken[1] and not slots.has_room()
 
 
 def test_the_slot_used_last_is_used_next_and_no_other_is_made() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,13 +24,13 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Block, Owners, Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.transfer import channels, exchange
+from shardload.transfer import exchange
 from shardload.transfer.buffers import Piece, Resources, Slots, StagedBlock
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import FakeSource, pieces_of, reader_as_planned
-from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, leave_no_memory, ranks_of
+from tests.unit.transfer.network import Network, Rank, exchange_all, leave_no_memory, ranks_of
 
 Array = np.ndarray[Any, Any]
 MESH = np.array([[2, 0], [3, 1]])
@@ -178,34 +177,6 @@ def test_a_rank_that_has_two_arrays_in_another_order(way: str, checksums: bool) 
     loads = Loads(way, [GIVEN[0], GIVEN[3]], seeds=[5, 6])
     loads.arrays[2].reverse()
     assert all(isinstance(error, PeerError) for error in failed(loads, checksums))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_arrays_sent_in_another_order(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if only the number of parts and their regions counted. Equal seeds: the engine's own numbers must tell."""
-    right = exchange._outgoing
-
-    def wrong(arrays: Any, rank: int) -> Iterator[tuple[int, Block]]:
-        return iter(sorted(right(arrays, rank), key=lambda found: -found[0])) if rank == 2 else right(arrays, rank)
-
-    monkeypatch.setattr(exchange, "_outgoing", wrong)
-    loads = Loads(way, [GIVEN[0], GIVEN[3]], seeds=[5, 5])
-    assert all(isinstance(error, PeerError) and "of array" in str(error) for error in failed(loads))
-
-
-@pytest.mark.parametrize("what", ["the number of another array", "no such array", "an array of other axes"])
-def test_an_offer_of_another_array(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if an offer's array were not compared with what is expected there, or an offer with a wrong one not answered."""
-    right = FakeTransport.send_note
-    other = {"the number of another array": 3, "no such array": 77, "an array of other axes": 1}[what]
-
-    def wrong(self: Any, rank: int, note: Any) -> None:
-        if self.rank == 2 and note[0] == channels.OFFER and note[3] == 0:
-            note[3] = other
-        right(self, rank, note)
-
-    monkeypatch.setattr(FakeTransport, "send_note", wrong)
-    assert any(isinstance(error, PeerError) and error.rank == 2 for error in failed(Loads("shared memory")))
 
 
 @pytest.mark.each_value

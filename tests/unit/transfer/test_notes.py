@@ -19,7 +19,7 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Owners, Schedule
 from shardload.planning.shards import plan_shards
 from shardload.transfer.buffers import Packer, Piece, Slots, StagedBlock
-from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
+from shardload.transfer.channels import ACK, HEAD_SIZE, Channels
 from shardload.transfer.moves import ArrayMove, Arrivals
 from tests.unit.fakes import TABLE
 
@@ -103,25 +103,6 @@ class Ranks:
 
 def rows_of(note: Any) -> Any:
     return note[HEAD_SIZE:].reshape(-1, 1 + 3 * N)
-
-
-@pytest.mark.parametrize("checksums", [False, True])
-def test_what_is_named_is_copied_once_and_answered(checksums: bool) -> None:
-    ranks = Ranks(checksums)
-    notes = ranks.put()
-    assert [note[:3].tolist() for note in notes] == [[OFFER, 1, 1], [OFFER, 2, 1]]
-    assert [rank for rank, _ in ranks.there.messages] == [1, 1]
-    assert len(ranks.sending._offered) == 2 and not ranks.slots.has_room() and not ranks.receiving.is_done
-    for note in notes:
-        ranks.receiving.hear(0, note)
-    np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
-    assert ranks.answer() == [1, 2] and len(ranks.sending._offered) == 0 and ranks.slots.has_room()
-    assert sum(ranks.advanced) == ranks.arrivals.counters.nbytes_received == 64 and ranks.complete == [ranks.piece]
-    assert ranks.receiving._open and not ranks.receiving.is_done, "the receipt is still to come"
-    ranks.receipt()
-    assert ranks.receiving.is_done and not ranks.receiving._open
-    ranks.receiving.check(True)
-    assert ranks.arrivals.errors.error is None
 
 
 def test_a_receipt_that_counts_parts_which_no_note_named() -> None:
@@ -230,23 +211,6 @@ def test_other_values_than_when_the_checksum_was_taken() -> None:
         ranks.receiving.check(True)
         assert (ranks.arrivals.errors.error is not None) == checksums
         assert not checksums or "is not what was sent: its checksum is" in str(ranks.arrivals.errors.error)
-
-
-def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
-    """Wrong if a sender whose memory is gone promised a note that never comes: the receiver would wait for it."""
-    ranks = Ranks()
-
-    def full(*_: object) -> None:
-        raise MemoryError("cannot allocate 512 GiB")
-
-    ranks.there.send_note = full  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
-        ranks.put()
-    assert len(ranks.sending._offered) == 0
-    ranks.sending.give_up(ranks.plan.outgoing(0))
-    del ranks.there.send_note
-    ranks.receipt()
-    assert ranks.receiving.is_done
 
 
 def test_an_answer_to_what_was_not_asked_names_who_gave_it() -> None:

@@ -56,22 +56,6 @@ def test_what_lies_between_the_shards_of_a_rank_is_not_read(shows: Any) -> None:
         np.testing.assert_array_equal(piece.data, TABLE[piece.region.slices()])
 
 
-def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
-    piece = piece_of(rows(2, 6))
-    source = FakeSource(TABLE, (2, 4))
-    slots = Slots(1, 1 << 10)
-    with reader_of(source, {3: piece}, slots=slots) as reader:
-        block = fetch(reader, whole(rows(2, 4), shard=3))
-        assert block.tiles == [] and block.slot is None and not block.is_shared
-        assert np.shares_memory(source.outs[0], piece.data)
-        np.testing.assert_array_equal(piece.data, [*TABLE[2:4], [-1] * 4, [-1] * 4])
-        for _ in range(5):  # needs no slot, however often
-            assert reader.has_room(whole(rows(4, 6), shard=3))
-            fetch(reader, whole(rows(4, 6), shard=3)).release()
-    assert slots.peak_nbytes == 0 and source.reads == [rows(2, 4)] + [rows(4, 6)] * 5
-    assert reader.counters.nbytes_copied == 0
-
-
 def test_values_in_memory_are_shown_not_copied() -> None:
     source = FakeSource(TABLE, shows=TABLE)
     slots = Slots(1, 1 << 10)
@@ -258,14 +242,6 @@ def test_a_file_that_cannot_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(FakeSource, "chunk_reader", raising(OSError(5, "Input/output error")))
     with pytest.raises(SourceError, match=r"^'/rho' in 'f.h5' could not be read: OSError: \[Errno 5\] Input/output error\."):
         reader_of(FakeSource(TABLE, (2, 4)))
-
-
-def test_without_chunks_the_elements_are_named() -> None:
-    source = FakeSource(TABLE, None, failing_at((3, 3), OSError("short read")))
-    reader = reader_of(source)
-    error = failure(reader, whole(rows(2, 6), rank=1))
-    assert isinstance(error, SourceError) and error.chunk is None and "(elements [2:6, 0:4]): OSError: short" in str(error)
-    assert len(source.reads) == 1 and reader.counters.chunks_decoded == 0
 
 
 @pytest.mark.parametrize("error", [SourceError("told well already", chunk=(9,)), MemoryError("no memory")])

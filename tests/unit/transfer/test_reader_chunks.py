@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.formats.contract.chunk_reader import Encoded
 from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Block, Part, SourceLayout
 from shardload.planning.selection import Selection, select_axes
@@ -56,60 +55,6 @@ def chunks_of(source: FakeSource) -> FakeChunks:
 
 
 # --- where chunks go
-
-
-def test_small_chunks_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if chunks that cost more one by one than the library's lock does were read one by one, or large ones not."""
-    source = FakeSource(TABLE, (2, 4), stored=FakeChunks(TABLE, (2, 4)))
-    tune(monkeypatch, min_chunk_nbytes=33)  # one has 32 bytes
-    fetch(reader_of(source), whole(rows(0, 8), rank=1))
-    assert source.reads == [rows(0, 8)] and chunks_of(source).fetched == []
-    tune(monkeypatch, min_chunk_nbytes=32)
-    fetch(reader_of(source), whole(rows(0, 8), rank=1))
-    assert source.reads == [rows(0, 8)] and len(chunks_of(source).fetched) == 4
-
-
-@pytest.mark.parametrize(
-    ("read", "held"),
-    [
-        (Block(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))), rows(0, 8)),
-        (Block(rows(0, 2), (Part(rows(0, 1), 0, 0),)), rows(0, 8)),
-        (whole(rows(0, 2)), Region((0, 0), (8, 5))),  # has gaps in the piece
-        (whole(rows(1, 3)), rows(0, 8)),  # parts of two chunks
-    ],
-    ids=["two parts", "less than the chunk", "gaps", "across chunks"],
-)
-def test_what_stays_here_but_is_no_whole_chunk_goes_through_memory_of_the_threads_own(read: Block, held: Region) -> None:
-    """Wrong if it took a slot, of which there are few, or if anything else in the piece were touched."""
-    source = chunked(TABLE, (2, 4))
-    piece = piece_of(held)
-    slots = Slots(1, 1 << 10)
-    with reader_of(source, {0: piece}, slots=slots) as reader:
-        assert slots.take() is not None and reader.has_room(read), "a slot was asked for"
-        block = fetch(reader, read)
-    assert block.tiles == [] and block.slot is None
-    assert not any(np.shares_memory(out, piece.data) for out in chunks_of(source).outs)
-    wanted = np.full(held.shape, -1.0)
-    for part in read.parts:
-        wanted[part.region.slices()] = TABLE[part.region.slices()]
-    np.testing.assert_array_equal(piece.data, wanted)
-    assert reader.counters.nbytes_copied == 4 * (wanted >= 0).sum()
-
-
-def test_chunks_that_follow_each_other_are_decoded_in_the_slot() -> None:
-    """Wrong if a chunk were decoded in the place of another, or one that only this rank needs took up room."""
-    data = np.arange(9 * 4 * 5, dtype="f4").reshape(9, 4, 5)
-    source, piece = chunked(data, (1, 4, 5)), piece_of(Region((1, 0, 0), (4, 4, 5)))
-    read = Block(Region((1, 0, 0), (8, 4, 5)), (Part(piece.region, 0, 0), Part(Region((3, 1, 2), (8, 4, 5)), 1, 1)))
-    with reader_of(source, {0: piece}, slots=Slots(1, 7 * 80), n_threads=3) as reader:
-        block = fetch(reader, read)
-    (tile,) = block.tiles
-    assert block.slot is not None and tile.region == read.region and np.shares_memory(tile.data, block.slot)
-    np.testing.assert_array_equal(piece.data, data[1:4])
-    np.testing.assert_array_equal(values_of(block, read.parts[1].region, "f4"), data[3:8, 1:, 2:])
-    inside = [np.shares_memory(out, block.slot) for out in chunks_of(source).outs]
-    wanted = [index >= (3, 0, 0) for index in chunks_of(source).fetched]
-    assert len(inside) == 7 and sorted(inside) == sorted(wanted)
 
 
 def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files() -> None:
@@ -224,24 +169,6 @@ def test_an_error_names_the_damaged_chunk_of_a_batch(how: str, bad: tuple[int, i
     error = failure(reader, whole(Region((0, 0), (8, 12))))
     assert isinstance(error, SourceError) and error.chunk == bad and "rotten" in str(error)
     assert len(stored.boxes[0]) == 16 and stored.boxes[-1] == [bad], "read together, then one by one"
-
-
-@pytest.mark.usefixtures("batches")
-def test_what_lies_outside_of_the_array_is_not_cast() -> None:
-    """An edge chunk has 77s there, which would fit; here they would not."""
-    source = chunked(np.arange(70, dtype="f4").reshape(7, 10), (2, 3), fill=1e9)
-    stored = chunks_of(source)
-    decode = stored.decode
-
-    def rotten(encoded: Encoded, out: Array) -> None:
-        decode(encoded, out)
-        out[out == 77] = 1e9
-
-    stored.decode = rotten  # type: ignore[method-assign]
-    piece = piece_of(Region((0, 0), (7, 10)), dtype="i1")
-    with reader_of(source, {0: piece}, dtype=np.dtype("i1")) as reader:
-        fetch(reader, whole(Region((0, 0), (7, 10))))
-    np.testing.assert_array_equal(piece.data, np.arange(70).reshape(7, 10))
 
 
 @pytest.mark.usefixtures("batches")

@@ -8,23 +8,7 @@ import pytest
 
 from shardload.errors import StallError
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Slots
 from tests.unit.fakes import TABLE, FakeSource, fetch, piece_of, reader_of, rows, tune, whole
-
-
-def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a rank that waits for a slot asked the source for the same view at each turn."""
-    asked: list[Region] = []
-    view = FakeSource.view
-    monkeypatch.setattr(FakeSource, "view", lambda self, region: asked.append(region) or view(self, region))  # type: ignore[func-returns-value]
-    slots = Slots(1, 1 << 10)
-    with reader_of(FakeSource(TABLE, (2, 4)), slots=slots) as reader:
-        taken, first, second = slots.take(), whole(rows(0, 2), rank=1), whole(rows(2, 6), rank=1)
-        assert taken is not None and not any(reader.has_room(first) for _ in range(5))
-        assert not any(reader.has_room(second) for _ in range(5))
-        assert asked == [rows(0, 8)]  # once for the whole array
-        slots.give(taken)
-        assert reader.has_room(first)
 
 
 @pytest.mark.parametrize("inline", [-1, 1 << 14], ids=["in threads", "at once"])

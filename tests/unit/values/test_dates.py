@@ -161,21 +161,6 @@ def test_ranges_are_those_of_xarray(axis: Any, low: str, high: str) -> None:
         assert np.arange(axis[0].size)[found].tolist() == wanted
 
 
-@given(axes(), texts().filter(lambda text: text.count("-") == 2))
-def test_the_nearest_is_that_of_xarray(axis: Any, text: str) -> None:
-    if axis[0].size > 1 and axis[0][0] > axis[0][-1]:
-        axis = (axis[0][::-1], *axis[1:])  # of two that are equally near, xarray takes another one along an axis that descends
-    at = by_xarray(*axis)
-    day = at.indexes["time"]
-    hours = int(text[11:13] or 0)
-    label: Any = pd.Timestamp(text)
-    if isinstance(day, xr.CFTimeIndex):
-        label = day[0].replace(year=int(text[:4]), month=int(text[5:7]), day=int(text[8:10]), hour=hours, minute=0, second=0)
-    wanted = int(at.sel(time=label, method="nearest"))
-    assert position(near(text), *axis) == wanted
-    assert position(near(label), *axis) == wanted
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["f8", "f4"])
 @pytest.mark.parametrize("since", ["2001-01-01", "1850-01-01", "0001-01-01"])
@@ -290,24 +275,6 @@ def test_what_is_no_date(part: Any, attrs: dict[str, Any], says: str) -> None:
     assert says in str(raised.value) and str(raised.value).startswith(f"select has {part} on the axis 'time'")
 
 
-@given(st.sampled_from(CALENDARS), st.integers(-40000, 2_000_000), st.integers(0, 86399))
-def test_a_number_is_shown_as_its_date(calendar: str, day: int, second: int) -> None:
-    axis = {"units": "seconds since 0800-03-01", "calendar": calendar}
-    told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).to_text(day * 86400 + second)
-    wanted = cftime.datetime(800, 3, 1, calendar=calendar) + datetime.timedelta(days=day, seconds=second)
-    assert told.replace("T", " ").removesuffix(" 00:00:00") == str(wanted).removesuffix(" 00:00:00")
-
-
-@pytest.mark.parametrize(
-    ("calendar", "days_of_400_years"),
-    [("proleptic_gregorian", 146097), ("noleap", 146000), ("all_leap", 146400), ("360_day", 144000)],
-)
-def test_a_number_long_before_the_first_year_is_shown_as_its_date(calendar: str, days_of_400_years: int) -> None:
-    axis = {"units": "days since 0000-03-01", "calendar": calendar}
-    told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).to_text
-    assert [told(-k * days_of_400_years) for k in (3, 25)] == ["-1200-03-01", "-10000-03-01"]
-
-
 @pytest.mark.parametrize("calendar", ["standard", "proleptic_gregorian"])
 @pytest.mark.parametrize(
     "since",
@@ -321,13 +288,6 @@ def test_dates_of_units_in_other_forms(since: str, calendar: str) -> None:
     units = f"hours since {since}"
     time = by_xarray(np.array([36]), units, calendar).time.values[0]
     assert number(time, units, calendar) == 36
-
-
-@pytest.mark.parametrize(("units", "calendar"), [("months", "360_day"), ("common_years", "noleap")])
-def test_units_with_a_length_in_one_calendar(units: str, calendar: str) -> None:
-    """Wrong if they were refused in this calendar, too, where xarray makes dates of them."""
-    date = by_xarray(np.array([1.5]), f"{units} since 2000-01-01", calendar).time.values[0]
-    assert number(date, f"{units} since 2000-01-01", calendar) == 1.5
 
 
 @pytest.mark.parametrize("since", ["06/15/2000", "15-06-2000", "2000615", "01/02/03", "20", "2000-06-15 garbage"])

@@ -17,7 +17,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
-from shardload.transfer.cast import conversion, decode_into
 from shardload.values.decoding import decoding_of, packed_by, typed
 from tests.tiers import examples
 
@@ -122,52 +121,6 @@ def test_decoded_as_xarray_does(case: tuple[Array, dict[str, Any]]) -> None:
     assert_same(ours(stored, attributes), expected)
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
-def test_ends_of_each_type(dtype: str) -> None:
-    """Each number once as the fill value, with the plainest packing."""
-    stored = numbers(dtype)
-    for fill in stored:
-        for more in ({}, {"scale_factor": np.float32(0.01)}, {"scale_factor": 0.01, "add_offset": 273.15}):
-            attributes = {"_FillValue": fill, **more}
-            assert_same(ours(stored, attributes), by_xarray(stored, attributes))
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 0, 2)])
-def test_any_shape(shape: tuple[int, ...]) -> None:
-    stored = np.arange(np.prod(shape, dtype=int), dtype="i2").reshape(shape)
-    attributes = {"_FillValue": np.int16(0), "scale_factor": np.float32(0.5)}
-    assert_same(ours(stored, attributes), by_xarray(stored, attributes))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "attributes"),
-    [
-        ("f4", {}),
-        ("f4", {"units": "K"}),
-        ("f4", {"_FillValue": np.float32(np.nan)}),  # what xarray writes beside every array of floating point numbers
-        ("i4", {"_Unsigned": "false"}),
-        ("u4", {"_Unsigned": "true"}),
-        ("f8", {"_Unsigned": "true"}),
-        ("i4", {"_FillValue": np.float32(np.nan)}),
-        ("bool", {}),
-    ],
-)
-def test_nothing_to_decode(dtype: str, attributes: dict[str, Any]) -> None:
-    """Wrong if such arrays took the slower way."""
-    packing = {key: typed(value) for key, value in attributes.items() if key != "units"}
-    assert decoding_of(np.dtype(dtype), packing, "a") is None
-    stored = numbers(dtype) if dtype != "bool" else np.array([True, False])
-    assert_same(stored, by_xarray(stored, attributes))
-
-
-def test_one_value_in_an_array_is_a_scalar() -> None:
-    """netCDF stores scalars so, and its readers give the scalar. (Of a list in JSON, xarray makes Python objects.)"""
-    stored = numbers("i2")
-    for wrap in (lambda x: np.array([x]), lambda x: [float(x)]):
-        single = {"scale_factor": wrap(np.float64(0.1)), "_FillValue": wrap(np.float64(3))}
-        assert_same(ours(stored, single), by_xarray(stored, {"scale_factor": 0.1, "_FillValue": np.float64(3)}))
-
-
 def test_the_valid_range_is_not_applied() -> None:
     """xarray does not look at it, so neither does ``decode=True``; also that of unsigned numbers, up to 65530."""
     stored = np.arange(-5, 6, dtype="i2")
@@ -212,22 +165,3 @@ def test_what_counts_as_packed() -> None:
 
 
 # --- blocks
-
-
-def test_blocks_larger_than_what_is_decoded_at_once() -> None:
-    """Wrong if the last part were forgotten, a temporary used again too early, or a view's gaps filled."""
-    stored = np.arange(3 * 70 * 300, dtype="i4").reshape(3, 70, 300)[:, :, ::2] % 30000
-    stored = stored.astype("i2")
-    attributes = {"_FillValue": np.int16(7), "scale_factor": np.float64(0.1), "add_offset": np.float64(-3)}
-    rule = decoding_of(stored.dtype, {key: typed(value) for key, value in attributes.items()}, "v")
-    assert rule is not None
-    expected = by_xarray(stored, attributes)
-    for dtype in ("f8", "f4"):
-        out = np.full((3, 70, 300), -1, dtype)[:, :, ::2]
-        decode_into(rule, stored, out, "elements")
-        assert_same(np.ascontiguousarray(out), expected.astype(dtype))
-    with pytest.raises(ConfigError, match="elements once decoded have values that int8 cannot hold"):
-        conversion(rule)(stored, np.empty(stored.shape, "i1"), "elements")
-    plain = np.empty(stored.shape, "f4")
-    conversion(None)(stored, plain, "elements")
-    np.testing.assert_array_equal(plain, stored)
