@@ -124,6 +124,16 @@ def test_every_element_of_an_array_in_memory_counts(kind: str) -> None:
     assert contents(array) == before
 
 
+def test_of_an_array_in_memory_what_is_selected_counts() -> None:
+    """Wrong if ranks whose arrays differ only elsewhere, where nothing is loaded, were refused."""
+    array = np.arange(42.0).reshape(6, 7)
+    before = contents(array, (slice(1, 3), 2))
+    array[0], array[:, 3:] = -1, -1
+    assert contents(array, (slice(1, 3), 2)) == before
+    array[2, 2] = -1
+    assert contents(array, (slice(1, 3), 2)) != before
+
+
 def test_a_memory_map_is_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if every rank read all of a file that each should read a part of."""
     np.save(tmp_path / "x.npy", np.arange(1 << 20, dtype="f4"))

@@ -104,6 +104,13 @@ def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
         positional_index(select, DIMS, COORDS)
 
 
+def test_the_nearest_of_floating_point_numbers() -> None:
+    """Wrong if NaN were the nearest, or distances in float32 made one of two numbers that are not equally near."""
+    assert positional_index({"x": near(2.1)}, ("x",), {"x": np.array([np.nan, 1, 2, np.nan, 3])}) == (2,)
+    steps = np.array([16777216, 16777218], "f4")
+    assert positional_index({"x": near(16777217.5)}, ("x",), {"x": steps}) == (1,)
+
+
 def test_coordinates_of_another_length_than_their_axis() -> None:
     """Wrong if -1 were taken for the last step, where the axis of a netCDF file goes on after this array."""
     for part in (-1, slice(-2, None), slice(1, -1), near(50), between(45, 55)):
