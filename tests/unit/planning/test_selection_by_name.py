@@ -107,8 +107,7 @@ def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
 def test_the_nearest_of_floating_point_numbers() -> None:
     """Wrong if NaN were the nearest, or distances in float32 made one of two numbers that are not equally near."""
     assert positional_index({"x": near(2.1)}, ("x",), {"x": np.array([np.nan, 1, 2, np.nan, 3])}) == (2,)
-    steps = np.array([16777216, 16777218], "f4")
-    assert positional_index({"x": near(16777217.5)}, ("x",), {"x": steps}) == (1,)
+    assert positional_index({"x": near(0.20000001)}, ("x",), {"x": np.array([0.1, 0.3], "f4")}) == (1,)
 
 
 def test_coordinates_of_another_length_than_their_axis() -> None:
