@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -358,7 +359,7 @@ class RemoteFolder:
 
     def fetch_ahead(self, wanted: list[tuple[str, int, int]], has_more: bool) -> None:
         """See `ahead.Wanted`: keys, the most bytes of each, and about how many it has."""
-        n_more = 0
+        n_more, large = 0, list[tuple[str, _WholeObject]]()
         with self._lock:
             unread = [(key, most_nbytes, nbytes) for key, most_nbytes, nbytes in wanted if key not in self._read_early]
             self._read_early -= {key for key, _, _ in wanted}
@@ -366,9 +367,25 @@ class RemoteFolder:
                 if key in self._ahead:  # a stream may need it in two rounds
                     self._ahead[key].n_reads += 1
                 else:
-                    self._ahead[key] = _WholeObject(self._client.get_whole(key, most_nbytes), nbytes)
+                    self._ahead[key] = whole = _WholeObject(self._client.get_whole(key, most_nbytes), nbytes)
                     n_more += nbytes
+                    if most_nbytes > PIECE_NBYTES:
+                        large.append((key, whole))
         ahead().add(n_more)
+        for key, whole in large:  # not with the lock: one that is there already is counted at once
+            whole.pieces.add_done_callback(partial(self._count, key, whole))
+
+    def _count(self, key: str, whole: _WholeObject, _: Future[Any]) -> None:
+        """Count the bytes that an object has, as its first piece says, in place of those that it may have: a few large chunks,
+        if each counts as if it were not compressed, are not enough to be fetched while others are decoded.
+        """
+        if whole.pieces.exception() is None:
+            nbytes = whole.pieces.result()[0].result()[1].nbytes
+            with self._lock:
+                if self._ahead.get(key) is not whole:
+                    return
+                n_more, whole.nbytes = nbytes - whole.nbytes, nbytes
+            ahead().add(n_more)
 
     def __del__(self) -> None:
         with suppress(RemoteError):  # after a fork

@@ -193,6 +193,27 @@ def test_the_rest_of_a_large_object_does_not_wait_for_a_reader(server):
     assert bytes(folder.read_many(["c/1"], 1 << 25)[0]) == DATA and len(server.gets()) == 3
 
 
+def test_objects_that_are_smaller_than_they_may_be_leave_room_for_others():
+    """As chunks that are compressed well. Wrong if each counted with the bytes of its values until it is read: a rank that
+    decodes fast waited for each. Or if they were counted down twice.
+    """
+    keys, number, have_begun = [f"{k}" for k in range(10)], count(1), Event()
+
+    def note(key):
+        if next(number) == len(keys):
+            have_begun.set()
+        return False
+
+    with ObjectServer({f"s/{key}": key.encode() for key in keys}) as server:
+        server.faults.only = note
+        folder, before = open_remote(f"{server.url}/s"), ahead()._nbytes
+        folder.expect(iter(keys), 1 << 25, 24 << 20)
+        assert have_begun.wait(60)
+        for key in keys:
+            assert bytes(folder.read_many([key], 1 << 25)[0]) == key.encode()
+        assert ahead()._nbytes == before and len(server.gets()) == len(keys)
+
+
 def test_a_large_object_that_is_removed_while_it_is_fetched(server):
     """Wrong if it counted as one that was never there: its chunk would be fill values."""
     number = count(1)
