@@ -401,7 +401,7 @@ def stores_command(
     specs: Annotated[str, typer.Option(help="Separated by ';'.")] = STORE_SPECS,
     ways: Annotated[str, typer.Option(help=f"Separated by commas, or all: {', '.join(o.STORE_WAYS)}.")] = "all",
     ranks: Ranks = o.STORE_RANKS,
-    steps: Annotated[int, typer.Option(min=0, help="Of the array that is streamed, each of 416 KiB; 0: no stream.")] = 1600,
+    steps: Annotated[int, typer.Option(min=0, help="Of the array that is streamed, each of 416 KiB; 0: no stream.")] = 4800,
     repeats: Annotated[int, typer.Option(min=1, help="Timed loads of each way; of one that takes long, one.")] = 3,
     data: Data = DATA_FOLDER,
     out: Annotated[Path, typer.Option(help="The record; table and plot lie beside it.")] = RESULTS / "stores.json",
