@@ -338,7 +338,7 @@ def test_open_numpy_array_on_every_rank() -> None:
 def test_closed_dataset_and_group(comm: Any, files: dict[str, str]) -> None:
     """Wrong if a closed dataset gave the ranks different errors."""
     with opened(files["chunked"]) as array:
-        same_error(comm, lambda: shardload.load(array.parent, mesh_of(), P()), ConfigError, "group", NAME)
+        same_error(comm, lambda: shardload.load(array.parent, mesh_of(), P()), ConfigError, "group['name']")
     same_error(comm, lambda: shardload.load(array, mesh_of(), P()), SourceError, "closed")
 
 
