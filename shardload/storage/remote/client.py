@@ -172,9 +172,9 @@ class Client:
         """
 
         def fetch() -> list[Future[Answer]]:
+            data, pin = self._get(key, None if most <= PIECE_NBYTES else (0, PIECE_NBYTES), None, most)
             first = Future[Answer]()
-            first.set_result(self._get(key, None if most <= PIECE_NBYTES else (0, PIECE_NBYTES), None, most))
-            data, pin = first.result()
+            first.set_result((data, pin))
             starts = range(len(data), pin.nbytes, PIECE_NBYTES)
             return [first, *(self.get(key, (start, min(start + PIECE_NBYTES, pin.nbytes)), pin) for start in starts)]
 
