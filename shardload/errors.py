@@ -172,6 +172,7 @@ class PackedWarning(ShardloadWarning):
 
 
 class PaddingWarning(ShardloadWarning):
-    """An array is saved as long as a loaded one was with its padding or halos: it may have been computed from that one, and
-    nothing says which of its elements are no padding. Warned once in the job, on rank 0.
+    """Padding may be taken for data. An array is saved as long as a loaded one was with its padding or halos: it may have been
+    computed from that one, and nothing says which of its elements are no padding. Or a Dataset was loaded with padding that is
+    a number, which means count. Warned once in the job, on rank 0.
     """

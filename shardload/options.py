@@ -133,10 +133,10 @@ def _choice(name: str, words: tuple[Any, ...], value: Any, meaning: str = "") ->
 def check_sizes(name: str, words: tuple[Any, ...], sizes: Any) -> Any:
     """A size for each axis, or one of some words."""
     if sizes is None or isinstance(sizes, str):
-        return _choice(name, words, sizes, "or a size for each axis, such as (64, 64, 64)")
+        return _choice(name, words, sizes, f"or a size for each axis, such as {name}=(64, 64, 64)")
     numbers = (sizes,) if _is_integer(sizes) else sizes
     if not isinstance(numbers, (tuple, list)) or not all(map(_is_integer, numbers)):
-        raise ConfigError(f"{name} is {sizes!r}; expected a size for each axis, such as (64, 64, 64)")
+        raise ConfigError(f"{name} is {sizes!r}; expected a size for each axis, such as {name}=(64, 64, 64)")
     return tuple(map(int, numbers))
 
 

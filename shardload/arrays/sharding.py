@@ -133,8 +133,12 @@ def _mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items()) or "no axes"
 
 
-def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, pad: bool, name: str) -> tuple[int, ...]:
+def padded_shape(
+    shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, pad: bool, fill: str, name: str
+) -> tuple[int, ...]:
     """The shape of the global array: `shape`, with axes that do not divide evenly padded if `pad` is True.
+
+    `fill` is the fill value that messages advise.
 
     Raises
     ------
@@ -149,7 +153,7 @@ def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, p
             alternative = f", or use a mesh axis of {_one_of(good)}" if good else ""
             raise ConfigError(
                 f"axis {axis} of {name} has {n} elements, but {spec_text(sharding.spec)} splits it over {parts} devices. "
-                f"Pass pad=0 (or another fill value) to pad it to {up}{alternative}"
+                f"Pass pad={fill} (or another fill value) to pad it to {up}{alternative}"
             )
         padded.append(up)
     return tuple(padded)

@@ -192,8 +192,8 @@ _PANELS: dict[str, tuple[str, ...]] = {
 def as_typed(message: str) -> str:
     """A message of the library, with flags in the place of the keywords that it names.
 
-    >>> as_typed("axis 1 has 30 elements. Pass pad=0 (or another fill value), dtype='float32' or allow_external=True")
-    'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --allow-external'
+    >>> as_typed("axis 1 has 30 elements. Pass pad=np.nan (or another fill value), dtype='float32' or allow_external=True")
+    'axis 1 has 30 elements. Pass --pad nan (or another fill value), --dtype float32 or --allow-external'
     >>> as_typed("Pass decode=True to apply that, decode=False if the stored numbers are meant")
     'Pass --decode to apply that, --no-decode if the stored numbers are meant'
     >>> as_typed("only chunks are compressed. Pass chunks=(64, 64)"), as_typed("Pass axis=, one of 'time', 'lat'")
@@ -225,6 +225,7 @@ def _flag(name: str, value: str) -> str:
         return " ".join(f"{_FLAGS[name]} {typed}" for typed in re.findall("'[^']*'", bare))
     if bare.startswith("("):
         bare = bare.strip("(),").replace(" ", "")
+    bare = bare.removeprefix("np.")
     if bare == "False":
         return _FLAGS[name].replace("--", "--no-", 1)
     return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {'none' if bare == 'None' else shlex.quote(bare)}"

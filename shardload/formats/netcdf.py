@@ -44,6 +44,8 @@ def refused_attribute(key: str, value: Any, *, is_netcdf: bool = False) -> str |
         array = np.asarray(value, dtype=object if isinstance(value, str) else None)
     except ValueError:
         return "no array: its rows have different lengths"
+    except Exception as error:  # of a traced array, of one on other processes, of one on a GPU that is not JAX's
+        return f"no array: {str(error).partition(chr(10))[0]}"
     texts = array.reshape(-1).tolist() if array.dtype.kind in "OU" else []
     if "\0" in key or any(isinstance(text, str) and "\0" in text for text in texts):
         return "text with a zero byte, which ends it in HDF5"

@@ -76,8 +76,8 @@ class Compression:
         is_dict = isinstance(value, Mapping) and "name" in value
         if not is_dict or not all(isinstance(part, _KEYS.get(key, ())) for key, part in value.items()):
             raise ConfigError(
-                f"compression is {value!r}; expected a name such as 'gzip' or 'gzip:6+shuffle', None, or "
-                "{'name': 'gzip', 'level': 6, 'shuffle': True}"
+                f"compression is {value!r}; expected a name such as compression='gzip' or compression='gzip:6+shuffle', "
+                "compression=None, or {'name': 'gzip', 'level': 6, 'shuffle': True}"
             )
         return cls(**{"shuffle": has_own_shuffle(value["name"]), **value})
 

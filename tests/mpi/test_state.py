@@ -154,7 +154,7 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
         padded = shardload.scatter(np.zeros(n + 1, "f4"), mesh_of(), P(("a", "b")), pad=0)
         shardload.save(shared_tmp_path / "padded.h5", {"x": padded})
         load = partial(shardload.load, shared_tmp_path / "padded.h5", like={"x": padded})
-        same_error(comm, load, ConfigError, f"axis 0 of '/x' in '{shared_tmp_path}/padded.h5' has {n + 1}", "Pass pad=0")
+        same_error(comm, load, ConfigError, f"axis 0 of '/x' in '{shared_tmp_path}/padded.h5' has {n + 1}", "Pass pad=np.nan")
         assert load(pad=0)["x"].shape == (2 * n,)
     refused({"fields": {"rho": 0.0}}, "'/fields/rho'", "in `like` float ()")  # not what NumPy says of it
     # Wrong if the options counted for some leaves, and the others came as they are stored, without a word.

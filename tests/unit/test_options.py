@@ -32,7 +32,7 @@ def test_what_is_given_is_kept() -> None:
 
 
 LEVELS = "'index', 'checksum', 'file' or 'full'"
-SIZES = "a size for each axis, such as (64, 64, 64)"
+SIZES = "a size for each axis, such as "
 BAD: dict[str, tuple[list[Any], str]] = {
     "readers": (
         ["Root", "", "4", 0, -1, True, np.True_, 2.0, None, ["root"], b"root"],

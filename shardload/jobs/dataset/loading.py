@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardload.arrays.padding import loaded_as
-from shardload.errors import ConfigError, LeftOutWarning, SourceError
+from shardload.errors import ConfigError, LeftOutWarning, PaddingWarning, SourceError
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
@@ -91,6 +91,8 @@ def load_dataset(
     -----
     LeftOutWarning
         On rank 0: names the variables that hold no numbers, or have an axis twice, and coordinates that no variable has.
+    PaddingWarning
+        On rank 0: names the variables with padding that is a number, which means count.
 
     Raises
     ------
@@ -118,7 +120,9 @@ def load_dataset(
         of_files = {name: keywords[name] for name in ("allow_external", "storage", "timeout", "comm")}
         files = concat(files, along, dataset=dataset, **of_files)
     with DatasetCall(files, dataset, mesh, spec, keywords).begin() as call:
-        plan: Any = call.hand_out(call.plan())
+        loads = call.plan()
+        plan: Any = call.hand_out(loads)
+    _warn_of_counted_padding(loads)
     return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)
 
 
@@ -231,6 +235,21 @@ def _selections(select: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
         if name not in all_dims:
             raise ConfigError(f"select names the axis {name!r}; the variables have {some(all_dims) or 'none with a name'}")
     return {name: {dim: select[dim] for dim in dims if select and dim in select} for name, dims in axes.items()}
+
+
+def _warn_of_counted_padding(loads: Sequence[ArrayLoad]) -> None:
+    """Warn once if an array has padding that is a number: a mean of xarray over the axis would be wrong."""
+    counted = {
+        load.plan.info.dataset: load.asked.pad
+        for load in loads
+        if not load.plan.extent.is_whole and load.asked.pad == load.asked.pad
+    }
+    if counted:
+        text = (
+            f"means of xarray count the padding of {some(list(counted))}, which is {next(iter(counted.values()))!r}. Pass "
+            "pad=np.nan (and dtype='float32' for integers), which they leave out, or take it off first, by shardload.unpad"
+        )
+        warn_once(text, PaddingWarning, jax.process_index())
 
 
 def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:

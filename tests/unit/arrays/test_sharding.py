@@ -157,7 +157,7 @@ def test_what_is_left_to_the_compiler_or_to_a_sum() -> None:
 
 def padded(shape: tuple[int, ...], spec: Any, *, pad: bool, name: str = "'/density' in 'a.h5'") -> tuple[int, ...]:
     sharding = NamedSharding(MESH, spec)
-    return padded_shape(shape, read_spec(sharding, len(shape)), sharding, pad=pad, name=name)
+    return padded_shape(shape, read_spec(sharding, len(shape)), sharding, pad=pad, fill="0", name=name)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,15 @@ COMPRESSIONS: dict[str, Any] = {
     "blosc-zstd-bits": BLOSC_ZSTD,
     "lz4": "lz4",
 }
+
+
+class Traced:
+    """Stands for an array of `jax.jit`, which has no values yet."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("called on a traced array\nSee the page of errors")
+
+
 BY_LIBRARY: dict[str, Any] = {
     "lzf": "lzf",
     "lzf+shuffle": {"name": "lzf", "shuffle": True},
@@ -441,6 +450,7 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
             {"x": spec("f4", attrs={"box": [[1], [1, 2]]})},
             "attribute 'box' of '/x' is no array: its rows have different lengths",
         ),
+        ({"x": spec("f4", attrs={"a": Traced()})}, "attribute 'a' of '/x' is no array: called on a traced array. Leave"),
         ({"x": spec("f4", attrs={"a": 1j})}, "is complex128, which netCDF4 does not have"),
         ({"x": spec("f4", attrs={"a": np.float16(1)})}, "is float16, which netCDF4 does not have"),
         ({"x": spec("f4", attrs={"a" * 256: 1})}, "one with a name of 256 bytes"),
@@ -525,7 +535,7 @@ def test_compression_is_checked() -> None:
     """Wrong if what Python takes for true were a shuffle, or numbers of NumPy were no levels."""
     blosc = {"name": "blosc", "shuffle": "bitshuffle"}, {"name": "blosc", "options": ("zstd",)}
     for wrong in (7, {"level": 3}, {"name": "gzip", "speed": 1}, {"name": "gzip", "shuffle": "no"}, *blosc):
-        with pytest.raises(ConfigError, match="expected a name such as 'gzip'"):
+        with pytest.raises(ConfigError, match="expected a name such as compression='gzip'"):
             Compression.of(wrong)
     assert HDF5_CODECS[1].checked_level(np.int64(3)) == 3
 

@@ -117,7 +117,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
             {"dataset": ["t", "u"]},
             "steps, but '/t' in .* has 24, '/u' in .* has 20. Pass select= to take the same of each, or, if they are parts",
         ),
-        ({"batch": 25}, "have 24 samples, which make no batch of 25. .* a smaller batch or window, or remainder='pad'"),
+        ({"batch": 25}, "^24 steps have 24 samples, which make no batch of 25. .* pass a smaller batch, or remainder='pad'$"),
         (
             {"window": 24, "remainder": "pad", "gaps": "ignore"},
             r"24 steps with a window from \+24 to \+24 have 0 samples, which make no batch of 4. Select more steps",
