@@ -310,7 +310,8 @@ def stream(
         Batches that are made ahead, by two threads. 0: each is made inside ``next``, and no thread calls MPI.
     scale : tuple of 2 arrays or numbers, or tree of them
         Mean and standard deviation. Values become ``(x - mean) / deviation``, in their dtype, as NumPy computes it. Arrays must
-        fit the axes of a step, without that of the stream: shape ``(13, 1, 1)`` for 13 levels.
+        fit the axes of a step, without that of the stream: shape ``(13, 1, 1)`` for 13 levels. A dict names each array of a
+        batch, with None for one that stays as it is.
     stack : str, optional, or tree of str
         Make one array of a tree of arrays, in the order of the tree (dicts by sorted key), along this axis. If the arrays have
         an axis of this name, they are put one behind the other along it; else it is a new one, behind that of the window. It is

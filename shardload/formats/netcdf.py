@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ def refused_attribute(key: str, value: Any, *, is_netcdf: bool = False) -> str |
         return f"one with a name {reason}"
     if value is None or np.ma.is_masked(value):  # HDF5 would write what is behind the mask
         return f"{'None' if value is None else 'masked in part'}, which HDF5 does not have"
+    if isinstance(value, Mapping):
+        return "a dict, which HDF5 does not have: json.dumps makes text of it"
     if getattr(value, "shape", ()) is None:  # h5py.Empty
         return None
     try:

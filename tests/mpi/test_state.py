@@ -156,6 +156,8 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
         load = partial(shardload.load, shared_tmp_path / "padded.h5", like={"x": padded})
         same_error(comm, load, ConfigError, f"axis 0 of '/x' in '{shared_tmp_path}/padded.h5' has {n + 1}", "Pass pad=np.nan")
         assert load(pad=0)["x"].shape == (2 * n,)
+        without = {"x": jax.ShapeDtypeStruct((n + 1,), "f4", sharding=padded.sharding)}
+        same_error(comm, partial(load, like=without, pad=0), ConfigError, f"float32 ({2 * n},) with its padding, and in `like`")
     refused({"fields": {"rho": 0.0}}, "'/fields/rho'", "in `like` float ()")  # not what NumPy says of it
     # Wrong if the options counted for some leaves, and the others came as they are stored, without a word.
     rho = put(ramp((2 * unit(), 2 * unit() + 1), "float32"), mesh_of(), P("a"))

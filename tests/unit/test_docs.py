@@ -111,6 +111,11 @@ def test_paraview_finds_the_field(tmp_path: Path) -> None:
             assert tuple(map(int, item.attrib["Dimensions"].split())) == opened[name].shape == (2, 3, 4)
             assert int(item.attrib["Precision"]) == opened[name].dtype.itemsize
         assert [of.text for of in grid.findall("Geometry/DataItem")] == ["0 0 0", "0.5 1.0 2.0"]
+        velocity = jax.device_put(np.arange(72, dtype="f4").reshape(2, 3, 4, 3), NamedSharding(mesh, P("a")))
+        names["write_xdmf"]("u.h5", "u", velocity, (1, 1, 1))
+        attribute = ElementTree.parse("u.xdmf").getroot().find("Domain/Grid/Attribute")
+        assert attribute is not None and attribute.attrib["AttributeType"] == "Vector"
+        assert [of.attrib["Dimensions"] for of in attribute] == ["2 3 4 3"]
         with xarray.open_dataset("t2m.nc", engine="h5netcdf") as dataset:
             assert dataset["time"].values[1] == np.datetime64("2001-01-01T06:00")
 
@@ -141,6 +146,8 @@ def test_the_stream_of_the_page_is_real(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(block("stream"), names)
         exec(block("checkpoint"), names)
+        exec(block("mean and deviation"), names)
+    assert (names["n"], *np.round([names["mean"], names["deviation"]], 1)) == (2000 * 32 * 64, 280.0, 12.5)
     assert printed.getvalue() == block("plan of the stream")
     assert (names["x"].shape, names["y"].shape) == ((8, 2, 32, 64), (8, 32, 64))
     assert names["batches"].index.tolist() == names["ds"].order(0)[80:88].tolist()

@@ -271,8 +271,9 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     for name, leaf in leaves.items():
         value = values[name] = values[name] if _is_sharded(leaf) else _as(leaf, values[name])
         if np.shape(value) != np.shape(leaf) or not _is_like(leaf, value):
+            padded = "" if keywords["pad"] is None or not _is_sharded(leaf) else " with its padding"
             raise ConfigError(
-                f"'/{name}' in '{path}' is {value.dtype} {np.shape(value)}, and in `like` "
+                f"'/{name}' in '{path}' is {value.dtype} {np.shape(value)}{padded}, and in `like` "
                 f"{getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}. Pass a state of the shapes and types that "
                 "were saved"
             )

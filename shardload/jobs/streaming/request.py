@@ -44,7 +44,7 @@ from shardload.jobs.streaming.planner import (
 )
 from shardload.jobs.streaming.reader import RoundReader
 from shardload.jobs.streaming.stream import Stream
-from shardload.jobs.trees import ArrayTree, is_one, is_one_spec, naming_errors
+from shardload.jobs.trees import NEEDED, ArrayTree, is_one, is_one_spec, naming_errors
 from shardload.options import FILE, FULL, OPTIONS
 from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import DIRECT
@@ -78,7 +78,8 @@ class StreamCall(LoadCall):
         """The options that each array of a batch has for itself, checked."""
         of_leaves: list[dict[str, Any]] = [{} for _ in tree.places]
         for option in map(OPTIONS.__getitem__, OF_LEAVES):
-            values = tree.spread(option.name, self._keywords[option.name], option.is_one or is_one, default=option.default)
+            default = option.default if option.name == "window" else NEEDED  # values that are not scaled would not be seen
+            values = tree.spread(option.name, self._keywords[option.name], option.is_one or is_one, default=default)
             for checked, value, where in zip(of_leaves, values, tree.where, strict=True):
                 with naming_errors(where):
                     checked[option.name] = option.check(value)
@@ -151,7 +152,7 @@ class StreamCall(LoadCall):
         }
         leading = tuple(name for name in has if has[name])
         spec = self._spec_of(request, info, selection, axis, leading)
-        of_samples = _spec_of_samples(spec, leading, where)
+        of_samples = _spec_of_samples(spec, leading, len(leading) + len(selection.kept) - 1, where)
         sharding = NamedSharding(request.sharding.mesh, of_samples, memory_kind=request.sharding.memory_kind)
         request = replace(request, sharding=sharding, by_name=None)
         # The working folder may be another one when batches are read.
@@ -205,15 +206,16 @@ class StreamCall(LoadCall):
         return Stream(plan, make_reader, self._build)
 
 
-def _spec_of_samples(spec: PartitionSpec, leading: tuple[str, ...], where: str) -> PartitionSpec:
-    """The spec of what is read for a batch: that of its samples, then those of the axes of a step of the array.
+def _spec_of_samples(spec: PartitionSpec, leading: tuple[str, ...], ndim: int, where: str) -> PartitionSpec:
+    """The spec of what is read for a batch of `ndim` axes: that of its samples, then those of the axes of a step of the array.
 
     ConfigError if it cuts another one of the leading axes.
     """
     entries = [*spec]
     for axis, name in enumerate(leading):
         if name != SAMPLES and any(entries[axis : axis + 1]):
-            to_pass = PartitionSpec(*entries[:axis], None, *entries[axis + 1 :])
+            n_left_out = 0 if len(entries) < ndim else 1  # else the caller has not counted this axis
+            to_pass = PartitionSpec(*entries[:axis], None, *entries[axis + n_left_out :])
             raise ConfigError(
                 f"the spec{where.removeprefix('array ')} {spec_text(spec)} cuts {name}, axis {axis} of a batch, which stays "
                 f"whole: pass {spec_text(to_pass)}"

@@ -450,6 +450,7 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
             {"x": spec("f4", attrs={"box": [[1], [1, 2]]})},
             "attribute 'box' of '/x' is no array: its rows have different lengths",
         ),
+        ({"x": spec("f4", attrs={"a": {"b": 1}})}, "attribute 'a' of '/x' is a dict, which HDF5 does not have: json.dumps"),
         ({"x": spec("f4", attrs={"a": Traced()})}, "attribute 'a' of '/x' is no array: called on a traced array. Leave"),
         ({"x": spec("f4", attrs={"a": 1j})}, "is complex128, which netCDF4 does not have"),
         ({"x": spec("f4", attrs={"a": np.float16(1)})}, "is float16, which netCDF4 does not have"),

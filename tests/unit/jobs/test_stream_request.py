@@ -93,6 +93,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ({"window": ()}, r"window is \(\); expected steps from the anchor of a sample"),
         ({"window": (0, 0)}, r"window is \(0, 0\); expected .* a tuple of different ones such as \(-1, 0\)"),
         ({"window": 0.5}, r"window is 0\.5; expected"),
+        ({"dataset": {"x": "t", "y": "t"}, "scale": {"x": (0.0, 2.0)}}, r"scale does not match the arrays: .*\['y'\]"),
         ({"scale": (0.0,)}, r"scale is \(0\.0,\); expected a mean and a standard deviation"),
         ({"scale": (1.0, 0.0)}, r"scale is \(1\.0, 0\.0\); expected .* that is nowhere 0"),
         ({"stack": 1}, "stack is 1; expected the name of an axis, such as 'channel'"),
@@ -146,7 +147,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ),
         (
             {"spec": P("data", "lat"), "window": (-1, 0), "gaps": "skip"},
-            r"the spec P\('data', 'lat'\) cuts the axis of the window, axis 1 of a batch, .* pass P\('data', None\)",
+            r"the spec P\('data', 'lat'\) cuts the axis of the window, axis 1 of a batch, .* pass P\('data', None, 'lat'\)",
         ),
         (
             {"spec": {"x": P("data", "lat"), "y": P()}, "window": {"x": (0, 1)}, "dataset": {"x": "t", "y": "t"}},
@@ -179,7 +180,10 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
         ({"dataset": ["t", "counts"], "stack": "channel"}, "stack is 'channel', but '/counts' .* and '/t' .* are not alike"),
         ({"dataset": ["t", "t"], "stack": "time"}, "stack is 'time', which is the axis of the stream or one that select drops"),
         ({"dataset": ["t", "t"], "stack": "lat", "spec": P(None, None, "lat")}, r"P\(None, None, 'lat'\) cuts that axis"),
-        ({"dataset": ["t", "t"], "stack": "new", "spec": P("data", "lat")}, r"P\('data', 'lat'\) cuts the new axis of stack"),
+        (
+            {"dataset": ["t", "t"], "stack": "new", "spec": P("data", "lat")},
+            r"P\('data', 'lat'\) cuts the new axis of stack.*: pass P\('data', None, 'lat'\)",
+        ),
         (
             {"dataset": ["t", "t"], "stack": "new", "spec": P(None, None, None, None, "lat")},
             "has 5 entries, but the axes of a batch of '/t' in .* are: samples, the new axis of stack, 2 of a step",
