@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -127,27 +128,32 @@ def test_memory_of_what_is_fetched_is_bounded_and_in_the_plan(comm, server, monk
 
 @pytest.mark.parametrize("name", ["run.h5:/turned", "run.zarr:/x"])
 def test_what_later_rounds_of_a_stream_need_is_fetched_meanwhile(server, monkeypatch, name):
-    """Once, while nobody asks for another batch."""
+    """Once, while nobody asks for another batch; also what the next epoch begins with."""
     monkeypatch.setattr("shardload.jobs.streaming.plan._ROUND_NBYTES", 1 << 18)
-    stream = shardload.stream(f"s3://bucket/{name}", mesh_of(), P(None, "a", "b"), batch=4, storage=server.storage, prefetch=0)
-    n_rounds = len(EpochRounds(stream.plan, 0, 0).rounds)
+    options = {"batch": 4, "storage": server.storage, "prefetch": 0, "epochs": 2}
+    stream = shardload.stream(f"s3://bucket/{name}", mesh_of(), P(None, "a", "b"), **options)
+    n_rounds = len(EpochRounds(stream.plan, 0, 0).rounds())
     assert n_rounds >= 15
 
     def fetched(there: Any) -> int:
         return sum(request.nbytes for request in there.gets("run.h5") + there.gets("/c/"))
 
-    def wait(there: Any) -> None:
-        while fetched(there) < 6 * SOME.nbytes // n_rounds:  # else the time limit of tests
+    def wait(n_rounds_fetched: int, there: Any) -> None:
+        while fetched(there) < n_rounds_fetched * SOME.nbytes // n_rounds:  # else the time limit of tests
             time.sleep(0.01)
 
     server.on_server(lambda there: there.clear())
     with iter(stream) as batches:
-        first = next(batches)
-        server.on_server(wait)
-        found = [first, *batches]
-    assert server.on_server(fetched) <= 1.06 * SOME.nbytes
+        found = [next(batches)]
+        server.on_server(partial(wait, 6))
+        found += islice(batches, len(SOME) // 4 - 1)
+        server.on_server(partial(wait, n_rounds + 4))
+        found += batches
+    assert server.on_server(fetched) <= 2.12 * SOME.nbytes
+    assert len(found) == 2 * (len(SOME) // 4)
     for k, batch in enumerate(found):
-        check(batch, SOME[4 * k : 4 * k + 4], mesh_of(), P(None, "a", "b"))
+        first = 4 * k % len(SOME)
+        check(batch, SOME[first : first + 4], mesh_of(), P(None, "a", "b"))
 
 
 @pytest.mark.parametrize("name", ["run.h5:/x", "run.zarr:/x"])

@@ -67,7 +67,9 @@ def test_peak(
     ds = shardload.stream(
         path, mesh_of(), P(None, None, "a", "b"), dataset="x", staging=STAGING, prefetch=prefetch, comm=own_comm, **options
     )
-    held_nbytes = max(EpochRounds(ds.plan, epoch, 0).most_held_nbytes for epoch in range(EPOCHS))
+    held_nbytes = max(
+        each.most_held_nbytes(each.rounds()) for each in (EpochRounds(ds.plan, epoch, 0) for epoch in range(EPOCHS))
+    )
     said_nbytes = held_nbytes // n + (prefetch + 1) * ds.plan.batch_nbytes // n + STAGING
 
     def take(n: int | None) -> None:

@@ -303,7 +303,8 @@ class StreamPlan(PrintedReport):
         """Of epoch 0: how often each chunk is decoded, the rounds, and the most bytes of steps that all ranks hold."""
         epoch = EpochRounds(self, 0, 0)
         n_columns = sum(array.schedule.blocks.counts[array.schedule.axis] for array in self.arrays)
-        return sum(map(len, epoch.readings)) / max(1, n_columns), len(epoch.rounds), epoch.most_held_nbytes
+        rounds = epoch.rounds()
+        return sum(map(len, epoch.readings)) / max(1, n_columns), len(rounds), epoch.most_held_nbytes(rounds)
 
     def __str__(self) -> str:
         """Text for a person."""
@@ -361,12 +362,15 @@ class RoundReadings:
 
     Attributes
     ----------
+    epoch : EpochRounds
+        The epoch that it belongs to.
     batch : int
-        The first batch that needs it, counted from the beginning of the run of batches.
+        The first batch that needs it, among all that are given.
     readings : dict of int to range
         For the number of each array that is read, those of its readings.
     """
 
+    epoch: EpochRounds
     batch: int
     readings: dict[int, range]
 
@@ -389,8 +393,6 @@ class EpochRounds:
         The number of the first of them among all that are given.
     readings : list of Readings
         When which column of each array is read.
-    rounds : list of RoundReadings
-        All rounds.
     """
 
     def __init__(
@@ -412,7 +414,6 @@ class EpochRounds:
             for array in plan.arrays
         ]
 
-    @cached_property
     def rounds(self) -> list[RoundReadings]:
         """All rounds, in the order in which they are done."""
         plan = self._plan
@@ -437,14 +438,16 @@ class EpochRounds:
                 whole = int(np.searchsorted(batches, batches[end]))
                 end = whole if whole >= worth_sharing else end
             spans = [range(*np.searchsorted(where, (begin, end)).tolist()) for where in places]
-            rounds.append(RoundReadings(int(batches[begin]), {array: span for array, span in enumerate(spans) if span}))
+            batch = self.first_batch + int(batches[begin])
+            rounds.append(RoundReadings(self, batch, {array: span for array, span in enumerate(spans) if span}))
             begin = end
         return rounds
 
     def one_by_one(self, round_: RoundReadings) -> list[RoundReadings]:
         """The readings of a round, each as a round of its own, in the order in which batches need them."""
         pairs = [(array, k) for array, places in round_.readings.items() for k in places]
-        rounds = [RoundReadings(int(self.readings[array].batches[k]), {array: range(k, k + 1)}) for array, k in pairs]
+        first = self.first_batch
+        rounds = [RoundReadings(self, first + int(self.readings[a].batches[k]), {a: range(k, k + 1)}) for a, k in pairs]
         return sorted(rounds, key=lambda round_: round_.batch)
 
     def flows(self, array: int, places: range) -> list[CutFlow]:
@@ -466,15 +469,14 @@ class EpochRounds:
             part = sample % plan.batch // schedule.shards.shard_shape[0]
             yield Runs.of(column, part, step, sample, most, plan.batch if (array, cut) in plan.in_place else None)
 
-    @cached_property
-    def most_held_nbytes(self) -> int:
+    def most_held_nbytes(self, rounds: Sequence[RoundReadings]) -> int:
         """Most bytes of steps that all ranks hold for later batches. A run of them is let go as a whole."""
         change = np.zeros(self.n_batches + 1, dtype=np.int64)
-        begins = [round_.batch for round_ in self.rounds]
+        begins = [round_.batch - self.first_batch for round_ in rounds]
         if self._plan.sampling.prefetch:  # a round begins when the first batch of the one before is made
             begins = [0, *begins][: len(begins)]
         begin_of = [np.empty(len(readings), dtype=np.int64) for readings in self.readings]
-        for batch, round_ in zip(begins, self.rounds, strict=True):
+        for batch, round_ in zip(begins, rounds, strict=True):
             for number, places in round_.readings.items():
                 begin_of[number][places.start : places.stop] = batch
         for number, (array, readings) in enumerate(zip(self._plan.arrays, self.readings, strict=True)):

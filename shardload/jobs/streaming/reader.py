@@ -146,8 +146,11 @@ class RoundReader:
         self._target = BatchTarget(plan, group.rank)
         self._runs = _runs(plan, epoch, first_sample, n_batches)
         self._next_run = next(self._runs, None)  # that is not planned yet
-        self._epochs: deque[EpochRounds] = deque()  # those of which batches are still to be made; the last one is being read
-        self._pending: deque[RoundReadings] = deque()  # its rounds
+        self._epochs: deque[EpochRounds] = deque()  # those of which batches are still to be made
+        self._pending: deque[RoundReadings] = deque()  # their rounds that are still to be done
+        # How many rounds are fetched from a store, and may begin, while one is done.
+        self._n_fetched = _ROUNDS_AHEAD if any(array.info.is_in_store for array in plan.arrays) else 0
+        self._n_begun = 1 if plan.sampling.prefetch else 0
         self._ahead: dict[RoundReadings, Round] = {}  # next rounds: what they move is known before it is their turn
         self._opened = ExitStack()
         self._versions: dict[str, Any] = {}  # see `check_same_objects`: of all ranks
@@ -176,10 +179,12 @@ class RoundReader:
         call_before_finalize(_end_all)
 
     def first_batch_of_next_round(self) -> int | None:
-        """The number of the first batch that needs the next round; None if there is none. Plans the next epoch if need be."""
-        if not self._pending and self._next_run is not None:
+        """The number of the first batch that needs the next round; None if there is none. Plans the next epoch, if its rounds
+        may begin.
+        """
+        while self._next_run is not None and len(self._pending) <= max(self._n_fetched, self._n_begun):
             epoch = EpochRounds(self.plan, *self._next_run)
-            self._pending.extend(epoch.rounds)
+            self._pending.extend(epoch.rounds())
             self._epochs.append(epoch)
             self._next_run = next(self._runs, None)
         return self._next_batch
@@ -188,7 +193,7 @@ class RoundReader:
     def _next_batch(self) -> int | None:
         """The same, also where the next epoch is not planned, or could not be."""
         if self._pending:
-            return self._epochs[-1].first_batch + self._pending[0].batch
+            return self._pending[0].batch
         return None if self._next_run is None else self._next_run[-1]
 
     def read_round(self) -> None:
@@ -200,27 +205,28 @@ class RoundReader:
             The same on all ranks. If it is an error of the file, all batches that do not need the chunk are ready.
         """
         batch = self.first_batch_of_next_round()
-        epoch, round_ = self._epochs[-1], self._pending.popleft()
+        round_ = self._pending.popleft()
         try:
             with watched(self._group, f"batch {batch} of {self._title}", self._timeout):
-                staged = self._read(epoch, round_)
+                staged = self._read(round_)
         except SourceError:
             if round_.is_single:
                 raise
             self._session.release()  # buffers that the failed exchange may still have
             self._source.kept.close()  # which the error may have interrupted
             self._ahead.clear()
-            self._pending.extendleft(reversed(epoch.one_by_one(round_)))
+            self._pending.extendleft(reversed(round_.epoch.one_by_one(round_)))
             return
         self._target.take(staged)  # not in the call of all ranks: after an error they could not hear of it any more
         self.report.rounds += 1
-        self.n_ready = epoch.first_batch + (self._pending[0].batch if self._pending else epoch.n_batches)
+        batch = self._next_batch
+        self.n_ready = round_.epoch.first_batch + round_.epoch.n_batches if batch is None else batch
 
-    def _read(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
-        staged = self._round(epoch, round_)
+    def _read(self, round_: RoundReadings) -> Round:
+        staged = self._round(round_)
         del self._ahead[round_]
         try:
-            self._session.move(staged, self._source, self._target, partial(self._coming, epoch, round_))
+            self._session.move(staged, self._source, self._target, partial(self._coming, round_))
             versions: Mapping[str, Sequence[Any]] = {}
             with self._session.errors:
                 self._source.check(staged.moves)
@@ -232,30 +238,29 @@ class RoundReader:
                 check_same_objects(self._group, versions, self._versions)
         except SourceError as error:
             if round_.is_single:
-                error.args = (f"{error}\n{self._needed_for(epoch, round_)}",)
+                error.args = (f"{error}\n{self._needed_for(round_)}",)
             raise
         self._source.n_decoded = self._source.nbytes_read = 0
         self.report.chunks_decoded += decoded
         self.report.nbytes_read += nbytes
         return staged
 
-    def _round(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
+    def _round(self, round_: RoundReadings) -> Round:
         """The `Round` of some readings. Of arrays in stores it knows what moves in the next ones, too."""
-        in_store = any(array.info.is_in_store for array in self.plan.arrays)
-        following = islice((pending for pending in self._pending if pending is not round_), _ROUNDS_AHEAD if in_store else 0)
-        staged, *later = (self._planned_round(epoch, each) for each in (round_, *following))
+        following = islice((pending for pending in self._pending if pending is not round_), self._n_fetched)
+        staged, *later = map(self._planned_round, (round_, *following))
         moves: Sequence[Any] = staged.moves
         for move in moves:
             move.later = [each for later_round in later for each in later_round.moves if each.array == move.array]
         return staged
 
-    def _planned_round(self, epoch: EpochRounds, round_: RoundReadings) -> Round:
+    def _planned_round(self, round_: RoundReadings) -> Round:
         """The same, planned when it is first asked for."""
         if round_ not in self._ahead:
             moves: list[StreamMove] = []
             with self._session.errors:
                 moves = [
-                    StreamMove(array, self.plan.arrays[array], epoch.flows(array, places), epoch, places)
+                    StreamMove(array, self.plan.arrays[array], round_.epoch.flows(array, places), round_.epoch, places)
                     for array, places in round_.readings.items()
                 ]
             # A rank that has failed until here answers the next agreement of the others, of whichever kind their round is.
@@ -263,14 +268,14 @@ class RoundReader:
             self._ahead[round_] = Round(moves, self.plan.staging, is_shared)
         return self._ahead[round_]
 
-    def _coming(self, epoch: EpochRounds, round_: RoundReadings) -> Round | None:
+    def _coming(self, round_: RoundReadings) -> Round | None:
         """The round after `round_`, if it may begin: without prefetch never, because it takes memory."""
-        may_begin = self.plan.sampling.prefetch and self._pending and self.n_made >= epoch.first_batch + round_.batch
-        return self._round(epoch, self._pending[0]) if may_begin and not self._session.errors else None
+        may_begin = self._n_begun and self._pending and self.n_made >= round_.batch
+        return self._round(self._pending[0]) if may_begin and not self._session.errors else None
 
-    def _needed_for(self, epoch: EpochRounds, round_: RoundReadings) -> str:
+    def _needed_for(self, round_: RoundReadings) -> str:
         """For which sample of which batch a round of one reading is done."""
-        ((array, places),) = round_.readings.items()
+        ((array, places),), epoch = round_.readings.items(), round_.epoch
         _, steps, samples = epoch.readings[array].uses(places.start, places.stop)
         first, size = int(samples.min()), self.plan.batch
         step, anchor = int(steps[samples == first][0]), int(epoch.anchors[first])

@@ -97,7 +97,7 @@ def test_missing_chunks_of_a_round_that_is_only_begun(path: Path, monkeypatch: p
             next_is_read.set()
 
     ds = stream(path, "short", batch=2, missing="error")
-    rounds = stream_plan.EpochRounds(ds.plan, 0, 0, len(ds), 0).rounds
+    rounds = stream_plan.EpochRounds(ds.plan, 0, 0, len(ds), 0).rounds()
     before = next(k for k, each in enumerate(rounds) if 8 in each.readings[0])
     last_of_round = rounds[before].readings[0][-1]
     assert rounds[before].readings[0][0] < 8
@@ -108,3 +108,28 @@ def test_missing_chunks_of_a_round_that_is_only_begun(path: Path, monkeypatch: p
             np.testing.assert_array_equal(batch, VALUES[2 * given : 2 * given + 2])
             given += 1
     assert given == 4 and "(8, 0)" in str(caught.value)
+
+
+def test_an_epoch_begins_while_the_last_round_of_the_one_before_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it waited for the end of that, and then from a store for its first chunk; or if rounds of two epochs were mixed
+    up.
+    """
+    monkeypatch.setattr(stream_plan, "_ROUND_NBYTES", 4 * VALUES[0].nbytes)
+    tune(monkeypatch, inline_nbytes=-1, min_chunk_nbytes=0)
+    next_is_begun, read, epochs_begun = threading.Event(), BoxReader._read, list[int]()
+
+    def read_watched(reader: BoxReader, staged: Any, box: Any, region: Any, *rest: Any) -> None:
+        step = region.start[0]
+        if step == 0:
+            epochs_begun.append(step)
+            if len(epochs_begun) == 2:
+                next_is_begun.set()
+        if step == 7 and len(epochs_begun) == 1:
+            assert next_is_begun.wait(SECONDS), "nothing of the next epoch was begun"
+        read(reader, staged, box, region, *rest)
+
+    ds = stream(path, "short", batch=2, select=slice(0, 8), epochs=3)
+    monkeypatch.setattr(BoxReader, "_read", read_watched)
+    with iter(ds) as batches:
+        given = [np.asarray(batch) for batch in batches]
+    np.testing.assert_array_equal(np.concatenate(given), np.concatenate([VALUES[:8]] * 3))
