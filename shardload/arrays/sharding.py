@@ -4,8 +4,8 @@ This module turns JAX's shardings into plain regions, and has all the arithmetic
 
 1. Read from the sharding's spec which mesh axes cut each array axis (`read_spec`).
 2. Check that every axis divides evenly, or pad it until it does (`padded_shape`).
-3. Transpose the mesh of ranks by those axes, which gives a table from shard to ranks (`layout_shards`); for an abstract mesh a
-   formula.
+3. Lay the rank of each device over the mesh, and transpose that by those axes, which gives a table from shard to ranks
+   (`layout_shards`). The devices of an abstract mesh go to the ranks in its order.
 4. Compare this process's entries in the table with JAX's own index map (`verify_layout`). Each process checks its own entries,
    so together they check the whole table, and a change in JAX's rules is an error instead of a wrong array.
 """
@@ -27,7 +27,7 @@ from shardload.planning.region import Region
 from shardload.planning.shards import WRAP, Halo, Shards, plan_shards
 from shardload.units import counted, shown
 
-Axes = tuple[tuple[int, ...], ...]
+MeshAxes = tuple[tuple[int, ...], ...]  # for each array axis, the positions of the mesh axes that cut it
 
 
 def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
@@ -82,15 +82,17 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def refuse_unreduced(spec: Any, whose: str = "") -> None:
-    """Raise ConfigError if devices hold parts of sums, or will in the gradient. JAX does not iterate over such a spec."""
+    """Raise ConfigError if a spec has unreduced or reduced axes: devices then hold parts of sums, of values or of gradients.
+    JAX does not iterate over such a spec.
+    """
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         raise ConfigError(
-            f"{whose}{spec} has unreduced or reduced axes, and what is in a file has neither. Pass a spec without them; of an "
-            "array, jax.sharding.reshard(x, P(...)), which adds up its parts"
+            f"{whose}{spec} has unreduced or reduced axes, and what is in a file has neither. Pass a spec without them; if it "
+            "is that of an array x, jax.sharding.reshard(x, P(...)) adds up its parts first"
         )
 
 
-def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
+def read_spec(sharding: NamedSharding, ndim: int) -> MeshAxes:
     """For each array axis, the positions of the mesh axes that cut it, major first.
 
     Raises
@@ -110,8 +112,8 @@ def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
     return tuple(tuple(names.index(n) for n in entry) for entry in entries)
 
 
-def cuts_of(sharding: NamedSharding, axes: Axes) -> list[int]:
-    """The number of shards along each array axis, if these mesh axes cut it (`read_spec`)."""
+def cuts_of(sharding: NamedSharding, axes: MeshAxes) -> list[int]:
+    """The number of shards along each array axis, given which mesh axes cut it (`read_spec`)."""
     sizes = tuple(sharding.mesh.shape.values())
     return [math.prod(sizes[m] for m in cut) for cut in axes]
 
@@ -134,7 +136,7 @@ def _mesh_text(mesh: Any) -> str:
 
 
 def padded_shape(
-    shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, pad: bool, fill: str, name: str
+    shape: Sequence[int], axes: MeshAxes, sharding: NamedSharding, *, pad: bool, fill: str, name: str
 ) -> tuple[int, ...]:
     """The shape of the global array: `shape`, with axes that do not divide evenly padded if `pad` is True.
 
@@ -159,13 +161,13 @@ def padded_shape(
     return tuple(padded)
 
 
-def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: Axes, cuts: Sequence[int], name: str) -> Halo:
+def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: MeshAxes, cuts: Sequence[int], name: str) -> Halo:
     """The halo that the caller means by the options `halo` and `edge`.
 
     Parameters
     ----------
     halo, edge : object
-        The options, checked by themselves.
+        The options, as `Option.check` returns them.
     shape : sequence of int
         The array without padding.
     axes : tuple of tuple of int
@@ -213,13 +215,13 @@ def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: Axes, cuts: Sequ
 
 
 def _one_of(numbers: Sequence[int]) -> str:
-    shown = [str(n) for n in numbers[:5]] + (["..."] if len(numbers) > 5 else [])
-    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " or " + shown[-1]
+    texts = [str(n) for n in numbers[:5]] + (["..."] if len(numbers) > 5 else [])
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
 def layout_shards(
     sharding: NamedSharding,
-    axes: Axes,
+    axes: MeshAxes,
     shape_global: Sequence[int],
     rank_of_process: Mapping[int, int] | None,
     *,
@@ -250,9 +252,9 @@ def layout_shards(
         ranks = np.arange(math.prod(sizes)).reshape(sizes) // devices_per_rank
     else:
         processes = np.array([d.process_index for d in sharding.mesh.devices.flat], dtype=np.int64)
-        table = np.full(1 + max(int(processes.max(initial=0)), max(rank_of_process, default=0)), -1, dtype=np.int64)
-        table[np.fromiter(rank_of_process, np.int64)] = np.fromiter(rank_of_process.values(), np.int64)
-        rank_of_device = table[processes]
+        ranks_by_process = np.full(1 + max(int(processes.max(initial=0)), max(rank_of_process, default=0)), -1, dtype=np.int64)
+        ranks_by_process[np.fromiter(rank_of_process, np.int64)] = np.fromiter(rank_of_process.values(), np.int64)
+        rank_of_device = ranks_by_process[processes]
         if (rank_of_device < 0).any():
             raise ConfigError(
                 f"the mesh has devices of JAX process {processes[rank_of_device < 0].min()}, which takes no part in this call: "
@@ -303,7 +305,9 @@ def device_regions(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any,
 
 
 def region_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:
-    """The region of an index of JAX: of a 0-d array, and in some releases of a replicated one, there is none."""
+    """The region that an index of JAX means. None means all: JAX has that for arrays without axes, and in some releases for
+    replicated ones.
+    """
     return Region.from_index((slice(None),) * len(shape) if index is None else index, shape)
 
 
@@ -313,7 +317,7 @@ def verify_layout(shards: Shards, sharding: NamedSharding, rank: int) -> None:
     Raises
     ------
     ShardloadError
-        If they differ. Then pieces would be wrong; nothing has been read or sent yet.
+        If they differ. Then devices would get wrong values; nothing has been read or sent yet.
     """
     planned = {shards.region(s) for s in shards.shards_of(rank)}
     regions_of_jax = set(device_regions(sharding, shards.shape_global).values())
@@ -327,7 +331,7 @@ def verify_layout(shards: Shards, sharding: NamedSharding, rank: int) -> None:
 
 
 def describe_decomposition(shards: Shards) -> str:
-    """The field's name for it: whole, replicated, slab (one axis cut), pencil (two), block (all, or more than two)."""
+    """As simulators call it: whole, replicated, slab (one axis cut), pencil (two), block (all, or more than two)."""
     n_cut = sum(c > 1 for c in shards.cuts)
     if n_cut == 0:
         return "replicated" if shards.n_replicas > 1 else "whole"

@@ -25,7 +25,8 @@ _YIELDING = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
 
 def diagnose(rows: Sequence[Row]) -> list[Finding]:
     """All findings about a job, from one row per rank; errors before warnings."""
-    return sorted([*_launch(rows), *_jax(rows), *_nodes(rows)], key=lambda finding: str(finding["level"]))
+    found = [*_launch(rows), *_jax(rows), *_nodes(rows)]
+    return sorted(found, key=lambda finding: str(finding["level"]))  # "error" comes before "warning"
 
 
 def _finding(name: str, level: str, rows: Sequence[Row], text: str, fix: str) -> Finding:
@@ -33,6 +34,7 @@ def _finding(name: str, level: str, rows: Sequence[Row], text: str, fix: str) ->
 
 
 def _launch(rows: Sequence[Row]) -> Iterator[Finding]:
+    """What is wrong with how the ranks were started, and with MPI."""
     row, launcher, n_tasks = rows[0], rows[0]["launcher"], rows[0]["n_tasks"]
     is_apart = row["mpi_size"] == len(rows) == 1 < n_tasks
     if row["mpi_problem"]:
@@ -81,29 +83,30 @@ def _jax(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _nodes(rows: Sequence[Row]) -> Iterator[Finding]:
-    n_users = Counter((row["node"][0], gpu) for row in rows for gpu in row["gpus"])
-    shared = [user for user, n in n_users.items() if n > 1]
+    """What is wrong with how ranks share the GPUs, cores and memory of a node. A node is named by the lowest rank on it."""
+    n_ranks = Counter((row["node"][0], gpu) for row in rows for gpu in row["gpus"])
+    shared = [node_and_gpu for node_and_gpu, n in n_ranks.items() if n > 1]
     if sharing := [row for row in rows if any((row["node"][0], gpu) in shared for gpu in row["gpus"])]:
         visible = sharing[0].get("CUDA_VISIBLE_DEVICES", "not set")
         text = f"ranks use the same GPUs, such as {shared[0][1]} (CUDA_VISIBLE_DEVICES: {visible})"
-        fix = "as many ranks a node as GPUs: srun --ntasks-per-node=4 --gpus-per-task=1; set no CUDA_VISIBLE_DEVICES for all; "
-        fix += "start JAX with shardload.initialize(), which shares out the GPUs"
+        fix = "as many ranks a node as GPUs: srun --ntasks-per-node=4 --gpus-per-task=1; do not set one "
+        fix += "CUDA_VISIBLE_DEVICES for all; start JAX with shardload.initialize(), which shares out the GPUs"
         yield _finding("gpu-shared", ERROR, sharing, text, fix)
     nodes = defaultdict(list)
     for row in rows:
         nodes[row["node"][0]].append(row)
     for node in nodes.values():
-        n_cores = len({core for row in node for core in row["cores"]})
+        n_cores = len({core for row in node for core in row["cores"]})  # 0 if that is not known
         if 0 < n_cores < len(node) and not any(node[0].get(name) == "1" for name in _YIELDING):
             text = f"{counted(len(node), 'rank')} of a node have {counted(n_cores, 'core')}: those that wait for messages slow "
             text += "down the others"
             fix = "srun --cpus-per-task=N --cpu-bind=cores, or fewer ranks a node; mpiexec -bind-to none (mpirun --bind-to); "
             fix += "MPIR_CVAR_ENABLE_HEAVY_YIELD=1 (MPICH), OMPI_MCA_mpi_yield_when_idle=1 (Open MPI)"
             yield _finding("few-cores", WARNING, node, text, fix)
-    if apart := [row for row in rows if not row["shares_memory"]]:
+    if without := [row for row in rows if not row["shares_memory"]]:
         text = "ranks of a node cannot read each other's memory, so they send messages, which is slower"
         fix = "containers: all ranks of a node in one, or with --pid=host --ipc=host, as the same user; else unset "
-        yield _finding("memory-apart", WARNING, apart, text, fix + "SHARDLOAD_SHARED_MEMORY")
+        yield _finding("memory-apart", WARNING, without, text, fix + "SHARDLOAD_SHARED_MEMORY")
 
 
 def _first_line(text: str) -> str:

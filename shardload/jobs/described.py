@@ -29,10 +29,13 @@ class Described(NamedTuple):
     state: State
 
 
-def describe_array(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> Described:
-    """An array of numbers, or of short text. SourceError if it holds something else."""
-    with closing(file.open(name, expected)) as source:
-        info = source.info if expected is None else expected
+def describe_array(file: OpenFile, name: str, planned: ArrayInfo | None = None) -> Described:
+    """What must be known of an array of numbers, or of short text. SourceError if it holds something else.
+
+    `planned` are its metadata, if they are known already: they are returned as they are.
+    """
+    with closing(file.open(name, planned)) as source:
+        info = source.info if planned is None else planned
         with as_source_error(info.path, name):
             properties = source.properties()
         if properties.texts is None:
@@ -50,8 +53,8 @@ def read_values(file: OpenFile, name: str, region: Region | None = None) -> Arra
 
 
 def find_arrays(finder: Finder, path: str, names: Iterable[str]) -> tuple[dict[str, ArrayInfo], dict[str, ConfigError]]:
-    """The arrays of a file with these names, or below the groups of patterns; also those that hold no numbers. And the errors
-    about groups below which there are none.
+    """The arrays of a file with these names, or below the groups of patterns, by full name; also those that hold no numbers.
+    And of each group (``""`` or ``"/g"``) below which there are none, the error that says so.
     """
     infos: dict[str, ArrayInfo] = {}
     empty: dict[str, ConfigError] = {}
@@ -89,10 +92,11 @@ def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
     notes, todo = [], list(described)
     for name in todo:  # grows
         properties = described[name].properties
-        for places in (*([place] for place in properties.coordinates), *named_beside(name, properties.attrs)):
-            if any(place in described for place in places):
+        # Each is a list of full names that one thing may have: the first one that is there is meant.
+        for candidates in (*([place] for place in properties.coordinates), *named_beside(name, properties.attrs)):
+            if any(place in described for place in candidates):
                 continue
-            for place in places:
+            for place in candidates:
                 try:
                     described[place] = describe_array(file, place)
                 except KeyError:  # there is none: many axes have a name only
@@ -105,12 +109,14 @@ def take_along(file: OpenFile, described: dict[str, Described]) -> list[str]:
     return notes
 
 
-def found_by_name(
+def with_coordinates_named(
     kind: str, name: str, properties: Properties, names: Container[str], dropped: Container[int] = ()
 ) -> tuple[Properties, list[str]]:
-    """The properties, with an attribute that names the coordinates which the new file's format finds in no other way: those in
-    other groups, all but one of an axis, and those of axes that a selection has dropped. (HDF5 attaches all but the last ones.)
-    And notes of what else only HDF5 says of axes.
+    """The properties, with an attribute ``coordinates`` that names those which the new file's format does not find by itself;
+    and notes of what else is lost.
+
+    By itself netCDF4 finds a coordinate that is called as an axis, in the array's group or those above; Zarr in the array's
+    group alone; HDF5 all that are attached to an axis, but not those of an axis that a selection has dropped.
 
     `names` are the arrays of the new file, `dropped` the numbers of the axes.
     """

@@ -3,10 +3,12 @@
 Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files. Ranks with the same integers make the same schedule. A
 schedule does not say in which direction values go: a load moves them from blocks to pieces, a save from pieces to blocks.
 
-1. `SourceLayout` is how the loaded array lies in its file. It is cut in three ways: into the chunks of the file, into blocks
-   for the owners (whole chunks, so that no chunk is decoded twice; `plan_blocks`), and into shards. Each axis is cut
+1. `SourceLayout` is how the loaded array lies in its file. The array is cut in three ways: into the chunks of the file, into
+   blocks for the owners (whole chunks, so that no chunk is decoded twice; `plan_blocks`), and into shards. Each axis is cut
    independently of the others.
-2. `Shards` is the cut into shards, with the ranks that hold each shard.
+2. `Shards` is the cut into shards, with the ranks that hold each shard. A *section* is a region of the array that lies in a
+   shard as it is: without a halo, the whole shard. A *piece* is the values of a shard in memory. A *part* is what a block and a
+   section have in common.
 3. `Owners` are the ranks that share the blocks: one or several, each with a run of blocks that follow each other in the file.
    Without them every rank reads what it holds: nothing is sent, and a chunk that several ranks need is decoded by each.
 4. `Schedule` answers for one rank at a time, at the cost of that rank's own work: which blocks it owns, with their parts
@@ -60,7 +62,8 @@ class SourceLayout:
     decoding : Decoding or None
         How stored numbers become values (`shardload.values.decoding`); None if they are only cast.
     per_object : tuple of int or None
-        Chunks along each axis of an object in a store that has several; None if a chunk is an object, or the file is local.
+        If an object of a store has several chunks (a Zarr shard): how many along each axis. None if a chunk is an object, or
+        the file is local.
     """
 
     selection: Selection
@@ -130,6 +133,7 @@ class SourceLayout:
 
 
 _MOST_CACHED = 4096
+_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ class Part:
     region : Region
         The elements, in global coordinates: all inside the block and inside the target.
     target : int
-        The number of what they fill (`Flow.target`): in a load of a section of a shard, in a save of a block.
+        The number of what they fill (`Flow.target`): a section (in a load), or a block (in a save).
     rank : int
         The rank at the other end: in the list of a block, the rank that fills the target; in the list of a target, the rank
         that stages the block.
@@ -153,17 +157,18 @@ class Part:
 
 
 class Parts(Iterable[Part]):
-    """Parts in order, made anew in each iteration; a short list is kept, because it is iterated over several times.
+    """Parts in order, made anew in each iteration; a short list is kept, because it is iterated over several times. There are
+    `n_at_most` of them: a list that may be long is never kept.
 
     A block that a million ranks share is planned as fast as a block that two ranks share.
     """
 
-    def __init__(self, make: Callable[[], Iterator[Part]], n: int) -> None:
-        self._make, self._n = make, n
+    def __init__(self, make: Callable[[], Iterator[Part]], n_at_most: int) -> None:
+        self._make, self._n_at_most = make, n_at_most
         self._cached: tuple[Part, ...] | None = None
 
     def __iter__(self) -> Iterator[Part]:
-        if self._n > _MOST_CACHED:
+        if self._n_at_most > _MOST_CACHED:
             return self._make()
         if self._cached is None:
             self._cached = tuple(self._make())
@@ -206,7 +211,9 @@ class Owners:
         return self.rank_of(((block + 1) * self.n - 1) // n_blocks, n_ranks)
 
     def blocks_of(self, rank: int, n_blocks: int, n_ranks: int) -> range:
-        """The blocks that a rank owns: the inverse of `of_block`."""
+        """The blocks that a rank owns, the inverse of `of_block`: the k-th of n owners has those from k * n_blocks // n up to
+        (k + 1) * n_blocks // n.
+        """
         owner = -((self.root - rank) * self.n // n_ranks)  # the first one whose rank is not below this one
         if not 0 <= owner < self.n or self.rank_of(owner, n_ranks) != rank:
             return range(0)
@@ -260,7 +267,9 @@ class Schedule:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """Elements along each axis that are cut into blocks: of the array, of a section, or of a box around the sections."""
+        """The longest that a block can be along each axis: as the array; and if each rank reads what it holds, as a section of
+        it, or as the box around its sections.
+        """
         if not self.is_direct:
             return self.blocks.shape
         return self.shards.reach if self.is_merged else self.shards.section_shape
@@ -293,7 +302,7 @@ class Schedule:
         return self.owners.blocks_of(rank, self.blocks.n_cells, self.n_ranks)
 
     def is_owner(self, rank: int) -> bool:
-        """True if a rank reads or writes the file."""
+        """True if a rank itself reads or writes the file: as an owner, or because every rank does."""
         return bool(self.shards.shards_of(rank)) if self.is_direct else len(self.blocks_of(rank)) > 0
 
     def around(self, rank: int) -> Region | None:
@@ -392,10 +401,11 @@ MODES = (ROOT, PARALLEL, DIRECT)
 
 
 def plan_direct(layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbytes: int) -> Schedule:
-    """Every rank reads what it holds. Blocks are read once for all shards of a rank if reading each shard by itself costs more.
+    """Every rank reads what it holds.
 
-    That is so if a chunk may lie in two shards, or if runs are so close that the gaps between them are read too. Otherwise each
-    shard is read by itself: without a copy if it lies in the file as in memory, and the first shard is complete early.
+    A block is read once for all shards of a rank if a chunk may lie in two of them, or if the gaps between runs are so short
+    that they are read, too. Otherwise each shard is read by itself: without a copy if it lies in the file as in memory, and the
+    first shard is complete early.
 
     Parameters
     ----------
@@ -452,9 +462,10 @@ def plan_shared(
 
 def _cut_blocks(layout: SourceLayout, max_nbytes: int, **options: Any) -> Grid:
     """Blocks that fit into a staging buffer of `max_nbytes`, with all chunks that they meet."""
-    max_cells = most_chunks(layout.chunk_size * layout.wide_itemsize, max_nbytes) if layout.has_chunks else 1 << 62
+    max_cells = most_chunks(layout.chunk_size * layout.wide_itemsize, max_nbytes) if layout.has_chunks else _NO_LIMIT
     options |= {"max_nbytes": max_nbytes, "max_cells": max_cells, "per_object": layout.per_object}
     blocks = plan_blocks(layout.chunks, layout.wide_itemsize, **options)
     if layout.per_object is None:
         return blocks
+    # Blocks begin where objects do, not where the selection does.
     return replace(blocks, phase=tuple(o % c for o, c in zip(layout.selection.offset, blocks.cell, strict=True)))

@@ -4,8 +4,8 @@
 2. `Hdf5File` is one open file. A name is looked up through soft and external links (`links.follow`), `describe` turns the
    dataset's metadata into an `ArrayInfo`, and a `Hdf5Source` reads its values.
 3. `StoreFile` is a file in an object store, or on an HTTP server. The rank that finds the arrays opens it; HDF5 reads it as a
-   file object (`BlockCache`), through blocks that are kept. That rank tells the others where chunks are (`skeleton`). They send
-   no request before they need what it did not tell.
+   file object (`BlockCache`), through blocks that are kept. That rank tells the others where chunks are (`skeleton`). They open
+   the file only if they need something that it left out.
 """
 
 from __future__ import annotations
@@ -201,7 +201,9 @@ class Hdf5File(OpenFile):
         return list(self.list_below(in_full=True))
 
     def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Like `list_arrays`, without what a load does not need; or at most `most` + 1 datasets, each under one name."""
+        """Like `list_arrays`, but quick: without what a load does not need. With `most`, each under one name, and one more than
+        that at most, which says that there are more; names near `like` come first.
+        """
         return list(itertools.islice(self.list_below(most=most, like=like), None if most is None else most + 1))
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
@@ -278,7 +280,7 @@ class Hdf5File(OpenFile):
                 is_external = kind == h5py.h5l.TYPE_EXTERNAL
                 target = f"'{decoded(value[1])}' in '{os.fsdecode(value[0])}'" if is_external else f"'{decoded(value)}'"
                 targets[f"/{decoded(name)}"] = target
-        except HDF5_ERRORS:  # who lists the arrays is told what cannot be read
+        except HDF5_ERRORS:  # listing the arrays reports what cannot be read
             return {}
         return targets
 
@@ -291,7 +293,7 @@ class Hdf5File(OpenFile):
         self._facts.close()
 
 
-_WHY_NOT_OPENED = {  # by words of HDF5's message, or in the first block of the file
+_WHY_NOT_OPENED = {  # by a regex in HDF5's message, or in the first block of the file; the first that fits counts
     "unable to lock file": "another program has it open for writing, or its file system has no locks. If nobody writes to it, "
     "set HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks.",
     "NCSAfami|NCSAmult": "it is one of the files of HDF5's family, split or multi driver, which are one file together. Make "
@@ -317,9 +319,6 @@ def open_explained(path: str, content: BlockCache | None = None) -> h5py.File:
     raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {message}", path=path)
 
 
-# --- descriptions
-
-
 def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
     """The names in netCDF of variables that have another one in HDF5: see `Hdf5File._variable_of`."""
     netcdf_names: dict[str, str] = {}
@@ -335,6 +334,9 @@ def _netcdf_names(group: h5py.Group, names: list[str]) -> dict[str, str]:
     return netcdf_names
 
 
+# --- in a store
+
+
 class StoreFile(Hdf5File):
     """A file in a store, which is opened when it is first needed.
 
@@ -348,7 +350,7 @@ class StoreFile(Hdf5File):
 
     _pin: Any = None  # the version that is read; None: the present one
 
-    def __init__(self, url: str, access: Access) -> None:
+    def __init__(self, url: str, access: Access) -> None:  # `_facts` is opened when it is first needed
         self._path, self._access = without_secrets(url), access
         self._fence = Fence(("://",))  # no folder: nothing is inside
         self._folder = open_remote(url, access.storage)
@@ -358,7 +360,7 @@ class StoreFile(Hdf5File):
         return BlockCache(self._folder.object(self._pin))
 
     def expect(self, datasets: Iterable[str]) -> None:
-        """The first MiB is fetched, without HDF5, which lets no other thread of the process open a file meanwhile."""
+        """Fetch the first MiB before HDF5 opens the file: HDF5 lets no other thread of the process open one meanwhile."""
         with contextlib.suppress(OSError):  # `_facts` says why
             self._cache.read_at_most(0, 1)
 
@@ -392,6 +394,9 @@ class StoreFile(Hdf5File):
         """Close the file, if it was opened."""
         if "_facts" in self.__dict__:
             super().close()
+
+
+# --- the format
 
 
 class Hdf5Format(Format):

@@ -23,7 +23,7 @@ from shardload.formats.lookup import Finder, split_path
 from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
-from shardload.jobs.described import Described, describe_arrays, find_arrays, found_by_name, read_values, take_along
+from shardload.jobs.described import Described, describe_arrays, find_arrays, read_values, take_along, with_coordinates_named
 from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options, check_names, check_path, check_sizes
 from shardload.planning.region import Region
 from shardload.planning.saving import growing_chunks, page_nbytes
@@ -247,7 +247,7 @@ def _plan_arrays(
     for name, (info, properties, state) in numbers_first:
         overrides = _overrides_of(request, info, selections[name], name in main, growing[name])
         dropped = set() if name in coordinates else set(range(len(properties.dims))) - set(selections[name].kept)
-        properties, axis_notes = found_by_name(kind, name, properties, described, dropped)
+        properties, axis_notes = with_coordinates_named(kind, name, properties, described, dropped)
         try:
             spec, spec_notes = spec_like(info, properties, selections[name], kind, overrides)
         except ConfigError as error:

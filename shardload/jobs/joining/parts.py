@@ -38,7 +38,7 @@ from shardload.formats.diagnosis import as_source_error
 from shardload.formats.likeness import Overrides, as_text, attrs_for, bounds_of, same_value, spec_like
 from shardload.formats.lookup import Finder, split_path
 from shardload.formats.sink import ArraySpec
-from shardload.jobs.described import describe_arrays, find_arrays, found_by_name, read_values, take_along
+from shardload.jobs.described import describe_arrays, find_arrays, read_values, take_along, with_coordinates_named
 from shardload.jobs.joining.request import PartsRequest, Row
 from shardload.jobs.progress import progress_of
 from shardload.planning.region import Region
@@ -636,7 +636,7 @@ class JoinedParts:
         times = {key: of_first[key] for key in _TIME & of_first.keys()} if member.name in self._stored else {}
         attrs = times | self._common(f"'{printable(member.name)}'", member.attrs, times)
         properties = replace(member.properties, attrs=attrs, unlimited=(), unread=())
-        properties, left_out = found_by_name(self._kind, member.name, properties, self._members)
+        properties, left_out = with_coordinates_named(self._kind, member.name, properties, self._members)
         as_it_is = Overrides(chunks=None, shards=None, compression=None)
         info = replace(member.info, shape=shape)
         spec, notes = spec_like(info, properties, select_axes(None, shape), self._kind, as_it_is)

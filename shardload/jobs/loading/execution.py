@@ -96,7 +96,7 @@ class Loader:
     def run(self, started: float) -> Loaded:
         """Load the arrays: in order, with a report of all, which counts seconds from `started` (`time.perf_counter`)."""
         group, loads, options = self._group, self._loads, self._options
-        group.watch.begin(self._name, options.timeout)
+        group.watch.begin(self._name, options.timeout)  # again: now it can name the arrays
         schedules, staging = [load.layout.schedule for load in loads], staging_of([load.plan for load in loads])
         sent_nbytes = [schedule.max_block_size * schedule.itemsize for schedule in schedules if not schedule.is_direct]
         nbytes = None

@@ -384,7 +384,7 @@ def test_examples_can_be_pasted(command: str) -> None:
         ("--mesh a=4 --spec a --readers all", 1, "readers is 'all'"),
         ("--mesh a=4 --spec a --staging much", 1, "staging is 'much'"),
         ("--mesh a=4 --spec a --staging 1", 1, "--staging 1MiB or more"),
-        ("--mesh a=8 --spec a", 1, "Pass --pad 0 (or another fill value)"),
+        ("--mesh a=8 --spec a", 1, "Pass --pad nan (or another fill value)"),
         ("--mesh a=4 --spec a --select 99", 1, "99"),
         (
             "--mesh a=4 --spec a --processes 3",
