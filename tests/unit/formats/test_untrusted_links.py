@@ -231,6 +231,29 @@ def test_prefixes_lead_nowhere_else(home: Path, monkeypatch: pytest.MonkeyPatch)
         np.testing.assert_array_equal(load(home / "a.h5", name), 1 + FILES.index("deeper/in.h5") * len(NAMES) + np.zeros(N))
 
 
+def test_a_file_that_is_exchanged_for_a_link_before_hdf5_opens_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if only the name were looked at, and that before the file is open."""
+    with h5py.File(home / "swapped.h5", "w") as file:
+        file["x"] = np.full(N, 1, "i8")
+    with h5py.File(home / "a.h5", "w") as file:
+        file["link"] = h5py.ExternalLink("swapped.h5", "/x")
+        virtual(file, "virtual", "swapped.h5", "x")
+    for name in ("/link", "/virtual"):
+        np.testing.assert_array_equal(load(home / "a.h5", name), np.ones(N))
+    open_to_read, kept = hdf5_links.open_to_read, (home / "swapped.h5").read_bytes()
+
+    def swap(path: str) -> Any:
+        os.unlink(path)
+        os.symlink(home.parent / "else" / "in.h5", path)
+        return open_to_read(path)
+
+    monkeypatch.setattr(hdf5_links, "open_to_read", swap)
+    for name in ("/link", "/virtual"):
+        refused(home / "a.h5", name, "outside the folder")
+        (home / "swapped.h5").unlink()
+        (home / "swapped.h5").write_bytes(kept)
+
+
 def test_no_name_of_hdf5_leads_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this package understands a name in another way than HDF5, the library opens nothing all the same."""
     with h5py.File(home / "a.h5", "w", libver="latest") as file:
