@@ -329,7 +329,7 @@ def by_rows(folder: Path, name: str, source: h5py.VirtualSource) -> h5py.Virtual
 
 
 def test_parts_that_are_reached_or_stored_in_another_way(tmp_path: Path) -> None:
-    """By a link into a file beside it; behind a user block; a virtual dataset; with an axis less."""
+    """By a link into a file beside it; behind a user block; a virtual dataset; with an axis less; with other filters."""
     values, how = numbered((4, 6)), {"chunks": (2, 3), "compression": "gzip"}
     first = write(tmp_path, "p0.h5", values, **how)
 
@@ -342,6 +342,8 @@ def test_parts_that_are_reached_or_stored_in_another_way(tmp_path: Path) -> None
     with h5py.File(tmp_path / "block.h5", "w", userblock_size=512) as file:
         file.create_dataset("x", data=-values, **how)
     check(two(tmp_path, first, part("block.h5")), has_reader=False)
+    for filters in ({"shuffle": True}, {"compression": "lzf"}, {"compression": None}):
+        check(two(tmp_path, first, write(tmp_path, "other.h5", -values, **(how | filters))), has_reader=False)
     check(two(tmp_path, first, by_rows(tmp_path, "mixed.h5", first)))
     row = write(tmp_path, "row.h5", numbered((6,)), chunks=(3,), compression="gzip")
     check(whole(tmp_path, (5, 6), [((slice(0, 4),), first), ((4, slice(0, 6)), row)]), has_reader=False)
