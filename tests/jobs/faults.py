@@ -1,22 +1,16 @@
-"""What do all ranks see when something breaks? `docs/design/faults.md`, made anew: ``python -m tests.jobs.faults``.
-
-Each row of the first one is a job, or a case of one, of 4 ranks (`scripts/faults.py`).
+"""What do all ranks see when something breaks? `docs/design/faults.md` shows it: each row of its first table is a job of 4
+ranks, or a case of one (`scripts/faults.py`).
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.jobs import write_faults
 from tests.jobs.launch import ROOT, Job, run_job
 
-__all__ = ["DEATHS", "EXPECTED", "INTERRUPTS", "Row", "check_survivors", "dies", "interrupted", "rows", "survivors"]
+__all__ = ["DEATHS", "EXPECTED", "INTERRUPTS", "check_survivors", "dies", "interrupted", "survivors"]
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
@@ -53,16 +47,6 @@ OR: dict[str, tuple[str, ...]] = {
 OR_REFUSED = ("file replaced during the load", "SourceError", "did not see the same file")
 # Where each rank reads for itself, no memory is shared.
 UNMET = ("no space for shared memory on rank 1", "direct")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One fault, and what came of it: the same on every rank, or `seen` says what differs."""
-
-    fault: str
-    where: str
-    seen: str
-    seconds: float
 
 
 def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich", env: Mapping[str, str] | None = None) -> Job:
@@ -116,43 +100,3 @@ def interrupted(
     """What each rank said after each signal in each phase; it loaded well after each. With `which`, one of both: ``0`` or
     ``1`` says whether in the first phase it is Ctrl-C or an alarm; in the next phase it is the other."""
     return start(folder, "interrupt", which, *phases, mpi=mpi).check().said()
-
-
-def rows() -> Iterator[Row]:
-    """All faults."""
-    with tempfile.TemporaryDirectory() as name:
-        for k, one in enumerate(zip(*survivors(_folder(name, "all")), strict=True)):
-            first = one[0]
-            same = all((s["type"], s["text"]) == (first["type"], first["text"]) for s in one)
-            seen = f"{first['type']}: {first['text'][:90]}..." if first["type"] else "the right array"
-            where = f"readers={first['readers']!r}{', in a tree' if first['tree'] else ''}"
-            yield Row(first["case"], where, seen if same else f"ranks differ ({k})", max(s["seconds"] for s in one))
-        for phase in DEATHS:
-            job = dies(_folder(name, f"die-{phase}"), phase)
-            yield Row("SIGKILL of a rank", phase, f"the job ended with status {job.returncode}", job.seconds)
-        for one in zip(*interrupted(_folder(name, "interrupt")), strict=True):
-            outcomes = ", ".join(sorted({said["outcome"] for said in one}))
-            seen = f"{outcomes}; loaded well afterwards"
-            names = {"SIGINT": "SIGINT (Ctrl-C) to all ranks", "SIGALRM": "an alarm that raises no `Exception`, on all ranks"}
-            yield Row(names[one[0]["signal"]], one[0]["phase"], seen, max(said["seconds"] for said in one))
-
-
-def _folder(parent: str, name: str) -> Path:
-    folder = Path(parent, name)
-    folder.mkdir()
-    return folder
-
-
-def main() -> None:
-    """Print both tables."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print("| fault | where | what each of 4 ranks saw | seconds |\n|---|---|---|--:|", flush=True)
-    for row in rows():
-        print(f"| {row.fault} | {row.where} | {row.seen} | {row.seconds:.2f} |", flush=True)
-    print("\n| a rank is killed in | when it comes to | what is there then | beside it |\n|---|---|---|---|", flush=True)
-    for row_of_writes in write_faults.rows():
-        print(f"| {' | '.join(row_of_writes)} |", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -246,15 +246,14 @@ def survive_one(name: str, readers: Any, own: Any, in_tree: bool) -> None:
     path = at_fault[0] = path_of()
     rank = first_reader(readers, in_tree) if where is None else where
     said: dict[str, Any] = {"rank": comm.rank, "case": name, "readers": readers, "tree": in_tree, "type": None, "text": ""}
-    started, met[0] = time.perf_counter(), 0
+    met[0] = 0
     try:
         with apply() if comm.rank == rank else ExitStack():
             x = (load_tree if in_tree else load)(path, readers, comm=own)
         check(x, ramp(SHAPE), mesh_of(), SPEC, name)
     except shardload.ShardloadError as error:
         said |= {"type": type(error).__name__, "text": str(error), "chunk": getattr(error, "chunk", None)}
-    said |= {"seconds": round(time.perf_counter() - started, 2), "met": met[0]}
-    print(json.dumps(said), flush=True)
+    print(json.dumps(said | {"met": met[0]}), flush=True)
     check(load(comm=own), ramp(SHAPE), mesh_of(), SPEC, name)
 
 
@@ -308,7 +307,7 @@ def interrupt(phase: str, sent: signal.Signals) -> None:
     Group.begin = arrive  # type: ignore[method-assign]
     if comm.rank == hitter:
         setattr(where, name, on_call(right, 1, hit))
-    outcome, started = "loaded", time.perf_counter()
+    outcome = "loaded"
     try:
         load()
     except (KeyboardInterrupt, Alarm):
@@ -318,10 +317,9 @@ def interrupt(phase: str, sent: signal.Signals) -> None:
     finally:
         setattr(where, name, right)
         Group.begin = begin  # type: ignore[method-assign]
-    seconds = round(time.perf_counter() - started, 2)
     wait_for_all(phase, pids, sent)
     check(load(), ramp(SHAPE), mesh_of(), SPEC)
-    print(json.dumps({"phase": phase, "signal": sent.name, "outcome": outcome, "seconds": seconds}), flush=True)
+    print(json.dumps({"phase": phase, "signal": sent.name, "outcome": outcome}), flush=True)
 
 
 def wait_for_all(phase: str, pids: list[int], sent: signal.Signals) -> None:
