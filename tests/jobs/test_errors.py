@@ -43,6 +43,7 @@ EXPECTED: dict[str, tuple[str, int | None, tuple[str, ...]]] = {
     "path differs": ("PeerError", 2, ("rank 2", "path = 'odd.h5'", "rank 0", "'good.h5'", SAME)),
     "spec differs": ("PeerError", 2, ("rank 2", "sharding = ", "P('b', 'a')", "rank 0", "P('a', 'b')", SAME)),
     "mesh differs": ("PeerError", 2, ("rank 2", "sharding = ", "devices [", "rank 0", "devices [", SAME)),
+    "readers differ": ("PeerError", 3, ("rank 3", "readers = 'direct'", "rank 0", "'root'", SAME)),
     "rank 0 differs from all": ("PeerError", 1, ("rank 1", "P('a', 'b')", "rank 0", "P('b', 'a')", SAME)),
     "scatter cannot verify, on one rank": ("ConfigError", 2, (ON.format(2), "verify is 'full', but scatter has no file")),
     "an abstract mesh on one rank": ("ConfigError", 1, (ON.format(1), "load needs a mesh of devices, found an AbstractMesh")),

@@ -229,6 +229,7 @@ def turned() -> Mesh:
 case("path differs")(lambda: load(mine("good.h5", "odd.h5")))
 case("spec differs")(lambda: load(spec=mine(P("a", "b"), P("b", "a"))))
 case("mesh differs")(lambda: load(mesh=turned()))
+case("readers differ")(lambda: load(readers=mine("root", "direct", 3)))
 case("rank 0 differs from all")(lambda: load(spec=mine(P("a", "b"), P("b", "a"), 0)))
 case("scatter cannot verify, on one rank")(
     lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a"), verify=mine("index", "full"))
