@@ -32,7 +32,6 @@ from shardload.formats.zarr import growth
 from shardload.formats.zarr.growth import GrowthEncoder, GrowthSink
 from shardload.formats.zarr.source import ZarrSource
 from shardload.storage import new_folder
-from shardload.storage.changes import AppendLock
 from tests.mpi.support import compare, mesh_of, on_disk, on_root, padded, put, ramp, same_error, turned
 from tests.tiers import IS_QUICK, thorough
 from tests.unit.files import change_json, raising, write_hdf5
@@ -741,21 +740,6 @@ def test_arrays_that_a_killed_append_left_with_two_lengths(ranks: Any, shared_tm
 
     compare(ranks, paths[1], {"g/rho": values})
     on_root(ranks, lambda: look(paths[0], values) or look(paths[2], values))
-
-
-def test_a_store_that_somebody_else_changes(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if an append went on from a length that the array had before another one; or left anything."""
-    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
-    on_root(ranks, lambda: make(path, values[:5]))
-
-    def lock(store: str) -> AppendLock:
-        mine = AppendLock(store)
-        zarr.open_array(str(path / "g" / "rho"), mode="r+").resize((6, Y, X))
-        return mine
-
-    monkeypatch.setattr(new_folder, "AppendLock", lock)
-    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
-    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
 
 
 @pytest.mark.parametrize("version", [3, 2])

@@ -929,32 +929,3 @@ def test_the_grid_mapping(comm: Any, shared_tmp_path: Path) -> None:
             assert set(file) - {"bnds"} == {"crs", "y", "y_bnds", "band"}
     attrs = shardload.open(before)["crs"].attrs
     assert attrs == {"spatial_ref": "PROJCS[...]", "earth_radius": 6.371e6}
-
-
-@pytest.mark.parametrize("target", ["out.h5", "out.zarr"])
-def test_bit_fields_and_scales_that_are_gone(comm: Any, shared_tmp_path: Path, target: str) -> None:
-    """Wrong if one of them ended the copy of all, were left out, or an axis lost its name without a word."""
-    before, after = shared_tmp_path / "in.h5", shared_tmp_path / target
-
-    def write() -> None:
-        with h5py.File(before, "w") as file:
-            file["y"] = np.arange(5.0)
-            file["y"].make_scale("y")
-            nameless = file.create_dataset(None, data=np.arange(4.0))
-            nameless.make_scale("x")
-            file["data"] = np.arange(20.0).reshape(4, 5)
-            for axis, scale in enumerate((nameless, file["y"])):
-                file["data"].dims[axis].attach_scale(scale)
-            bits = h5py.h5d.create(file.id, b"bits", h5py.h5t.STD_B16BE, h5py.h5s.create_simple((3,)))
-            bits.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([1, 256, 65535], "u2"), h5py.h5t.NATIVE_B16)
-            file["again/data"] = file["data"]
-
-    on_root(comm, write)
-    report = copy(comm, before, after)
-    gone = "the dimension scales of axes [0] are not in the file"
-    for name in ("data", "again/data"):
-        assert f"what axes of '/{name}' are called ({gone}) was left out" in report.notes
-    compare_files(comm, before, after, "data", "again/data", "bits", "y")
-    found = shardload.open(after)
-    assert found["data"].dims[1] == "y"
-    assert found["data"].chunks == found["again/data"].chunks

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import PeerError, SourceError
-from tests.mpi.sources import NAME, SOURCES, read_part
+from tests.mpi.sources import NAME, SOURCES
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error
 from tests.unit.files import raising, spoiled, write_hdf5
 
@@ -54,15 +54,6 @@ def test_each_shard_is_its_part_of_the_file(files: dict[str, str], source: str, 
     for readers, verify in ways:
         x = shardload.load(files[source], mesh, spec, dataset=NAME, readers=readers, verify=verify)
         check(x, expected, mesh, spec, f"readers={readers!r} verify={verify!r}")
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_each_shard_is_what_the_files_own_library_reads_there(files: dict[str, str], source: str) -> None:
-    """Wrong if the file's coordinates and the array's were mixed up in the same way in a test and in the code."""
-    mesh, spec = mesh_of(), DECOMPOSITIONS["pencil, mesh axes exchanged"]
-    x = shardload.load(files[source], mesh, spec, dataset=NAME, readers="parallel")
-    for shard in x.addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), read_part(files[source], shard.index))
 
 
 @pytest.mark.parametrize("source", ["chunked", "gzip_shuffle", "big_endian", "zarr_v2", "zarr_v3", "zarr_v2_fortran"])
