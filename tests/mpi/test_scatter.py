@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -212,36 +212,6 @@ def test_array_that_jax_cannot_hold(comm: Any) -> None:
         same_error(
             comm, lambda given=given: shardload.scatter(given, mesh_of(), P()), ConfigError, "NumPy gets no values", "Array"
         )
-
-
-class Pair(NamedTuple):
-    """A node that NumPy takes for an array of two."""
-
-    a: Any
-    b: Any
-
-
-@jax.tree_util.register_pytree_node_class
-class Box:
-    """A node that NumPy takes for an object."""
-
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
-
-    def tree_flatten(self) -> Any:
-        return self.parts, None
-
-    @classmethod
-    def tree_unflatten(cls, _: Any, parts: Any) -> Any:
-        return cls(*parts)
-
-
-@pytest.mark.parametrize("node", [Pair, Box])
-def test_nodes_that_scatter_does_not_take(comm: Any, node: Any) -> None:
-    """Wrong if the arrays of one came as one array that nobody asked for, or the error were about objects."""
-    x = np.zeros((4, 4))
-    says = f"array is a {node.__name__} on rank 0, a tree, and scatter takes one array"
-    same_error(comm, lambda: shardload.scatter(node(x, x), mesh_of(), P()), ConfigError, says)
 
 
 def test_masked_arrays(comm: Any) -> None:

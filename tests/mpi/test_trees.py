@@ -38,6 +38,7 @@ from tests.mpi.support import (
     unit,
     warned_once,
 )
+from tests.mpi.test_state import Twins
 from tests.unit.files import write_hdf5
 
 Pair = namedtuple("Pair", "left right")
@@ -227,8 +228,8 @@ def test_scatter_takes_one_array(comm: Any) -> None:
     """Wrong if the arrays of a tree came as one array that nobody asked for, or an option that is a tree counted in part."""
     mesh, x = mesh_of(), values()["/gas/mask"]
     check(shardload.scatter([x, x], mesh, P(None, "a")), np.stack([x, x]), mesh, P(None, "a"))
-    for tree in ({"x": x}, {}, {2.5: x}):
-        says = ("array is a dict on rank 0, a tree", "call it for each")
+    for tree in ({"x": x}, {}, {2.5: x}, Pair(x, x), Twins(x, x)):
+        says = (f"array is a {type(tree).__name__} on rank 0, a tree, and scatter takes one array", "call it for each")
         same_error(comm, lambda tree=tree: shardload.scatter(tree, mesh, P()), ConfigError, *says)
     ragged = [np.zeros(2, "f4"), np.zeros(3, "f4")]
     same_error(comm, lambda: shardload.scatter(ragged, mesh, P()), ConfigError, "array is a list on rank 0", "call it for each")
