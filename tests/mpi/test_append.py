@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError, VerifyError
 from shardload.formats.hdf5.source import Hdf5Source
-from shardload.formats.zarr import growth
 from shardload.formats.zarr.growth import GrowthEncoder, GrowthSink
 from shardload.formats.zarr.source import ZarrSource
 from shardload.storage import new_folder
@@ -451,23 +450,6 @@ def test_names_of_chunks_are_on_disk_before_the_length(
         shardload.append(path, put(values[n_old:], mesh_of(), P(None, "a")), dim=0, dataset=name)
     assert at_length == [set()] * (ranks.rank == 0) and not waiting
     np.testing.assert_array_equal(zarr.open_array(str(path / name.strip("/")), mode="r")[...], values)
-
-
-def test_a_store_with_links_to_itself(ranks: Any, shared_tmp_path: Path) -> None:
-    """Wrong if each link were followed again and again: two of them are a million million groups."""
-    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
-
-    def make_with_links() -> None:
-        make(path, values[:5])
-        (path / "again").symlink_to(".")
-
-    on_root(ranks, make_with_links)
-    if ranks.rank == 0:
-        assert len(growth.read_store(str(path), ["/rho"])["arrays"]) == 6
-        (path / "more").symlink_to(".")
-    ranks.barrier()
-    shardload.append(path, tree_of(values, 5, P()))
-    on_root(ranks, lambda: [(path / name).unlink() for name in ("again", "more")] and look(path, values))
 
 
 def test_chunks_that_a_killed_append_left_are_replaced(ranks: Any, shared_tmp_path: Path) -> None:

@@ -496,29 +496,6 @@ def test_groups_of_netcdf_with_axes_of_their_own(comm: Any, shared_tmp_path: Pat
                 np.testing.assert_array_equal(one[key], other[key])
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_a_store_with_links_to_itself(comm: Any, shared_tmp_path: Path, version: Any) -> None:
-    """Wrong if a link to a folder above it were followed, or if a group below lost its attributes."""
-    before, after = shared_tmp_path / "in.zarr", shared_tmp_path / "out.zarr"
-
-    def make() -> None:
-        root = zarr.open_group(str(before), mode="w", zarr_format=version, attributes={"title": "a store"})
-        for name in ("g", "g/h"):
-            group = root.create_group(name, attributes={"name": name})
-            group.create_array("x", shape=(4,), dtype="i4")[...] = np.arange(4)
-        root.create_group("empty", attributes={"name": "empty"})
-        (before / "again").symlink_to(".")
-        (before / "g" / "h" / "up").symlink_to("..")
-
-    on_root(comm, make)
-    copy(comm, before, after)
-    found = zarr.open_group(str(after), mode="r")
-    assert sorted(name for name, _ in found.members(max_depth=None)) == ["empty", "g", "g/h", "g/h/x", "g/x"]
-    assert {name: found[name].attrs["name"] for name in ("g", "g/h", "empty")} == {"g": "g", "g/h": "g/h", "empty": "empty"}
-    assert found.attrs["title"] == "a store"
-    np.testing.assert_array_equal(found["g/h/x"][...], np.arange(4))
-
-
 def test_groups_that_the_new_file_cannot_have(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if anything were written beside the new store, or netCDF programs could not open the new file."""
     inside = shared_tmp_path / "a" / "b"
