@@ -2,7 +2,7 @@
 
 ``faults.py FOLDER [CASE ...]``: faults that a job survives. After each one a good load must work.
 ``faults.py FOLDER die PHASE RANK``: one that it does not survive.
-``faults.py FOLDER interrupt all|0|1 PHASE ...``: Ctrl-C and an alarm, or one of both.
+``faults.py FOLDER interrupt 0|1``: Ctrl-C in each second phase, from that on, and an alarm in the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DAMAGED = -1  # in place of a rank: nothing happens but that the file is what it
 
 comm = MPI.COMM_WORLD
 consistency = importlib.import_module("shardload.jobs.consistency")
-THIRD = os.environ.get("FAULTS_THIRD")  # of the ways of reading: for the first fault; for the next fault it is the next third
+THIRD = int(os.environ.get("FAULTS_THIRD", 0))  # of the ways of reading: for the first fault; for the next one it is the next
 as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
 
 
@@ -233,7 +233,7 @@ def survive(names: list[str]) -> None:
         makes_memory = "shared memory" in name  # which the first load does
         all_readers = READERS if FAULTS[name][0] != DAMAGED else READERS[k % 2 :: 2]  # test_errors has each with damaged files
         ways = [*((one, False) for one in all_readers), (READERS[k % len(READERS)], True)]
-        for readers, in_tree in ways if THIRD is None else ways[(k + int(THIRD)) % 3 :: 3]:
+        for readers, in_tree in ways[(k + THIRD) % 3 :: 3]:
             own = comm.Dup() if makes_memory or (readers, in_tree) == ("parallel", False) else used
             survive_one(name, readers, own, in_tree)
             if own is not used:
@@ -344,13 +344,8 @@ def main(folder: str, *what: str) -> None:
         die(*what[1:])
     elif what[:1] == ("interrupt",):
         signal.signal(signal.SIGALRM, alarm)
-        which, *phases = what[1:]
-        signals = (signal.SIGINT, signal.SIGALRM)
-        pairs = [(phase, sent) for sent in signals for phase in phases]
-        if which != "all":
-            pairs = [(phase, signals[(k + int(which)) % 2]) for k, phase in enumerate(phases)]
-        for phase, sent in pairs:
-            interrupt(phase, sent)
+        for k, phase in enumerate(PHASES):
+            interrupt(phase, (signal.SIGINT, signal.SIGALRM)[(k + int(what[1])) % 2])
     else:
         survive(list(what))
 
