@@ -566,25 +566,13 @@ def test_rows_that_stay_are_not_all_of_the_file(ranks: Any, shared_tmp_path: Pat
     refused(np.ones((2, Y + 1), "float32"), f"has the shape (3, {Y}) and can grow along axis 0")
 
 
-def test_replacing_is_killed(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if a store that was killed while files of chunks are replaced had a row that is neither old nor new."""
-    path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
-    on_root(comm, lambda: make(path, values))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(new_folder.AddedFolder, "add", raising(OSError(28, "of this test")))
-        new = tree_of(values * 2, 5, P(None, "a"))
-        same_error(
-            comm, lambda: shardload.append(path, new, at=float(_times(6)[5])), SourceError, "of this test", "the first 5 alone"
-        )
-    on_root(comm, lambda: look(path, values[:5]))
-
-
-@pytest.mark.parametrize("what", ["shorter", "longer", "files behind"])
+@pytest.mark.parametrize("what", ["shorter", "new chunks", "longer", "files behind"])
 def test_replacing_that_is_not_confirmed(
     ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    """Wrong if the error said that the store has only what stays, or is as it was, when it has its new rows; or the reverse."""
+    """Wrong if the error said that the store has only what stays, or is as it was, when it has its new rows; or the reverse. Or
+    if a store that was killed while files of chunks are replaced had a row that is neither old nor new.
+    """
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
     on_root(ranks, lambda: make(path, values))
     array = path / "g" / "rho"
@@ -607,16 +595,19 @@ def test_replacing_that_is_not_confirmed(
 
     monkeypatch.setattr(os, "unlink", refused)
     monkeypatch.setattr(os, "fsync", unconfirmed)
+    if what == "new chunks":
+        monkeypatch.setattr(new_folder.AddedFolder, "add", raising(OSError(5, "no such luck")))
+    has_old_alone = what in ("shorter", "new chunks")
     if what == "files behind":
         replace()
         assert ranks.rank or "has its new rows" in caplog.text
     else:
-        told = "the first 5 alone" if what == "shorter" else "has its new content"
+        told = "the first 5 alone" if has_old_alone else "has its new content"
         error = same_error(ranks, replace, SourceError, told)
-        assert ("alone" in str(error)) == (what == "shorter") and "as it was" not in str(error)
+        assert ("alone" in str(error)) == has_old_alone and "as it was" not in str(error)
     monkeypatch.undo()
     new = np.concatenate([values[:5], 2 * values[5:7]])
-    on_root(ranks, lambda: look(path, values[:5] if what == "shorter" else new))
+    on_root(ranks, lambda: look(path, values[:5] if has_old_alone else new))
 
 
 # --- what is refused

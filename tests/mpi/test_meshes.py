@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -62,14 +62,6 @@ def test_mesh(files: dict[str, str], name: str) -> None:
         x = shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers, verify="checksum")
         check(x, values, mesh, spec, (spec, readers))
     check(shardload.scatter(values, mesh, P("b", "a")), values, mesh, P("b", "a"))
-
-
-@pytest.mark.parametrize("readers", READERS)
-def test_sharding_instead_of_mesh_and_spec(files: dict[str, str], readers: Any) -> None:
-    """Wrong if a sharding were taken apart and put together differently."""
-    for mesh, spec in share((mesh_of(shuffled()), jax.make_mesh(grid_shape(len(jax.devices())), ("a", "b"))), SPECS):
-        x = shardload.load(files["chunked"], NamedSharding(mesh, spec), dataset=NAME, readers=readers)
-        check(x, ramp(cube()), mesh, spec)
 
 
 @pytest.mark.parametrize(

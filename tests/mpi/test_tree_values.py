@@ -232,8 +232,6 @@ def test_what_a_tree_cannot_take(
     ("name", "untrusted", "says"),
     [
         ("text", False, ("holds strings", "loads numbers only")),
-        ("record", False, ("holds records",)),
-        ("by text", False, ("scale_factor is the text 'a half'", "decode=False")),
         ("flags", False, ("which has no NaN", "decode=False")),
         ("text", True, ("holds strings", "loads numbers only")),
         ("flags", True, ("which has no NaN", "decode=False")),
@@ -250,9 +248,6 @@ def test_the_third_of_five_cannot_be_decoded(
             for k in range(4):
                 made[f"x{k}"] = ramp((4, 3), "int16")
             made["text"] = np.array([b"abc", b"de"])
-            made["record"] = np.zeros(3, [("a", "f4"), ("b", "i4")])
-            made["by text"] = ramp((4, 3), "int16")
-            made["by text"].attrs["scale_factor"] = np.bytes_("a half")
             made["flags"] = ramp((4, 3), "bool")
             made["flags"].attrs["_FillValue"] = np.int8(1)
 
