@@ -76,15 +76,6 @@ def test_halos_are_numpys(files: dict[str, str], name: str) -> None:
         check(x, expected, mesh, spec, (source, readers))
 
 
-def test_as_wide_as_a_shard(files: dict[str, str]) -> None:
-    """Wrong if a shard whose neighbours' rows are all of them, on both sides, took some twice or from its own."""
-    mesh, spec = turned(), P(None, "a", "b")
-    n = [m // p for m, p in zip(cube(), parts_of(mesh, spec, 3), strict=True)]
-    for edge in ("wrap", "edge", 7):
-        x = shardload.load(files["chunked"], mesh, spec, dataset=NAME, halo=(0, n[1], n[2]), edge=edge)
-        check(x, with_halos(ramp(cube()), mesh, spec, (0, n[1], n[2]), (edge,) * 3), mesh, spec, edge)
-
-
 def test_with_select_dtype_and_pad(files: dict[str, str]) -> None:
     """Wrong if a halo reached beyond the selection, was not cast, or padding on another axis lay where a halo is."""
     mesh, n = turned(), unit()
