@@ -48,13 +48,7 @@ def _types(name: str) -> tuple[Any, Any]:
     return kind, kind
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("Mesh", "reversed", "shuffled", "column order", "b first", "1 x n", "n x 1"),
-        *("make_mesh (Explicit)", "make_mesh, explicit by name", "make_mesh, auto by name"),
-    ],
-)
+@pytest.mark.parametrize("name", meshes())
 def test_mesh(files: dict[str, str], name: str) -> None:
     """Wrong if devices were taken in the order of their ids, or axes in the order of the mesh."""
     mesh, values = meshes()[name], ramp(cube())
