@@ -30,7 +30,7 @@ def test_the_page_shows_the_script(client: Client) -> None:
     assert f"\n| {client.name} | " in PAGE, "and when it ran, with which versions"
 
 
-@pytest.mark.thorough  # what it takes: test_jaxdecomp
+@pytest.mark.thorough
 @pytest.mark.parametrize("client", INSTALLED, ids=lambda client: client.name)
 def test_a_client_takes_what_was_loaded(tmp_path: Path, client: Client) -> None:
     """Wrong if the page named a spec that the library refuses, or takes for another."""

@@ -1,17 +1,83 @@
-"""Something breaks in the middle of a load: all ranks raise the same, or load right; and nothing is left behind."""
+"""Something breaks in the middle of a load: all ranks raise the same, or load right; and nothing is left behind.
+
+The first table of `docs/design/faults.md`: each row is a job of 4 ranks, or a case of one (`scripts/faults.py`).
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import faults
-from tests.jobs.launch import ROOT, run_job
+from tests.jobs.launch import ROOT, Job, run_job
 from tests.tiers import quick_ones
+
+SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
+PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
+DEATHS = ("metadata", "reading", "assembly")
+SIGNALS = "SIGINT", "SIGALRM"
+N = 4
+
+CHANGED = "changed while it was read"
+# For each case: the type of the error (None: the right array), and a part of its text.
+EXPECTED: dict[str, tuple[str | None, str]] = {
+    "EIO at a reader's 2nd chunk, HDF5": ("SourceError", "Input/output error"),
+    "EIO at a reader's 2nd chunk, Zarr": ("SourceError", "Input/output error"),
+    "no memory at a reader's 2nd chunk": ("PeerError", "MemoryError"),
+    "reads of 7 bytes at a time": (None, ""),
+    "no space for shared memory on rank 1": (None, ""),
+    "file truncated during the load": ("SourceError", "the file ends at byte"),
+    "file replaced during the load": (None, ""),
+    "file written during the load": ("SourceError", CHANGED),
+    "store replaced during the load": ("SourceError", CHANGED),
+    "chunk cut short, gzip in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'cut.h5'"),
+    "chunk cut short, zstd in Zarr": ("SourceError", "chunk (1, 2, 0) of '/' in 'cut.zarr'"),
+    "flipped bit, gzip in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'flipped.h5'"),
+    "flipped bit, Fletcher-32 in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'flipped-checked.h5'"),
+    "flipped bit, CRC-32C in Zarr": ("SourceError", "chunk (1, 2, 0) of '/' in 'flipped.zarr'"),
+}
+# What else may be said, since the ranks are not equally far when it happens.
+OR: dict[str, tuple[str, ...]] = {
+    "file truncated during the load": (CHANGED, "shorter than its own header"),
+    "file written during the load": ("did not see the same file",),
+    # The last is what a rank says that opens it when the old store has lost its name and the new one has none yet.
+    "store replaced during the load": ("did not see the same file", "could not be read", "found in it before. It changed"),
+}
+# Where each rank reads for itself, one may open the file after the fault. Never a mixture.
+OR_REFUSED = ("file replaced during the load", "SourceError", "did not see the same file")
+# Where each rank reads for itself, no memory is shared.
+UNMET = ("no space for shared memory on rank 1", "direct")
+
+
+def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich", env: Mapping[str, str] | None = None) -> Job:
+    """Run the script."""
+    command = ["-W", "error", SCRIPT, folder, *what]
+    return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})})
+
+
+def check_survivors(ranks: list[list[dict[str, Any]]], cases: Sequence[str], third: int) -> None:
+    """Every rank saw the same, in each case and way of reading, and it is what `EXPECTED` has."""
+    found = list(zip(*ranks, strict=True))
+    assert {one[0]["case"] for one in found} == set(cases)
+    ways = ([False] * 4 + [True], [False] * 2 + [True])  # in a tree or not, of damaged files and others
+    for k, case in enumerate(cases):
+        expected = [few[(k + third) % 3 :: 3] for few in ways]
+        assert [one[0]["tree"] for one in found if one[0]["case"] == case] in expected, case
+    for one in found:
+        if one[0]["tree"] and one[0]["type"] is not None:  # the third array of five
+            assert "array ['2, bad']" in one[0]["text"], one[0]
+        case, kind, text = (one[0][name] for name in ("case", "type", "text"))
+        assert len({(other["type"], other["text"]) for other in one}) == 1, one
+        if EXPECTED[case][0] is None and (case, one[0]["readers"]) != UNMET:  # an error says itself that it has happened
+            assert any(other["met"] for other in one), one[0]
+        if (case, kind) == OR_REFUSED[:2] and one[0]["readers"] == "direct":
+            assert OR_REFUSED[2] in text
+        else:
+            assert kind == EXPECTED[case][0] and any(part in text for part in (EXPECTED[case][1], *OR.get(case, ()))), one[0]
 
 
 # With the other library, every third: what breaks is the file, or the memory. Of the ways of reading, `make test` takes
@@ -19,16 +85,19 @@ from tests.tiers import quick_ones
 @pytest.mark.parametrize("third", [0, *(pytest.param(k, marks=pytest.mark.thorough) for k in (1, 2))])
 @pytest.mark.parametrize(("mpi", "every"), quick_ones([("mpich", 1), ("openmpi", 3)], ("mpich", 1)))
 def test_all_ranks_see_the_same(tmp_path: Path, mpi: str, every: int, third: int) -> None:
-    """Wrong if one rank went on with what another could not read, or a file that changed gave a mixture."""
-    cases = [*faults.EXPECTED][::every]
-    faults.check_survivors(faults.survivors(tmp_path, cases, mpi, third), cases, third)
+    """Wrong if one rank went on with what another could not read, or a file that changed gave a mixture. The first third is as
+    if the ranks were on two nodes.
+    """
+    cases = [*EXPECTED][::every]
+    env = {"FAULTS_THIRD": f"{third}"} | ({"SHARDLOAD_RANKS_PER_NODE": "2"} if third == 0 else {})
+    check_survivors(start(tmp_path, *cases, timeout=240, mpi=mpi, env=env).check().said(), cases, third)
 
 
-@pytest.mark.parametrize("phase", quick_ones(faults.DEATHS, "reading"))
+@pytest.mark.parametrize("phase", quick_ones(DEATHS, "reading"))
 def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, phase: str) -> None:
     """Wrong if the others waited for it, or processes or files of ours were left."""
     before = ours_in_shared_memory()
-    job = faults.dies(tmp_path, phase)
+    job = start(tmp_path, "die", phase, "0" if phase == "metadata" else "2")  # who reads metadata, and who the rest
     assert job.returncode != 0 and "went on" not in job.stdout, job.tail()
     assert "Traceback" not in job.stderr, job.tail()
     assert "outlived mpiexec" not in job.stderr, job.stderr
@@ -39,8 +108,8 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, phase: str) -> None:
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_interrupted_on_all_ranks(tmp_path: Path, first: int) -> None:
     """Wrong if the next load met messages of the interrupted one, or MPI wrote into memory that was given back."""
-    for rank in faults.interrupted(tmp_path, which=str(first)):
-        expected = [(faults.SIGNALS[(k + first) % 2], phase, "interrupted") for k, phase in enumerate(faults.INTERRUPTS)]
+    for rank in start(tmp_path, "interrupt", f"{first}").check().said():
+        expected = [(SIGNALS[(k + first) % 2], phase, "interrupted") for k, phase in enumerate(PHASES)]
         assert [(said["signal"], said["phase"], said["outcome"]) for said in rank] == expected
 
 
@@ -53,7 +122,7 @@ def ours_in_shared_memory() -> set[str]:
 
 def counted(tmp_path: Path, n: int, what: str, *more: str) -> list[dict[str, Any]]:
     """What each rank counted. What it has in memory is its own if the job is."""
-    command = ["-W", "error", faults.SCRIPT.parent / "many.py", tmp_path, what, *more]
+    command = ["-W", "error", SCRIPT.parent / "many.py", tmp_path, what, *more]
     job = run_job(command, n, timeout=240, env={"PYTHONPATH": str(ROOT)})
     return [lines[-1] for lines in job.check().said()]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs.launch import IS_TEST, ROOT, Job, job_command, job_environment, mpiexec_of, run_job
+from tests.jobs.launch import ROOT, Job, job_environment, run_job
 from tests.tiers import quick_ones, thorough
 
 # Tests inside of tests are all run, whichever stage of `make test` this is.
@@ -233,24 +233,6 @@ def test_another_jobs_traces_do_not_reach_the_new_one(monkeypatch: pytest.Monkey
     environment = job_environment(2)
     assert not set(traces) & set(environment)
     assert environment["MPIR_CVAR_DEBUG_SUMMARY"] == "1"
-
-
-@pytest.mark.parametrize("n", [1, 10_000])
-@pytest.mark.parametrize("is_test", [False, True])
-def test_waiting_ranks_sleep_where_cores_are_short(n: int, is_test: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MPIR_CVAR_ENABLE_HEAVY_YIELD", *(() if is_test else IS_TEST)):
-        monkeypatch.delenv(name, raising=False)
-    assert ("MPIR_CVAR_ENABLE_HEAVY_YIELD" in job_environment(n)) == (is_test or n > (os.cpu_count() or 1))
-
-
-def test_open_mpi_comes_from_its_own_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDLOAD_OPENMPI", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="make setup"):
-        mpiexec_of("openmpi")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpiexec").touch()
-    assert job_command("a.py", 2, mpi="openmpi")[:2] == [str(tmp_path / "bin" / "mpiexec"), "--oversubscribe"]
-    assert job_environment(2, mpi="openmpi")["MPI4PY_LIBMPI"] == str(tmp_path / "lib" / "libmpi.so.40")
 
 
 def test_check_shows_every_ranks_end() -> None:

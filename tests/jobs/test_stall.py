@@ -28,18 +28,16 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
     "inline parallel": (2, False, 2, ("rank 2 ", "held up", "other rank", ADVICE)),
     "metadata": (0, False, 0, ("for 4 s (call: load of 'x.h5')", "nothing was heard of rank 0", ADVICE)),
     "absent": (3, False, 3, ("rank 3 did not come to this call", "other rank", "(phase: ", ADVICE)),
-    "absent_at_first": (1, False, None, ("not all ranks of this communicator have made their first call", ADVICE)),
     "duplicated": (0, False, None, ("(call: the first message over a communicator)", "nothing was heard of rank 0", ADVICE)),
     "scatter": (1, False, 1, ("(call: scatter from rank 1)", "rank 1 did not come to this call, or is held up", ADVICE)),
 }
 OPEN_MPI = ("thread parallel", "absent")
 LEFT = ("0", "1,3")
 SAVING = ("saving encode", "saving metadata", "saving interrupted")
-# Left to `make test-all`: what is like "thread parallel", like a rank that never starts (test_modes_of_launch), with MPICH, in
-# a scatter like "absent", the same with the other library, and what is like rank 0 that leaves.
+# Left to `make test-all`: what is like "thread parallel", with MPICH, in a scatter like "absent", the same with the other
+# library, and what is like rank 0 that leaves. (A rank that never makes its first call: test_modes_of_launch.)
 THOROUGH = (
     ("thread direct", "mpich", 4),
-    ("absent_at_first", "mpich", 4),
     ("absent", "mpich", 4),
     ("scatter", "mpich", 4),
     ("thread parallel", "openmpi", 4),

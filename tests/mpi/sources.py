@@ -70,11 +70,3 @@ SOURCES: dict[str, Callable[[Path, Shape], str]] = {
     "zarr_sharded": lambda folder, shape: _zarr(folder / "sharded.zarr", shape, chunks=(2, 3, 4), shards=(4, 6, 12)),
     "zarr_v2_fortran": lambda folder, shape: _zarr(folder / "fortran.zarr", shape, zarr_format=2, order="F"),
 }
-
-
-def read_part(path: str, index: Any) -> Array:
-    """A part of the array in a file, as its own library reads it: what a shard must hold."""
-    if path.endswith(".zarr"):
-        return np.asarray(zarr.open_array(path, path=NAME, mode="r")[index])
-    with h5py.File(path, "r") as file:
-        return np.asarray(file[NAME][index])

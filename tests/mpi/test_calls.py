@@ -45,7 +45,6 @@ from tests.mpi.support import (
     padded,
     ramp,
     same_error,
-    share,
     unit,
 )
 from tests.ports import catches_sigterm, listeners
@@ -67,22 +66,6 @@ def test_an_argument_that_cannot_be_described(comm: Any) -> None:
     call = partial(shardload.load, ramp(cube()), mesh_of(), P("a"), pad=pad)
     same_error(comm, call, ConfigError, "the arguments could not be read: RuntimeError: there is nothing to print")
     check(shardload.load(ramp(cube()), mesh_of(), P("a")), ramp(cube()), mesh_of(), P("a"))
-
-
-@pytest.mark.parametrize("readers", READERS)
-def test_path_forms(files: dict[str, str], readers: Any) -> None:
-    """Wrong if one way of naming an array named another one."""
-    values, mesh, spec = ramp(cube()), mesh_of(), P("b", "a")
-    forms: dict[str, Callable[[str], tuple[Any, str | None]]] = {
-        **{name: lambda path, name=name: (path, name) for name in (NAME, f"/{NAME}", f"/{NAME}/")},
-        "colon": lambda path: (f"{path}:/{NAME}", None),
-        "Path": lambda path: (Path(path), NAME),
-        "no name": lambda path: (Path(path), None),  # the only array: the coordinates of the netCDF file do not count
-    }
-    for source, form in share(("chunked", "netcdf4", "zarr_v3"), forms):
-        path, name = forms[form](files[source])
-        named = {} if name is None else {"dataset": name}
-        check(shardload.load(path, mesh, spec, readers=readers, **named), values, mesh, spec, (source, form))
 
 
 @pytest.mark.parametrize("source", ["contiguous", "gzip_shuffle", "big_endian", "netcdf4", "zarr_v2", "zarr_sharded"])
@@ -348,7 +331,7 @@ def test_closed_dataset_and_group(comm: Any, files: dict[str, str]) -> None:
 @pytest.mark.parametrize("readers", READERS)
 def test_plan_executed_twice(files: dict[str, str], readers: Any) -> None:
     """Wrong if a second execution wrote into the first one's array, or found its file closed."""
-    made = shardload.plan(files["chunked"], mesh_of(), P("b", "a"), dataset=NAME, readers=readers)
+    made = shardload.plan(Path(files["chunked"]), mesh_of(), P("b", "a"), dataset=f"/{NAME}/", readers=readers)
     assert made.report is None
     assert str(made)
     first = made.execute()

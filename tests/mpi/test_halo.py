@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
-from tests.mpi.sources import NAME, SOURCES
+from tests.mpi.sources import NAME
 from tests.mpi.support import check, cube, mesh_of, on_root, padded, parts_of, ramp, same_error, turned, unit, warned_once
 
 Array = np.ndarray[Any, Any]
@@ -74,23 +74,6 @@ def test_halos_are_numpys(files: dict[str, str], name: str) -> None:
             files[source], mesh, spec, dataset=NAME, halo=halo, edge=edge, readers=readers, verify="checksum"
         )  # fmt: skip
         check(x, expected, mesh, spec, (source, readers))
-
-
-@pytest.mark.parametrize("source", [name for name in SOURCES if name not in ("contiguous", "chunked", "zarr_v3")])
-def test_halos_of_every_kind_of_file(files: dict[str, str], source: str) -> None:
-    mesh, spec = turned(), P("a", "b")
-    expected = with_halos(ramp(cube()), mesh, spec, (1, 2, 0), ("wrap", "edge", 0))
-    x = shardload.load(files[source], mesh, spec, dataset=NAME, halo=(1, 2), edge=("wrap", "edge"))
-    check(x, expected, mesh, spec, source)
-
-
-def test_as_wide_as_a_shard(files: dict[str, str]) -> None:
-    """Wrong if a shard whose neighbours' rows are all of them, on both sides, took some twice or from its own."""
-    mesh, spec = turned(), P(None, "a", "b")
-    n = [m // p for m, p in zip(cube(), parts_of(mesh, spec, 3), strict=True)]
-    for edge in ("wrap", "edge", 7):
-        x = shardload.load(files["chunked"], mesh, spec, dataset=NAME, halo=(0, n[1], n[2]), edge=edge)
-        check(x, with_halos(ramp(cube()), mesh, spec, (0, n[1], n[2]), (edge,) * 3), mesh, spec, edge)
 
 
 def test_with_select_dtype_and_pad(files: dict[str, str]) -> None:
@@ -187,10 +170,8 @@ def test_bad_halos(comm: Any, files: dict[str, str]) -> None:
 
     core = shape[0] // n
     error(f"halo is {core + 1} on axis 0", f"a shard has {core} elements", f"at most {core}", halo=core + 1)
-    error("halo is -1", "0 or more", halo=-1)
     error("4 axes", "has 3", halo=(1, 0, 0, 0))
     error("it cuts none", "halo=(2,)", halo=2, spec=P(), mesh=mesh)
-    error("edge is 'mirror'", "'wrap'", halo=1, edge="mirror")
     error("edge is (0,)", "nothing of that axis", halo=(0, 1), edge=(0,), spec=P(None, "a"))
     error("edge is nan, which an array of int16 cannot hold", halo=1, edge=float("nan"), dtype="int16")
     if n > 1:

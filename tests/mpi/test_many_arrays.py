@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError
+from shardload.units import format_nbytes
 from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
 from tests.unit.files import write_hdf5
 
@@ -34,7 +36,13 @@ def test_arrays_that_fit_alone_but_not_together(comm: Any, shared_tmp_path: Path
     for alone in ("wide", "cast"):
         assert float(load(dataset=alone).addressable_shards[0].data[0]) == 1
     together = ["wide", "cast"]
-    same_error(comm, lambda: load(dataset=together), ConfigError, "these 2 arrays share their staging buffers", "staging='")
+    # Two blocks of the larger one, and one to cast; stored, decompressed and decoded chunks of the other, and a cast one.
+    block = 20 * 64 * n // len(jax.devices())
+    needed = 2 * 4 * block + block + 3 * 4 * 15 * 64 * n + 4 * 20 * 64 * n
+    says = f"these 2 arrays share their staging buffers, which takes {format_nbytes(needed)}"
+    same_error(comm, lambda: load(dataset=together), ConfigError, says, "staging='")
+    assert len(load(dataset=together, staging=needed)) == 2
+    same_error(comm, lambda: load(dataset=together, staging=needed - 1), ConfigError, says)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,7 +1,7 @@
 """Do the programs that everybody has open what was saved, and print what it is: `h5dump`, `ncdump`?
 
 Without a line of Python in between: types, shapes, chunks, filters, attributes and names of axes are compared
-with what was asked for, values with those that were saved.
+with what was asked for. (Values: `test_save.py`, by h5py and netCDF4.)
 """
 
 from __future__ import annotations
@@ -111,22 +111,13 @@ def test_h5dump(comm: Any, shared_tmp_path: Path) -> None:
         assert re.search(r'ATTRIBUTE "three" \{ DATATYPE H5T_STD_I16LE DATASPACE SIMPLE \{ \( 3 \) / \( 3 \) \}', one), one
         assert re.search(r'ATTRIBUTE "half" \{ DATATYPE H5T_IEEE_F32LE DATASPACE SCALAR', one), one
         assert re.search(r'GROUP "g" \{ DATASET "deep" \{', said) and 'ATTRIBUTE "title"' in said, said
-        # The values, as text: with flat indices as values, the first of each line says its own place.
-        lines = subprocess.run(
-            ["h5dump", "-m", "%.0f", "-w", "0", "-d", "/f4", path], capture_output=True, text=True, check=True
-        )
-        rows = re.findall(r"^\s*\((\d+),(\d+),0\): ([-0-9, ]+?),?$", lines.stdout, re.MULTILINE)
-        assert len(rows) == shape[0] * shape[1], lines.stdout[:2000]
-        for i, j, row in rows:
-            expected = ramp(shape)[int(i), int(j)]
-            np.testing.assert_array_equal(np.array(row.split(","), "float64"), expected)
 
     on_root(comm, look)
 
 
 @pytest.mark.programs("ncdump")
 def test_ncdump(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if netCDF's own library found other dimensions, types, chunks, filters, attributes or values."""
+    """Wrong if netCDF's own library found other dimensions, types, chunks, filters or attributes."""
     path, tree, shape = shared_tmp_path / "out.nc", tree_of(TYPES), cube()
     shardload.save(path, tree, **how_for(tree))
 
@@ -152,10 +143,5 @@ def test_ncdump(comm: Any, shared_tmp_path: Path) -> None:
             assert text in said, (text, said)
         assert ':title = "a run" ;' in said and '_Format = "netCDF-4" ;' in said, said
         assert re.search(r"group: g \{ variables: float deep\(z, y, x\) ;", said), said
-        data = told_by("ncdump", "-v", "i4,z", path).split(" data:", 1)[1]
-        numbers = {name: data.split(f" {name} = ", 1)[1].split(";", 1)[0] for name in ("i4", "z")}
-        found = np.array(numbers["i4"].split(","), "int32").reshape(shape)
-        np.testing.assert_array_equal(found, ramp(shape, "int32"))
-        np.testing.assert_array_equal(np.array(numbers["z"].split(","), "float64"), np.arange(shape[0]) / 4)
 
     on_root(comm, look)

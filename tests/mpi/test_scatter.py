@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,11 +29,6 @@ from tests.mpi.support import (
 from tests.mpi.test_values import X64
 
 Array = np.ndarray[Any, Any]
-
-
-def transposed(values: Array) -> Array:
-    """The same values, but in memory the last axis is the slowest."""
-    return np.asfortranarray(values)
 
 
 def strided(values: Array) -> Array:
@@ -75,7 +70,7 @@ def repeated(values: Array) -> Array:
 
 LAYOUTS: tuple[Callable[[Array], Array], ...] = (
     np.copy,
-    transposed,
+    np.asfortranarray,
     strided,
     backwards,
     partly_backwards,
@@ -139,7 +134,7 @@ def test_rows_longer_than_a_staging_buffer(comm: Any, shape: tuple[int, ...]) ->
         check(x, padded(expected, mesh, spec, 0), mesh, spec, (kind, staging))
 
 
-@pytest.mark.parametrize("layout", [np.copy, transposed, strided, moved])
+@pytest.mark.parametrize("layout", [np.copy, np.asfortranarray, strided, moved])
 @pytest.mark.parametrize("spec", [P(), P("a", "b")], ids=str)
 def test_the_callers_array_is_not_the_jax_array(comm: Any, layout: Callable[[Array], Array], spec: Any) -> None:
     """Wrong if JAX were handed the caller's memory: on CPU it keeps it, and what is written there changes the array."""
@@ -212,36 +207,6 @@ def test_array_that_jax_cannot_hold(comm: Any) -> None:
         same_error(
             comm, lambda given=given: shardload.scatter(given, mesh_of(), P()), ConfigError, "NumPy gets no values", "Array"
         )
-
-
-class Pair(NamedTuple):
-    """A node that NumPy takes for an array of two."""
-
-    a: Any
-    b: Any
-
-
-@jax.tree_util.register_pytree_node_class
-class Box:
-    """A node that NumPy takes for an object."""
-
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
-
-    def tree_flatten(self) -> Any:
-        return self.parts, None
-
-    @classmethod
-    def tree_unflatten(cls, _: Any, parts: Any) -> Any:
-        return cls(*parts)
-
-
-@pytest.mark.parametrize("node", [Pair, Box])
-def test_nodes_that_scatter_does_not_take(comm: Any, node: Any) -> None:
-    """Wrong if the arrays of one came as one array that nobody asked for, or the error were about objects."""
-    x = np.zeros((4, 4))
-    says = f"array is a {node.__name__} on rank 0, a tree, and scatter takes one array"
-    same_error(comm, lambda: shardload.scatter(node(x, x), mesh_of(), P()), ConfigError, says)
 
 
 def test_masked_arrays(comm: Any) -> None:

@@ -6,16 +6,14 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import h5py
 import hdf5plugin
 import numpy as np
 import pytest
-import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import PeerError, SourceError
-from tests.mpi.sources import NAME, SOURCES, read_part
+from tests.mpi.sources import NAME, SOURCES
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error
 from tests.unit.files import raising, spoiled, write_hdf5
 
@@ -56,15 +54,6 @@ def test_each_shard_is_its_part_of_the_file(files: dict[str, str], source: str, 
         check(x, expected, mesh, spec, f"readers={readers!r} verify={verify!r}")
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_each_shard_is_what_the_files_own_library_reads_there(files: dict[str, str], source: str) -> None:
-    """Wrong if the file's coordinates and the array's were mixed up in the same way in a test and in the code."""
-    mesh, spec = mesh_of(), DECOMPOSITIONS["pencil, mesh axes exchanged"]
-    x = shardload.load(files[source], mesh, spec, dataset=NAME, readers="parallel")
-    for shard in x.addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), read_part(files[source], shard.index))
-
-
 @pytest.mark.parametrize("source", ["chunked", "gzip_shuffle", "big_endian", "zarr_v2", "zarr_v3", "zarr_v2_fortran"])
 def test_each_chunk_is_decoded_once_in_the_job(files: dict[str, str], source: str) -> None:
     """Wrong if two readers share a chunk, or one reads it twice: then the exchange saves nothing."""
@@ -77,40 +66,6 @@ def test_each_chunk_is_decoded_once_in_the_job(files: dict[str, str], source: st
             assert plan.report is not None
             assert (plan.report.chunks_decoded, plan.report.nbytes_read) == (n_chunks, nbytes)
             assert plan.report.chunks_decoded == plan.costs[plan.readers].chunks_decoded
-
-
-PLANES = (8, 240, 200)  # with 8 ranks too, each axis is divided by what cuts it
-ROWS = 120  # of one block of Blosc, or half a chunk
-
-
-def _planes(folder: Path) -> dict[str, str]:
-    """Files whose chunks are planes of 192,000 bytes, of which parts can be decoded alone."""
-    values, chunks = ramp(PLANES), (1, *PLANES[1:])
-    blocks = 4 * ROWS * PLANES[2]
-    with h5py.File(folder / "planes.h5", "w") as file:
-        file.create_dataset("plain", data=values, chunks=chunks)
-        file.create_dataset("big", data=values, dtype=">f4", chunks=chunks)
-        file.create_dataset("blosc", data=values, chunks=chunks, **hdf5plugin.Blosc("zstd", 1, hdf5plugin.Blosc.SHUFFLE))
-    path = str(folder / "planes.zarr")
-    group = zarr.open_group(path, mode="w")
-    blosc = zarr.codecs.BloscCodec(typesize=4, cname="lz4", shuffle="noshuffle", blocksize=blocks)
-    group.create_array("v3", data=values, chunks=chunks, compressors=blosc)
-    group.create_array("shards", data=values, chunks=chunks, shards=(4, *PLANES[1:]), compressors=blosc)
-    return {name: str(folder / "planes.h5") for name in ("plain", "big", "blosc")} | {name: path for name in ("v3", "shards")}
-
-
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "a", "b"), P(None, ("b", "a"))], ids=str)
-def test_each_rank_takes_its_part_of_whole_chunks(comm: Any, shared_tmp_path: Path, spec: P) -> None:
-    """Wrong if a part came from another place in its chunk."""
-    mesh, values = mesh_of(), ramp(PLANES)
-    for name, path in on_root(comm, lambda: _planes(shared_tmp_path)).items():
-        plan = shardload.plan(path, mesh, spec, dataset=name, readers="direct", verify="checksum")
-        x = plan.execute()
-        check(x, values, mesh, spec, name)
-        assert plan.report is not None and plan.report.chunks_decoded == plan.costs["direct"].chunks_decoded
-        part = (slice(1, 7), slice(40, 232), 3)
-        y = shardload.load(path, mesh, P(), dataset=name, readers="direct", select=part)
-        check(y, values[part], mesh, P(), name)
 
 
 def test_a_file_that_nobody_vouches_for(

@@ -165,7 +165,7 @@ def test_a_batch_by_its_number_leaves_nothing_open(path: Path, groups: list[Grou
 
 
 @PREFETCH
-@pytest.mark.parametrize("how", ["with", "close", "dropped", "raised"])
+@pytest.mark.parametrize("how", ["with", "close", "dropped", "break", "raised"])
 def test_leaving_a_stream(comm: Any, path: Path, groups: list[Group], prefetch: int, how: str) -> None:
     """Wrong if a thread, an open file or a communicator were left, or batches that were made ahead."""
     data = stream(path, prefetch=prefetch)
@@ -177,6 +177,10 @@ def test_leaving_a_stream(comm: Any, path: Path, groups: list[Group], prefetch: 
     elif how == "with":
         with batches:
             next(batches)
+    elif how == "break":
+        for batch in data:
+            check_batch(batch, np.arange(BATCH))
+            break
     else:
         next(batches)
     if how == "close":
@@ -185,7 +189,7 @@ def test_leaving_a_stream(comm: Any, path: Path, groups: list[Group], prefetch: 
         assert batches.get_state() == state
     if how == "dropped":
         del batches
-    else:
+    elif how != "break":
         with pytest.raises(ConfigError, match="closed"):
             next(batches)
         batches.close()  # once more does nothing

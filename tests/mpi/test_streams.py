@@ -737,25 +737,6 @@ def test_a_state_goes_on_anywhere(comm: Any, files: dict[str, str]) -> None:
     assert take(comm, ds, compare, None, given.state).index == expected[4:]
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_state_goes_on_with_fewer_ranks(comm: Any, files: dict[str, str]) -> None:
-    """(14) Wrong if the state, or what comes after it, followed from the number of ranks."""
-    path, data = files["a.h5"], h5(files["a.h5"], "chunked")
-    mesh, spec = mesh_of(), P("a", None, "b")
-    ds = stream(path, mesh, spec, **STATE)
-    expected = batches_of(ds.order(0)) + batches_of(ds.order(1))
-    state = take(comm, ds, comparer(data, mesh, spec, (-1, 0)), 4).state
-    half = comm.Split(int(comm.rank < comm.size // 2), key=-comm.rank)
-    mine = comm.allgather((comm.rank, jax.process_index()))
-    places = [process for rank, process in mine if rank < comm.size // 2]
-    if comm.rank < comm.size // 2:
-        smaller = Mesh(np.array([jax.devices()[k] for k in places[::-1]]).reshape(1, -1), ("a", "b"))
-        there = stream(path, smaller, P("b"), comm=half, **STATE)
-        given = take(half, there, comparer(data, smaller, P("b"), (-1, 0)), None, state)
-        assert given.index == expected[4:]
-    half.Free()
-
-
 def test_a_state_of_another_stream(comm: Any, files: dict[str, str]) -> None:
     """(15) Wrong if a stream went on in another order, or the error did not say which argument is another one."""
     path, mesh = files["a.h5"], mesh_of()

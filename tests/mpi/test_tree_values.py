@@ -21,7 +21,7 @@ import shardload
 from shardload import ConfigError, PackedWarning, SourceError, VerifyError, between, near
 from shardload.transfer.reader import BoxReader
 from tests.mpi import test_labels
-from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, refuse_reads, same_error, turned, unit, warned_once
+from tests.mpi.support import check, cube, mesh_of, on_root, ramp, refuse_reads, same_error, turned, unit, warned_once
 from tests.mpi.test_decode import by_xarray
 from tests.mpi.test_halo import with_halos
 from tests.mpi.test_values import X64
@@ -173,23 +173,6 @@ def test_halos_of_decoded_arrays(comm: Any, shared_tmp_path: Path, edge: Any) ->
         check(one, with_halos(expected, mesh_of(), spec, widths, (edge,) * 3), mesh_of(), spec, name)
 
 
-def test_masks_and_true_shapes_of_decoded_arrays(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if NaN that the file has were taken for padding, or the padding were decoded."""
-    path, made = small_chunks(comm, shared_tmp_path, "zarr")
-    names, spec, select = {"s": "same", "w": "wider"}, P("a", "b"), (slice(1, None), slice(0, -1))
-    plan = shardload.plan(
-        path, mesh_of(), spec, dataset=names, decode=True, dtype="float32", select=select, pad={"s": np.nan, "w": 11}
-    )
-    x = plan.execute()
-    masks = shardload.mask(x, plan)
-    back = shardload.unpad(x, plan, numpy=True)
-    for key, pad in (("s", np.nan), ("w", 11)):
-        expected = by_xarray(*made[names[key]]).astype("float32")[select]
-        check(x[key], padded(expected, mesh_of(), spec, pad), mesh_of(), spec, key)
-        check(masks[key], padded(np.ones(expected.shape, bool), mesh_of(), spec, False), mesh_of(), spec, key)
-        np.testing.assert_array_equal(back[key], expected, strict=True)
-
-
 # --- by name
 
 
@@ -224,46 +207,15 @@ def test_one_selection_by_name_for_all(file: str) -> None:
             check(one, of(made[name]).values, mesh, P(), (name, select))
 
 
-def test_a_tree_of_selections(file: str) -> None:
-    """Wrong if the keys of arrays were taken for names of axes, or a dict below them for a tree."""
-    made, mesh = climate(), mesh_of()
-    names = {"t": "t", "s": "s"}
-    for select, t, s in (
-        ({"t": {"time": 1}, "s": {"lon": 2, "time": slice(1, 3)}}, made.t[1], made.s[2, 1:3]),
-        ({"t": 1, "s": (2, slice(1, 3))}, made.t[1], made.s[2, 1:3]),
-        ({"t": {"time": 1, "lat": between(50, 60)}, "s": None}, made.t[1].sel(lat=slice(60, 50)), made.s),
-        ({"time": 1}, made.t[1], made.s[:, 1]),
-    ):
-        x = shardload.load(file, mesh, P(), dataset=names, select=select, decode=True)
-        check(x["t"], t.values, mesh, P(), select)
-        check(x["s"], s.values, mesh, P(), select)
-
-
-def test_keys_that_are_names_of_axes_too(file: str) -> None:
-    """A dict with the keys of the arrays is a tree; for axes, each array gets a dict of its own."""
-    made, mesh = climate(), mesh_of()
-    both = {"time": "t", "lon": "s"}
-    x = shardload.load(file, mesh, P(), dataset=both, select={"time": 1, "lon": 2}, decode=True)
-    check(x["time"], made.t[1].values, mesh, P())
-    check(x["lon"], made.s[2].values, mesh, P())
-    by_axes = {"time": 1, "lon": 2}
-    x = shardload.load(file, mesh, P(), dataset=both, select={"time": by_axes, "lon": by_axes}, decode=True)
-    check(x["time"], made.t[1, :, 2].values, mesh, P())
-    check(x["lon"], made.s[2, 1].values, mesh, P())
-
-
 WRONG = [
     ({"select": {"tiem": 0}}, ("array ['s']", "names the axis 'tiem', but the array has the axes 'lon', 'time'")),
     ({"select": {"lat": 0}}, ("array ['s']", "names the axis 'lat', but the array has the axes 'lon', 'time'")),
-    ({"select": {"t": {"time": 0}, "x": {"time": 0}}}, ("only select has ['x']",)),
     ({"select": {"t": {"depth": 0}, "s": None}}, ("array ['t']", "names the axis 'depth'")),
     ({"select": {"t": 10**6, "s": 0}}, ("array ['t']", "1000000")),
     ({"select": {"t": near(3), "s": 0}}, ("array ['s']", "names the axis 's'")),
     ({"select": near(3)}, ("array ['s']", "near(3) on axis 0", "pass select={'lat': shardload.near(VALUE)}")),
     ({"decode": "yes"}, ("decode is 'yes'", "expected None, True or False")),
     ({"decode": {"t": True, "s": 1}}, ("array ['s']", "decode is 1")),
-    ({"decode": {"t": True, "x": True}}, ("decode does not match the arrays: only decode has ['x']",)),
-    ({"decode": [True, False]}, ("decode does not match the arrays",)),
 ]
 
 
@@ -280,8 +232,6 @@ def test_what_a_tree_cannot_take(
     ("name", "untrusted", "says"),
     [
         ("text", False, ("holds strings", "loads numbers only")),
-        ("record", False, ("holds records",)),
-        ("by text", False, ("scale_factor is the text 'a half'", "decode=False")),
         ("flags", False, ("which has no NaN", "decode=False")),
         ("text", True, ("holds strings", "loads numbers only")),
         ("flags", True, ("which has no NaN", "decode=False")),
@@ -298,9 +248,6 @@ def test_the_third_of_five_cannot_be_decoded(
             for k in range(4):
                 made[f"x{k}"] = ramp((4, 3), "int16")
             made["text"] = np.array([b"abc", b"de"])
-            made["record"] = np.zeros(3, [("a", "f4"), ("b", "i4")])
-            made["by text"] = ramp((4, 3), "int16")
-            made["by text"].attrs["scale_factor"] = np.bytes_("a half")
             made["flags"] = ramp((4, 3), "bool")
             made["flags"].attrs["_FillValue"] = np.int8(1)
 
@@ -322,21 +269,6 @@ def test_a_wrong_element_of_a_decoded_tree_is_found(comm: Any, file: str) -> Non
 # --- back to xarray
 
 
-def test_a_tree_becomes_a_dataset(file: str) -> None:
-    """What a load of all variables gives, wrapped, is what xarray opens, whatever of it is a coordinate."""
-    with X64(True):
-        plan = shardload.plan(file, mesh_of(), P(), dataset="*", decode=True)
-        x = plan.execute()
-        found = shardload.to_xarray(x, plan)
-    assert isinstance(found, xr.Dataset) and set(found.data_vars) == {"t", "s"} and found["t"].data is x["t"]
-    with xr.open_dataset(file, decode_times=False, engine="h5netcdf") as opened:
-        wanted = opened.load()
-    local = found.copy(data={name: np.asarray(one.data.addressable_shards[0].data) for name, one in found.data_vars.items()})
-    xr.testing.assert_identical(local.drop_attrs(deep=False), wanted.drop_attrs(deep=False))
-    nested = shardload.to_xarray({"g": [x["t"]]}, {"g": [plan.plans["t"]]})
-    assert type(nested["g"]) is list and nested["g"][0].dims == ("time", "lat", "lon")
-
-
 def test_what_cannot_share_a_dataset(comm: Any, file: str) -> None:
     """Wrong if arrays of different parts were put beside each other, or an index made of an array that no process holds."""
     names = {"a": "t", "b": "t"}
@@ -346,6 +278,8 @@ def test_what_cannot_share_a_dataset(comm: Any, file: str) -> None:
         shardload.to_xarray(x, plan)
     apart = jax.tree.map(shardload.to_xarray, x, plan.plans)
     assert [float(apart[key]["lat"]) for key in "ab"] == [60.0, float(climate().lat[1])]
+    nested = shardload.to_xarray({"g": [x["a"]]}, {"g": [plan.plans["a"]]})
+    assert type(nested["g"]) is list and nested["g"][0].dims == ("time", "lon")
     plan = shardload.plan(file, mesh_of(), P(), dataset=names, decode=True, select={"a": slice(0, 2), "b": slice(0, 1)})
     with pytest.raises(ConfigError, match=r"'time' has 2 elements in \['a'\] and 1 in \['b'\]"):
         shardload.to_xarray(plan.execute(), plan)

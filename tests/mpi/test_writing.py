@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload import PeerError, VerifyError
+from shardload import PeerError, SourceError, VerifyError
 from shardload.engine import file_target as writing
+from shardload.formats.hdf5 import sink as hdf5_sink
 from shardload.formats.sink import Encoder
 from tests.mpi.support import on_disk, ramp, same_error
 
@@ -105,6 +106,21 @@ def test_a_place_that_rank_0_cannot_give(comm: Any, shared_tmp_path: Path, monke
 
     monkeypatch.setattr(writing.FileTarget, "_answers", twice)
     same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), PeerError, "has a place already")
+    assert on_disk(comm, shared_tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["one chunk less", "another mask"])
+def test_chunks_that_hdf5_has_otherwise(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Wrong if metadata got the name that lead to fewer chunks than were written, or to some with filters left out."""
+    right = hdf5_sink.list_chunks
+
+    def others(dataset: Any, take: Any, few: Any) -> None:
+        changed = (lambda *of: take(*(one[1:] for one in of))) if "less" in what else lambda *of: take(*of[:3], of[3] | 1)
+        right(dataset, changed, few)
+
+    monkeypatch.setattr(hdf5_sink, "list_chunks", others)
+    says = "has 26 chunks for HDF5, but 27 were written" if "less" in what else "chunk (0, 0, 0) of '/gzip' in"
+    same_error(comm, lambda: write(comm, shared_tmp_path / "out.h5"), SourceError, says)
     assert on_disk(comm, shared_tmp_path) == []
 
 

@@ -11,31 +11,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import h5py
 import psutil
 import pytest
 
-from tests.jobs import faults
 from tests.jobs.launch import ROOT
 from tests.mpi.support import ramp
 from tests.slurm import daemons
 from tests.slurm.cluster import Cluster
 from tests.slurm.daemons import marked, why_not
-from tests.tiers import IS_QUICK
 
 Site = Callable[..., dict[str, str]]
 
 DIES = "tests/slurm/scripts/dies.py"
-# One of each kind: a read that fails, memory that is not there, a file that changes or is damaged. tests/jobs has all of them.
-SURVIVED = (
-    "EIO at a reader's 2nd chunk, HDF5",
-    "no memory at a reader's 2nd chunk",
-    "no space for shared memory on rank 1",
-    "file written during the load",
-    "chunk cut short, gzip in HDF5",
-)
 
 
 @pytest.mark.parametrize(
@@ -58,18 +47,6 @@ def test_rank_that_dies(cluster: Cluster, site: Site, run_script: Path, tmp_path
     done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=1", env=env, arguments=command)
     assert done.state == "FAILED" and done.code != 0
     assert cause in done.output, done.output
-
-
-def test_what_a_job_survives(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
-    """Wrong if ranks of one node saw something else than those of the other, or waited for what it could not send."""
-    third = 0 if IS_QUICK else None
-    env = {**site(), **({"FAULTS_THIRD": str(third)} if IS_QUICK else {})}
-    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], "slurm/run.py", str(faults.SCRIPT), str(tmp_path), *SURVIVED)
-    done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, seconds=180).check()
-    ranks: list[list[dict[str, Any]]] = [[] for _ in range(faults.N)]
-    for line in done.said():
-        ranks[line["rank"]].append(line)
-    faults.check_survivors(ranks, SURVIVED, third)
 
 
 def test_job_that_hangs_is_ended(cluster: Cluster, run_script: Path) -> None:

@@ -1,4 +1,4 @@
-"""Do values arrive on a cluster, and in files? In nodes through shared memory, between nodes as messages, started in every way.
+"""Do values arrive on a cluster? In nodes through shared memory, between nodes as messages, started in every way.
 
 The nodes have hostnames of their own, which is what MPI tells them apart by; nothing is told to shardload.
 """
@@ -10,12 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import h5py
-import numpy as np
 import pytest
-import zarr
 
 from tests.jobs.launch import ROOT
-from tests.mpi.support import cube, ramp
+from tests.mpi.support import ramp
 from tests.slurm.cluster import Cluster, Done
 from tests.tiers import IS_QUICK, thorough
 
@@ -24,7 +22,6 @@ Site = Callable[..., dict[str, str]]
 RUN = "slurm/run.py"
 LAUNCHED = "tests/jobs/scripts/launched.py"
 LOADS = "tests/slurm/scripts/loads.py"
-SAVES = "tests/slurm/scripts/saves.py"
 WAYS = {
     "srun pmi2, MPICH": ("mpich", ["srun", "--mpi=pmi2", "-K1"]),
     "srun pmix, Open MPI": ("openmpi", ["srun", "--mpi=pmix", "-K1"]),
@@ -67,27 +64,6 @@ def test_four_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Pa
     command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, LOADS, str(tmp_path), *["few"] * IS_QUICK)
     done = cluster.run(run_script, "--nodes=4", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT)
     placed(done, 4, 8, IS_QUICK)
-
-
-def test_saves_on_two_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
-    """Wrong if nodes wrote over each other's pages, a node read back what it wrote itself, or a full disk of one node was that
-    node's trouble only."""
-    env = site()
-    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, SAVES, str(tmp_path))
-    done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT).check()
-    found = sorted(done.said(), key=lambda line: line["rank"])
-    assert [line["node"] for line in found] == [0, 0, 1, 1]
-    for line in found:
-        assert {found[k]["node"] for k in line["writers"]} == {1 - line["node"]}, found
-        assert line["read back"] == found[0]["read back"], found
-        assert "on rank 2 of 4" in line["error"] and "no space is left" in line["error"], found
-        assert line["error"] == found[0]["error"], found
-    assert found[0]["read back"] == [2 * 27, 2, 2 * 27] and any(line["sent"][0] for line in found)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gzip.h5", "plain.h5", "x.zarr"]
-    opened = [h5py.File(tmp_path / "gzip.h5"), h5py.File(tmp_path / "plain.h5"), zarr.open_group(tmp_path / "x.zarr", mode="r")]
-    for file in opened:
-        for name in ("g0/x", "g1/x"):
-            np.testing.assert_array_equal(file[name][...], ramp(cube()))
 
 
 def test_without_mpi(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:

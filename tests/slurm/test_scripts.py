@@ -113,14 +113,6 @@ def test_script(cluster: Cluster, site: Site, tmp_path: Path, name: str) -> None
     compare(cluster.run(SLURM / f"{name}.sh", env=env).check().output, expected(name))
 
 
-@pytest.mark.thorough  # test_two_nodes has srun with Open MPI
-@pytest.mark.parametrize("name", ["two-nodes-wide"])
-def test_script_with_open_mpi(cluster: Cluster, site: Site, name: str) -> None:
-    """Wrong if what works is MPICH's way of starting alone: --mpi=pmix."""
-    env = site("openmpi", devices=DEVICES.get(name, 1))
-    compare(cluster.run(SLURM / f"{name}.sh", env=env).check().output, expected(name))
-
-
 def test_modules_and_environment(cluster: Cluster, site: Site, tmp_path: Path) -> None:
     """Jean Zay's kind. Wrong if modules were not loaded, in a clean environment, before Python starts."""
     (tmp_path / "bin").mkdir()

@@ -133,19 +133,9 @@ def absent(_: Any) -> None:
 
 
 @case
-def absent_at_first(_: Any) -> None:
-    """Before there is a communicator to ask each other on."""
-    mine, _ = comm.Dup(), mesh_of()  # JAX itself waits for all processes when it is first asked for devices
-    if comm.rank == 1:
-        hold()
-    again_on["comm"] = mine
-    load(comm=mine)
-
-
-@case
 def duplicated(_: Any) -> None:
     """When there is a communicator, before the first message over it."""
-    mine, _ = comm.Dup(), mesh_of()
+    mine, _ = comm.Dup(), mesh_of()  # JAX itself waits for all processes when it is first asked for devices
     if comm.rank == 0:
         importlib.import_module("shardload.comm.group").Group.send_text = hold  # type: ignore[method-assign]
     again_on["comm"] = mine
