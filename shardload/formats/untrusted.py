@@ -412,13 +412,9 @@ class UntrustedFile(OpenFile):
             error.path, error.dataset = self.path, dataset
         return error
 
-    def list_arrays(self) -> list[ArrayInfo]:
-        """Every array in the file."""
-        return self.ask(self._infos, "list_arrays")
-
-    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Some of them."""
-        return self.ask(self._infos, "sketch", most, like)
+    def list_arrays(self, most: int | None = None, like: str = "", in_full: bool = True) -> list[ArrayInfo]:
+        """Every array in the file, or some of them."""
+        return self.ask(self._infos, "list_arrays", most, like, in_full)
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """Those below a group to which links lead."""

@@ -183,6 +183,8 @@ class Codec:
             if inner not in BLOSC_CODES:
                 raise ConfigError(f"Blosc's compressor for '{array}' is {inner!r}; expected one of {', '.join(BLOSC_CODES)}")
             shuffle = 2 if bits else int(compression.shuffle)
+        if compression.level is not None and not self.levels:
+            options["level"] = compression.level
         if options:
             raise ConfigError(
                 f"compression of '{array}': {self.word} has no option {', '.join(map(repr, sorted(options)))} in {file_format}"

@@ -102,10 +102,6 @@ class Source(abc.ABC):
         """
         return self.info.parts
 
-    def nbytes_stored(self) -> int | None:
-        """Bytes on disk; None if the format does not know them. It may take long. The default is what `info` says."""
-        return self.info.nbytes_stored
-
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values of `region` by the format library's own indexing, without code of this package: for verification.
 
@@ -150,15 +146,10 @@ class Source(abc.ABC):
         for key, (kind, values) in info.packing.items():
             if kind not in ("number", "text", "unreadable"):
                 attrs[key] = np.array(values[0] if len(values) == 1 else values, dtype=kind)[()]
-        words = info.codec.replace("(", "+").replace(")", "").split("+")
+        words = info.codec.split("+")
         codecs = [word for word in words if word not in ("none", "shuffle", "fletcher32", "crc32c")]
-        compression: dict[str, Any] | None = None
-        if codecs or "shuffle" in words:
-            name = codecs[0] if codecs else "none"
-            compression = {"name": name, "shuffle": "shuffle" in words or name == "blosc"}
-            if len(codecs) > 1:
-                compression["options"] = {"cname": codecs[1]}
-        return Properties.of(labels, self.dtype, attrs, compression=compression)
+        compression = {"name": (codecs or ["none"])[0], "shuffle": "shuffle" in words or codecs == ["blosc"]}
+        return Properties.of(labels, self.dtype, attrs, compression=compression if codecs or compression["shuffle"] else None)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only
@@ -219,9 +210,14 @@ class OpenFile(abc.ABC):
     """
 
     @abc.abstractmethod
-    def list_arrays(self) -> list[ArrayInfo]:
+    def list_arrays(self, most: int | None = None, like: str = "", in_full: bool = True) -> list[ArrayInfo]:
         """Every array in the file, in the file's order, from metadata alone. Includes arrays that cannot be loaded, with the
         reason.
+
+        With `most`, at most `most` + 1 of them, each under one name, quickly: for a message about which the caller could mean.
+        If the file has more, the result includes arrays below `like`, or with a similar name, if the format lists names
+        quickly. Unless `in_full`, what a load does not need may be left out, as text attributes: in some formats it is not safe
+        to read those of a damaged file.
         """
 
     @abc.abstractmethod
@@ -239,20 +235,11 @@ class OpenFile(abc.ABC):
         """
         return None
 
-    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """At most `most` + 1 arrays of the file, each under one name, quickly: for a message about which the caller could mean.
-        By default the first of `list_arrays`.
-
-        If the file has more than `most` arrays, the result includes arrays below `like`, or with a similar name, if the format
-        lists names quickly. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
-        """
-        return self.list_arrays()[: None if most is None else most + 1]
-
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """The arrays below a `group` to which links lead, under the names by which `open` opens them. By default none.
 
-        `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there, else as in
-        `sketch`. Raises SourceError for a link without a target, and for one that the caller does not allow.
+        `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there. Raises SourceError
+        for a link without a target, and for one that the caller does not allow.
         """
         return []
 

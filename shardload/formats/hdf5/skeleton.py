@@ -204,10 +204,6 @@ class SkeletonSource(Hdf5Source):
         """See `Source`."""
         return self._whole.properties()
 
-    def nbytes_stored(self) -> int | None:
-        """See `Source`."""
-        return self._whole.nbytes_stored()
-
     def close(self) -> None:
         """Close the object, and the file if it was opened."""
         if (whole := self.__dict__.get("_whole")) is not None:

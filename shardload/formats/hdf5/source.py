@@ -231,10 +231,6 @@ class Hdf5Source(Source):
         if self.dataset.facts.in_store and self._tiles is not None:
             self._tiles.expect_in_order(regions)
 
-    def nbytes_stored(self) -> int | None:
-        """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
-        return None if self.others.is_virtual else int(self.dataset.id.get_storage_size())
-
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
         check_request(self.info, self.dtype, region, out)

@@ -395,12 +395,11 @@ def document_of(name: str, spec: ArraySpec) -> Json:
 
 def _compressor(name: str, compression: Compression, itemsize: int) -> Json:
     """The options of a compressor in the metadata."""
-    codec = ZARR_CODECS[compression.name] if compression.name in _NAMES else None
-    if codec is None or (compression.level is not None and not codec.levels):
+    if compression.name not in _NAMES:
         is_lz4 = compression.name == "lz4"
         fix = "compression='blosc(lz4)', which has it inside" if is_lz4 else "compression='zstd', or another of these"
-        level = f" with level {compression.level}" if compression.name in _NAMES else ""
-        raise ConfigError(f"compression of '{name}' is {compression.name!r}{level}; Zarr has {', '.join(_NAMES)}. Pass {fix}")
+        raise ConfigError(f"compression of '{name}' is {compression.name!r}; Zarr has {', '.join(_NAMES)}. Pass {fix}")
+    codec = ZARR_CODECS[compression.name]
     return options_of(codec, codec.parameters(name, compression, itemsize, "Zarr"))
 
 

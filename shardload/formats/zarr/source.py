@@ -278,16 +278,12 @@ class _ZarrStore(OpenFile):
     def __init__(self, store: WatchedStore, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
 
-    def list_arrays(self) -> list[ArrayInfo]:
-        """Every array in the store, by name; chunks are not read."""
-        return list(self._describe_all())
-
     def expect(self, datasets: Iterable[str]) -> None:
         """Of a store at a URL the metadata are fetched."""
         self._store.expect(datasets)
 
-    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same, but at most `most` + 1 arrays."""
+    def list_arrays(self, most: int | None = None, like: str = "", in_full: bool = True) -> list[ArrayInfo]:
+        """Every array in the store, by name; chunks are not read."""
         try:
             return list(itertools.islice(self._describe_all(), None if most is None else most + 1))
         except NoListingError as error:

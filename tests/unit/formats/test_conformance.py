@@ -236,7 +236,12 @@ WRONG: dict[str, tuple[type, dict[str, Any], str, str]] = {
     "chunks too short": (Hdf5Chunks, {"decode": one_too_short}, "chunk by chunk", "wrong values"),
     "zeros in missing chunks": (Hdf5Chunks, {"decode": zeros_for_missing}, "chunks that are missing", "expected 9"),
     "KeyError for damage": (Hdf5Format, {"open_file": damage_is_a_key_error}, "file was cut", "says that the file is sound"),
-    "lists too little": (Hdf5File, {"list_arrays": lambda self: list_arrays(self)[1:]}, "lists every array", "are listed"),
+    "lists too little": (
+        Hdf5File,
+        {"list_arrays": lambda self, *given, **more: list_arrays(self, *given, **more)[1:]},
+        "lists every array",
+        "are listed",
+    ),
     "leaves files open": (Hdf5Format, {"open_file": leaking}, "gives back what it opened", "descriptors stay open"),
 }
 

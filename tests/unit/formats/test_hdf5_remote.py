@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -145,7 +146,7 @@ def told_of(url: str, region: Region | None = None) -> ArrayInfo:
     with Finder(FILTERS, tells=True) as finder:
         found = finder.find(url, "g/x", lambda info, _: (info, region or Region.whole(info.shape)))
     assert found.values is None
-    return ArrayInfo.from_json(found.info.to_json())
+    return ArrayInfo.from_dict(json.loads(json.dumps(found.info.to_dict())))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

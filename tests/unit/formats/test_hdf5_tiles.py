@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -264,7 +265,7 @@ def test_one_rank_looks_at_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Others open only those that they read, and take no other version of them, nor of the file that leads to them."""
     path = rows(tmp_path, (2, 2, 2), chunks=(1, 6, 5), compression="gzip")
     source = open_source(path, "/x")
-    told = ArrayInfo.from_json(source.info.to_json())
+    told = ArrayInfo.from_dict(json.loads(json.dumps(source.info.to_dict())))
     source.close()
     opened: list[str] = []
     right = links._open_checked

@@ -314,7 +314,7 @@ def opened(limits: Limits) -> Source:
 
 def opening(info: ArrayInfo, state: str = "[1, 2]") -> list[str]:
     """What a helper says when an array is opened."""
-    return [f"say({json.loads(info.to_json())!r})", f"say({state})"]
+    return [f"say({json.loads(json.dumps(info.to_dict()))!r})", f"say({state})"]
 
 
 OPEN, READ = opening(INFO), "read(*range(70))"
@@ -388,7 +388,7 @@ def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) ->
     ids=str,
 )
 def test_a_description_that_cannot_be_right(wrong: dict[str, Any]) -> None:
-    good = json.loads(INFO.to_json())
+    good = json.loads(json.dumps(INFO.to_dict()))
     assert info_of(good, "f.h5") == INFO
     with pytest.raises(HelperError, match="cannot be right"):
         checked(lambda answer: info_of(answer, "f.h5"), good | wrong)
@@ -397,7 +397,7 @@ def test_a_description_that_cannot_be_right(wrong: dict[str, Any]) -> None:
 
 
 def test_what_is_printed_cannot_move_a_terminal_and_a_path_is_not_the_helpers_to_say() -> None:
-    good = json.loads(INFO.to_json())
+    good = json.loads(json.dumps(INFO.to_dict()))
     found = info_of(good | {"path": "/etc/passwd", "codec": "\x1b[2J", "attributes": {"a\n": ["\x07"]}}, "f.h5")
     assert (found.path, found.codec, found.attributes) == ("f.h5", "\\x1b[2J", {"a\\n": ["\\x07"]})
 
@@ -405,7 +405,7 @@ def test_what_is_printed_cannot_move_a_terminal_and_a_path_is_not_the_helpers_to
 @pytest.mark.usefixtures("quick_helpers")
 def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     """As in this process: it is 1 where it is not 0, before NumPy or JAX see it."""
-    info = json.loads(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_json())
+    info = json.loads(json.dumps(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_dict()))
     read = "read(0, 2, 255, kind='B')"
     fake(*opening(ArrayInfo.from_dict(info)), read, "say([])", read)
     source = opened(ONE)

@@ -68,7 +68,7 @@ class Store:
         """An array as a rank opens it that was told of it: nothing is asked for."""
         info = find_array(self.url, name, self.access)
         self.server.clear()
-        source = open_source(self.url, name, self.access, type(info).from_json(info.to_json()))
+        source = open_source(self.url, name, self.access, type(info).from_dict(json.loads(json.dumps(info.to_dict()))))
         assert not self.server.log
         return source
 
