@@ -175,7 +175,7 @@ class Labeller:
                 return self._add(info, opened, path)
 
     def _add(self, info: ArrayInfo, source: Source, path: str) -> ArrayInfo:
-        read_in = source.opened_in()
+        read_in = source.opened_in
         try:
             labels = self._labels(info, source, path)
         except _DAMAGED as error:  # the values may be fine

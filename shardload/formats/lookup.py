@@ -454,7 +454,7 @@ class Finder:
             return self._found_open(path, source, look)
 
     def _found_open(self, path: str, source: Source, look: Look) -> FoundArray:
-        read_in = self._states[_place_of(path)] if self._keeps_states else source.opened_in()
+        read_in = self._states[_place_of(path)] if self._keeps_states else source.opened_in
         info, region = look(source.info, source)
         if region is None:
             return FoundArray(info)
@@ -476,14 +476,13 @@ class Finder:
             return None
         self._left_nbytes -= nbytes
         try:
-            before = source.opened_in()
+            before = source.opened_in
             values = np.empty(region.shape, source.dtype)
             if region.shape != info.shape:
                 source.expect(region)
             source.expect_in_order(iter([region]))
-            source.read_into(region, values)
-            is_whole = not source.missing(region) and source.state() == before
-            return values if is_whole else None
+            missing = source.read_into(region, values)
+            return values if not missing and source.state() == before else None
         except Exception:  # the normal load reports it
             return None
 

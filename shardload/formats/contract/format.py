@@ -37,8 +37,8 @@ class HelperError(OSError):
 class Source(abc.ABC):
     """One open array. Not collective: each reading rank opens its own.
 
-    A format must implement `info`, `dtype`, `read_into`, `state` and `close`. It may override the other methods if it can do
-    better than their defaults.
+    A format must implement `info`, `dtype`, `read_into`, `plain`, `state` and `close`. It may override the other methods if it
+    can do better than their defaults.
     """
 
     info: ArrayInfo
@@ -47,9 +47,14 @@ class Source(abc.ABC):
     dtype: np.dtype[Any]
     """Type of the values that `read_into` writes: that of the file, in native byte order."""
 
+    opened_in: tuple[int, ...] | None = None
+    """`state` before the metadata of this array were read, so that the caller notices any later change."""
+
     @abc.abstractmethod
-    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Write the values of `region` (in the file's coordinates) into `out`.
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> Sequence[tuple[int, ...]]:
+        """Write the values of `region` (in the file's coordinates) into `out`. Returns the indices of the missing chunks (not
+        stored) that meet it; their values are the fill value. ``[()]`` if an array without chunks has no stored values. Missing
+        chunks that the format's library hides are left out.
 
         `out` is C-contiguous and writable, and has exactly `region.shape` and `dtype`. Call `check_request` first: it raises
         ValueError for anything else. Decode each chunk that meets `region` once. Empty regions are allowed and read nothing.
@@ -63,13 +68,6 @@ class Source(abc.ABC):
         """Size and time of last change of the open file, then other numbers that tell it from another file on this machine.
         None if the array is in no file. Never raises. See `state_of`.
         """
-
-    def opened_in(self) -> tuple[int, ...] | None:
-        """`state` before the metadata of this array were read, so that the caller notices any later change. Never raises.
-
-        The default is the present state. A format that reads metadata when it opens an array takes the state first.
-        """
-        return self.state()
 
     def versions_read(self) -> Mapping[str, Sequence[Any]]:
         """Of each object elsewhere to which the file leads, and which was read: its name, and numbers of its version, by a key
@@ -102,24 +100,11 @@ class Source(abc.ABC):
         """
         return self.info.parts
 
+    @abc.abstractmethod
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
-        """The values of `region` by the format library's own indexing, without code of this package: for verification.
-
-        They may have any byte order. The default calls `read_into`: ``verify="file"`` then compares the devices with a second
-        read by the same code.
+        """The values of `region` by the format library's own indexing, without code of this package: for verification. They may
+        have any byte order.
         """
-        out = np.empty(region.shape, self.dtype)
-        self.read_into(region, out)
-        return out
-
-    def missing(self, region: Region) -> Sequence[tuple[int, ...]]:
-        """The indices of the missing chunks (not stored) that meet `region`; their values are the fill value. ``[()]`` if an
-        array without chunks has no stored values. The default is that no chunk is missing.
-
-        It is called right after `read_into` of the same region, so that a format can use what it noticed there. Missing chunks
-        that the format's library hides are left out.
-        """
-        return ()
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values without a copy, if they are in memory already, with any dtype and strides. The default is None."""

@@ -377,11 +377,10 @@ def _check_other_ways(source: Source, expected: Array) -> None:
 def _check_written(source: Source, expected: Array) -> None:
     """No chunk is missing here, except that a format may leave out chunks that are equal to their fill value."""
     for region in _regions(expected.shape, source.info.chunks):
-        source.read_into(region, np.empty(region.shape, source.dtype))
-        for index in source.missing(region):
+        for index in source.read_into(region, np.empty(region.shape, source.dtype)):
             values = expected[_cell(source.info, index).slices()] if source.info.chunks else expected
             same = values.size == 0 or bool((values == values.reshape(-1)[0]).all())
-            expect(same, f"missing({region}) of {source.info} names the chunk {index}, which was written")
+            expect(same, f"the read of {region} of {source.info} names the chunk {index} as missing, which was written")
 
 
 def _cell(info: ArrayInfo, index: Sequence[int]) -> Region:
@@ -430,9 +429,9 @@ def _check_chunks(source: Source, expected: Array, missing: Collection[tuple[int
 
 
 def _check_state(source: Source, expected: Array) -> None:
-    first, second, before = source.state(), source.state(), source.opened_in()
+    first, second, before = source.state(), source.state(), source.opened_in
     expect(first == second, f"state() of {source.info} is {first}, then {second}, and nothing has changed")
-    expect(before == first, f"opened_in() of {source.info} is {before}, its state() {first}, and nothing has changed")
+    expect(before == first, f"opened_in of {source.info} is {before}, its state() {first}, and nothing has changed")
     fits = first is None or (isinstance(first, tuple) and all(type(n) is int for n in first))
     expect(fits, f"state() of {source.info} is {first!r}, expected a tuple of int, or None")
 
@@ -603,6 +602,6 @@ def _check_missing(files: _Files, write_missing: WriteMissing) -> None:
         for region in _regions(info.shape, info.chunks):
             _compare(info, region, _read(source, region), values)
             meeting = {index for index in indices if region.size and (not index or _cell(info, index).intersect(region))}
-            reported = {tuple(index) for index in source.missing(region)}
-            expect(reported == meeting, f"missing({region}) of {info} is {sorted(reported)}, expected {sorted(meeting)}")
+            reported = set(map(tuple, source.read_into(region, np.empty(region.shape, source.dtype))))
+            expect(reported == meeting, f"missing in {region} of {info} is {sorted(reported)}, expected {sorted(meeting)}")
         _check_chunks(source, values, indices)

@@ -217,13 +217,13 @@ WRONG: dict[str, tuple[type, dict[str, Any], str, str]] = {
     "bound to a thread": (Hdf5Source, {"read_into": in_its_own_thread}, "from any thread", "made in another thread"),
     "state is made up": (
         Hdf5Source,
-        {"state": lambda _: (1, 2), "opened_in": lambda _: (1, 2)},
+        {"state": lambda _: (1, 2), "opened_in": property(lambda _: (1, 2), lambda *_: None)},
         "state that changes",
         r"is \(1, 2\) before and after",
     ),
     "missing chunks untold": (
         Hdf5Source,
-        {"missing": lambda *_: []},
+        {"read_into": lambda *arguments: (read_into(*arguments), [])[1]},
         "chunks that are missing",
         r"is \[\], expected \[\(1, 0\)",
     ),

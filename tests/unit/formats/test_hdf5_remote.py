@@ -28,7 +28,18 @@ from shardload.storage.remote import RemoteObject
 from tests.mpi.support import counted
 from tests.servers import ObjectServer
 from tests.unit.fakes import ObjectInMemory
-from tests.unit.files import assert_same, check_source, compact, early, flat, raw_dataset, read, read_all, write_hdf5
+from tests.unit.files import (
+    assert_same,
+    check_source,
+    compact,
+    early,
+    flat,
+    missing_in,
+    raw_dataset,
+    read,
+    read_all,
+    write_hdf5,
+)
 
 pytest.importorskip("obstore")
 
@@ -161,12 +172,12 @@ def test_values_and_requests(tmp_path: Path, server: ObjectServer, layout: str) 
         whole = Region.whole(info.shape)
         expected = local.plain(whole)
         check_source(source, expected)
-        assert list(source.missing(whole)) == list(local.missing(whole))
+        assert missing_in(source) == missing_in(local)
         if "user block" not in layout:  # on disk, HDF5 reads it
             assert (source.chunk_reader() is None) == (local.chunk_reader() is None)
         assert min((r.first for r in server.log), default=1) > 0, "the file was opened"
         assert_same(np.asarray(source.plain(whole)), expected)  # this opens it
-        assert source.labels().dims == local.labels().dims and source.state() == source.opened_in() is not None
+        assert source.labels().dims == local.labels().dims and source.state() == source.opened_in is not None
     for one in (info, None):  # who was not told opens it
         with closing(open_source(url, "/g/x", FILTERS, one)) as source:
             assert_same(read_all(source), expected.astype(expected.dtype.newbyteorder("=")))
