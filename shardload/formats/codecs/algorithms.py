@@ -117,10 +117,7 @@ class Chain:
             If one of them is damaged, or the sizes do not fit. Some may have been written to `out`.
         """
         data, n = encoded, len(encoded)
-        target: Bytes = out.reshape(-1).view(np.uint8)
-        if target.nbytes != n * self.nbytes:
-            raise ValueError(f"a buffer of {target.nbytes} bytes for {n} chunks of {self.nbytes}")
-        target = target.reshape(n, self.nbytes)
+        target: Bytes = out.reshape(-1).view(np.uint8).reshape(n, self.nbytes)
         stages = [stage for k, stage in enumerate(self._stages) if k not in skipped]
         for k, stage in enumerate(stages):
             later = [stage.n_more for stage in stages[k + 1 :]]

@@ -258,7 +258,6 @@ class GrowingHdf5Array(Hdf5Encoder, Growing):
     def __init__(self, path: str, name: str, stored: Json, axis: int, n_new: int) -> None:
         shape = self.begin(stored, axis, stored["chunks"][axis], n_new)
         super().__init__(path, name, spec_of(stored, shape), stored["format"])
-        self.is_placed_by_root = True
 
 
 class Hdf5Growth(LedgerSink):

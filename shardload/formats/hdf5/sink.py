@@ -368,7 +368,6 @@ class Hdf5PlacedChunks(PlacedChunks):
     def __init__(self, path: str, name: str, spec: ArraySpec, stored_name: str, origin: Sequence[int] = ()) -> None:
         super().__init__(name, spec.grid if spec.chunks is not None else ())
         self.path, self.stored_name = path, stored_name
-        self.most_nbytes = (1 << 32) - 1 if self.grid else self.most_nbytes
         self._chunks, self._origin = np.array(spec.chunks or (), np.int64), np.array(origin or (0,) * len(self.grid), np.int64)
         self._masks = np.zeros(len(self.sizes), np.uint32)
 

@@ -52,7 +52,7 @@ class StoreSource(Hdf5Source):
             return None
         image, has_filters = _skeleton_of(dataset)
         filters = [[number, flags, list(values), name.hex()] for number, flags, values, name in dataset.stored_filters]
-        parts: Json = {"pin": list(cache.below.pin), "skeleton": _text_of(image), "filters": filters}
+        parts: Json = {"pin": list(cache.below.pin), "skeleton": base64.b64encode(image).decode(), "filters": filters}
         if places is not None:
             box = chunks_met(region, places.chunk) if region.size else [range(0)] * region.ndim
             if math.prod(map(len, box)) > _MOST_TOLD:
@@ -214,14 +214,10 @@ class SkeletonSource(Hdf5Source):
 # --- arrays and bytes in JSON
 
 
-def _text_of(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
 def _packed(table: np.ndarray[Any, Any]) -> str:
     """Offsets, sizes and masks as text. Bytes of the same weight stand together: most are zero, and compress well."""
     planes = np.ascontiguousarray(table.astype("<i8")).view(np.uint8).reshape(-1, 8).T
-    return _text_of(zlib.compress(planes.tobytes(), level=1))
+    return base64.b64encode(zlib.compress(planes.tobytes(), level=1)).decode()
 
 
 def _unpacked(text: str) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -180,7 +180,7 @@ def test_sizes_that_do_not_come_out() -> None:
     ):
         with pytest.raises(ValueError, match="bytes"):
             Chain(stages, 1200).decode([data], out)
-    with pytest.raises(ValueError, match="a buffer of 1196 bytes for 1 chunks of 1200"):
+    with pytest.raises(ValueError, match="reshape"):
         Chain([], 1200).decode([raw], out[:-1])
 
 
