@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from shardload.system.undo import Undo
+
 _MOST_DOUBLINGS = 30
 
 # Requests that were abandoned (a stall, Ctrl-C): MPI may still write into their buffers, so they are never freed.
@@ -98,11 +100,8 @@ class MpiCollectives(Collectives):
 
 def _complete(request: Any, look: Callable[[], None], *kept: Any) -> None:
     """Wait for a request. What is `kept` lives on if that is interrupted."""
-    try:
+    with Undo(lambda: abandoned.append((request, kept))):
         wait_for(request.Test, look)
-    except BaseException:
-        abandoned.append((request, kept))
-        raise
 
 
 def wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:

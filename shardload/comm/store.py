@@ -216,8 +216,10 @@ class StoreTransport(Transport):
         for rank, kind, message in messages:
             if kind == _NOTE:
                 self._notes.append((rank, np.frombuffer(message, dtype=np.int64)))
-            elif kind == _ACK:
-                callbacks += self._acknowledged(rank, int(message))
+            elif kind == _ACK:  # of so many pieces
+                pieces = [self._in_store[rank].popleft() for _ in range(int(message))]
+                self._in_store_nbytes -= sum(nbytes for nbytes, _ in pieces)
+                callbacks += [on_done for _, on_done in pieces if on_done is not None]
             else:
                 n_taken[rank] += 1
                 self._pieces[rank].append(message)
@@ -246,12 +248,6 @@ class StoreTransport(Transport):
         answer, self._answer = self._answer, None
         paths = [(key.split("/"), message) for key, message in answer.result()]
         return [(int(sender), number[-1], message) for (*_, sender, number), message in paths]
-
-    def _acknowledged(self, rank: int, n: int) -> list[Callable[[], None]]:
-        """Count the next `n` pieces to a rank as received. Return the callbacks of values of which these are the last."""
-        pieces = [self._in_store[rank].popleft() for _ in range(n)]
-        self._in_store_nbytes -= sum(nbytes for nbytes, _ in pieces)
-        return [on_done for _, on_done in pieces if on_done is not None]
 
     def _fill_store(self) -> None:
         while self._queue and self._in_store_nbytes + self._queue[0][1].nbytes <= self._most_nbytes:
