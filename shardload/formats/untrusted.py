@@ -307,7 +307,7 @@ class UntrustedFile(OpenFile):
                 resources.callback(_kill, self._process, os.getpid())
                 self._end = weakref.finalize(self, resources.pop_all().close)
             self._receive_answer(_START_SECONDS, _START_SECONDS)
-        except (AttributeError, OSError, ValueError, RuntimeError) as error:  # AttributeError: not Linux
+        except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
                 f"{type(error).__name__}: {error}. Fix that, or load without untrusted=True if you trust the file"

@@ -204,7 +204,7 @@ _BLOSC_OPTIONS = frozenset({"cname", "clevel", "shuffle", "blocksize", "typesize
 
 CODECS = (
     Codec("gzip", 1, "zlib", "2n", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda p: algorithms.decode_zlib(), encoder=lambda p: algorithms.encode_zlib(p.level)),
+          decoder=lambda p: algorithms.decode_gzip(is_zlib=True), encoder=lambda p: algorithms.encode_zlib(p.level)),
     Codec("gzip", None, "gzip", "23n", _LEVEL, True, levels=(4, 0, 9),
           decoder=lambda p: algorithms.decode_gzip(), encoder=lambda p: algorithms.encode_gzip(p.level)),
     Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, -131072, 22),

@@ -270,11 +270,10 @@ class Hdf5Encoder(Encoder):
         if spec.chunks is not None:
             self.creation.set_chunk(spec.chunks)
             steps = self._add_filters()
-        known_steps = [step for step in steps if step is not None]
-        self._by_library, self._local = len(known_steps) < len(steps), threading.local()
+        self._by_library, self._local = None in steps, threading.local()
         is_placed_by_root = spec.chunks is not None
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
-        steps_here = () if self._by_library else known_steps
+        steps_here = [step for step in steps if step is not None and not self._by_library]
         codec = codec_text(filters_of(self.creation))
         super().__init__(path, name, spec, flavour, codec, steps_here, is_placed_by_root=is_placed_by_root)
 

@@ -313,9 +313,14 @@ class Hdf5Growth(LedgerSink):
             # Of a very small file: `commit` writes its first bytes as a whole, so that no chunk may lie there.
             self._old_end = max(end_of(self.path, file.read_at_most(0, SUPERBLOCK_NBYTES)), HEAD_NBYTES)
             self.begin(file, chunks, self._old_end)
-        with Undo(self.abandon):
+        with Undo(self.abandon), self.explained(), self.calls():
             file.is_as_before = self.ledger.is_as_before
-            self._make_longer()
+            self._shorten(self.open_library("r+"))
+            self.close_library()
+            self._give_end_back()
+            self.open_library("r+")
+            for name in (*self.arrays, *self.dimensions):
+                self.library[name].resize(self.new_shape(name))
         return self
 
     def file_of(self, ticket: Ticket) -> str:
@@ -338,15 +343,6 @@ class Hdf5Growth(LedgerSink):
             yield lambda region: np.asarray(dataset[array.in_file(region).slices()])
 
     # --- on the rank that creates it
-
-    def _make_longer(self) -> None:
-        with self.explained(), self.calls():
-            self._shorten(self.open_library("r+"))
-            self.close_library()
-            self._give_end_back()
-            file = self.open_library("r+")
-            for name in (*self.arrays, *self.dimensions):
-                file[name].resize(self.new_shape(name))
 
     def _shorten(self, file: h5py.File) -> None:
         """Take the chunks at the old edge out of their index: to the library all that come are new."""

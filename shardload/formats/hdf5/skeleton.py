@@ -152,6 +152,7 @@ class SkeletonSource(Hdf5Source):
             yield from self._contiguous.extents(region, self.dtype)
         elif self.places is not None:
             for part in self._parts(region):
+                self.places.check(part)  # before it is cut into requests, which may be billions
                 offsets, sizes, _ = self.places.of(chunks_met(part, self.places.chunk))
                 yield offsets[offsets >= 0], sizes[offsets >= 0]
 

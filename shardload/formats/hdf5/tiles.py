@@ -481,14 +481,8 @@ class Tiles(ChunkReader):
 
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
         """See `ChunkReader`, for parts at URLs."""
-        met = (pair for box in boxes for pair in self._parts_of(box))
-        for k, boxes_of_part in itertools.groupby(met, key=lambda pair: pair[0]):
-            boxes_in_part = list[Sequence[range]]()
-            with suppress(OSError):  # as above
-                for _, box in boxes_of_part:
-                    with self.part_at(k, box) as (reader, inside):
-                        boxes_in_part.append(inside)
-                reader.expect(iter(boxes_in_part))
+        whole = Region.whole(self.shape)
+        self.expect_in_order(region_in_box(box, self._chunks or (), whole) for box in boxes)
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
         """Read a box of chunks as they are stored; those that no part covers are missing."""

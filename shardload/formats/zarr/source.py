@@ -231,10 +231,7 @@ class ZarrFormat(Format):
         """True if the folder has Zarr metadata at its root, and for a set of references to chunks in other files."""
         if os.path.isdir(path):
             return any(os.path.exists(os.path.join(path, mark)) for mark in _MARKS)
-        try:
-            return is_references(path)
-        except OSError:
-            return False
+        return is_references(path)
 
     def claims_url(self, url: str) -> bool:
         """True if the URL of a store has a name that Zarr stores and sets of references have."""
