@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.hdf5 import skeleton
 from shardload.formats.lookup import Finder, find_array, format_of, list_arrays, open_file, open_source, split_path
 from shardload.planning.region import Region
 from shardload.storage.block_cache import BlockCache
@@ -191,6 +193,24 @@ def test_a_region_is_told_and_no_more(tmp_path: Path, server: ObjectServer) -> N
         assert_same(read(source, part), DATA[part.slices()])
         with pytest.raises(ValueError, match="were not asked for"):
             read_all(source)
+
+
+def test_what_no_chunk_can_have_is_not_fetched_ahead(
+    tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a size in a damaged index were cut into requests, any number of them, before anybody compared it."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("g/x", data=np.arange(4000.0), chunks=(1000,), compression="lzf")
+    server.objects["b/a.h5"] = (tmp_path / "a.h5").read_bytes()
+    info = told_of(f"{server.url}/b/a.h5")
+    parts = dict(info.parts or {})
+    table = skeleton._unpacked(parts["chunks"])
+    table[1, 2] = 1 << 40
+    damaged = replace(info, parts={**parts, "chunks": skeleton._packed(table)})
+    monkeypatch.setattr(skeleton, "expect", list)  # what takes the ranges, in another thread, takes an error for their end
+    source, wrong = open_source(f"{server.url}/b/a.h5", "/g/x", FILTERS, damaged), f"a stored chunk of {1 << 40} bytes"
+    with closing(source), pytest.raises(ValueError, match=wrong):
+        source.expect_in_order(iter([Region.whole(info.shape)]))
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
