@@ -138,7 +138,7 @@ def measure_cell(
 def info_of(file: File) -> dict[str, Any]:
     """What a plan knows of a file."""
     (info,) = list_arrays(str(file.path))
-    return json.loads(replace(info, path=file.path.name).to_json())  # type: ignore[no-any-return]
+    return json.loads(json.dumps(replace(info, path=file.path.name).to_dict()))  # type: ignore[no-any-return]
 
 
 def replan(record: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
     cells = []
     for cell in record["cells"]:
         n = cell["ranks"]
-        info = ArrayInfo.from_json(json.dumps(record["infos"][cell["layout"]]))
+        info = ArrayInfo.from_dict(record["infos"][cell["layout"]])
         names = [None if name == "-" else name for name in cell["spec"].split(",")]
         sharding = NamedSharding(AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b")), P(*names))
         options = Options.check()

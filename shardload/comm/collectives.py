@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from shardload.system.undo import Undo
+
 _MOST_DOUBLINGS = 30
 
 # Requests that were abandoned (a stall, Ctrl-C): MPI may still write into their buffers, so they are never freed.
@@ -78,33 +80,28 @@ class MpiCollectives(Collectives):
         """See `Collectives`."""
         rows = np.empty((self._comm.size, *values.shape), dtype=values.dtype)
         self._finish(lambda: self._comm.Iallgather(values, rows), values, rows)
-        self._on_done()
         return rows
 
     def reduce(self, values: Array, op: str) -> Array:
         """See `Collectives`."""
         result = np.empty_like(values)
         self._finish(lambda: self._comm.Iallreduce(values, result, getattr(self._mpi, op.upper())), values, result)
-        self._on_done()
         return result
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
         self._finish(lambda: self._comm.Ibcast(data, root), data)
-        self._on_done()
 
     def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
         self._look()  # raises if the group has stalled, before another message is started
         _complete(start(), self._look, *buffers)
+        self._on_done()
 
 
 def _complete(request: Any, look: Callable[[], None], *kept: Any) -> None:
     """Wait for a request. What is `kept` lives on if that is interrupted."""
-    try:
+    with Undo(lambda: abandoned.append((request, kept))):
         wait_for(request.Test, look)
-    except BaseException:
-        abandoned.append((request, kept))
-        raise
 
 
 def wait_for(is_done: Callable[[], bool], look: Callable[[], None]) -> None:

@@ -51,6 +51,7 @@ from shardload.errors import ConfigError, PeerError, ShardloadError, ShardloadWa
 from shardload.system.garbage import let_go
 from shardload.system.memory_limit import limit_nbytes
 from shardload.system.scratch import is_in_a_call, scratch_of_its_own
+from shardload.system.undo import Undo
 from shardload.units import counted
 
 UNKNOWN_NBYTES = 1 << 62  # of memory, if nothing says how much there is
@@ -346,7 +347,7 @@ class Group:
         """The machines that the ranks run on, the same on every rank. Collective the first time."""
         if self._machine is None:
             pretended = pretended_node(self.rank)
-            cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+            cores = sorted(os.sched_getaffinity(0))
             place = [-1 if pretended is None else pretended, host_number(), digest_of(repr(cores)) >> 1]
             places = self.gather_ints(place)
             _, first, number = np.unique(places[:, :2], axis=0, return_index=True, return_inverse=True)
@@ -437,13 +438,10 @@ class Group:
             return len(received) == len(sources) and not transport
 
         self.watch.look()  # raises if the group has stalled, before a message is started
-        try:
+        with Undo(lambda: abandoned.append(transport.in_use())):
             for rank, row in rows.items():
                 transport.send_note(rank, row)
             wait_for(is_done, self.watch.look)
-        except BaseException:
-            abandoned.append(transport.in_use())
-            raise
         self.watch.agreed()
         return [received[source] for source in sources]
 

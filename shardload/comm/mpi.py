@@ -75,13 +75,8 @@ def load_mpi() -> tuple[Any, str]:
         return None, str(error) or "unknown"
     if not MPI.Is_initialized():  # mpi4py was told not to (mpi4py.rc.initialize), and then does not finalize it either
         MPI.Init_thread()
-        atexit.register(_finalize, MPI)
+        atexit.register(lambda: None if MPI.Is_finalized() else MPI.Finalize())
     return MPI, ""
-
-
-def _finalize(mpi: Any) -> None:
-    if not mpi.Is_finalized():
-        mpi.Finalize()
 
 
 @cache

@@ -170,22 +170,17 @@ class Node:
         return self.segments
 
     def _make(self, nbytes: int) -> None:
-        segments: dict[int, Segment] = {}
-        self.segments, segment, problem = {}, None, not (self._can_share and self._is_enabled)
-        if not problem:
-            try:
+        self.segments, segments, segment = {}, dict[int, Segment](), None
+        if self._can_share and self._is_enabled:
+            with suppress(OSError, AttributeError):
                 segment = Segment.create(max(nbytes, self._nbytes))
-            except (OSError, AttributeError):
-                problem = True
         handles = self._collectives.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if segment is None else segment.handle)
-        try:
-            if segment is not None:
+        if segment is not None:
+            with suppress(OSError, ValueError):
                 segments = {rank: segment if rank == self._rank else Segment.attach(handles[rank]) for rank in self.ranks}
-        except (OSError, ValueError):
-            problem = True
-        problems = self._collectives.gather(np.array([problem], dtype=np.int64))
+        are_mapped = self._collectives.gather(np.array([bool(segments)], dtype=np.int64))
         if segment is not None:
             segment.seal()
-        self._can_share = not problems[list(self.ranks)].any()
+        self._can_share = bool(are_mapped[list(self.ranks)].all())
         if self._can_share:
             self.segments, self._nbytes = segments, max(nbytes, self._nbytes)

@@ -152,7 +152,8 @@ def _take_all(client: Any, prefix: str) -> list[tuple[str, bytes]]:
 
 
 class StoreTransport(Transport):
-    """A `Transport` over the store. Values leave in pieces, of which only a few are in the store at a time.
+    """A `Transport` over the store. Values leave in pieces, of which only a few are in the store at a time. They are copied
+    before they leave, and before they are received, so that no buffer is in use after an interruption.
 
     Parameters
     ----------
@@ -174,7 +175,7 @@ class StoreTransport(Transport):
         self._answer: Future[list[tuple[str, bytes]]] | None = None
         self._queue: deque[tuple[int, Array, Callable[[], None] | None]] = deque()  # pieces; the last one has a callback
         self._in_store: dict[int, deque[tuple[int, Callable[[], None] | None]]] = defaultdict(deque)  # by receiver
-        self._n_in_store = self._in_store_nbytes = 0
+        self._in_store_nbytes = 0
         self._calls: list[Future[None]] = []
         self._pieces: dict[int, list[bytes]] = defaultdict(list)  # of values that have not come whole, by sender
         self._values: deque[tuple[int, bytes]] = deque()
@@ -183,7 +184,7 @@ class StoreTransport(Transport):
 
     def __bool__(self) -> bool:
         """See `Transport`."""
-        return bool(self._queue or self._n_in_store or self._calls)
+        return bool(self._queue or any(self._in_store.values()) or self._calls)
 
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         """See `Transport`."""
@@ -215,8 +216,10 @@ class StoreTransport(Transport):
         for rank, kind, message in messages:
             if kind == _NOTE:
                 self._notes.append((rank, np.frombuffer(message, dtype=np.int64)))
-            elif kind == _ACK:
-                callbacks += self._acknowledged(rank, int(message))
+            elif kind == _ACK:  # of so many pieces
+                pieces = [self._in_store[rank].popleft() for _ in range(int(message))]
+                self._in_store_nbytes -= sum(nbytes for nbytes, _ in pieces)
+                callbacks += [on_done for _, on_done in pieces if on_done is not None]
             else:
                 n_taken[rank] += 1
                 self._pieces[rank].append(message)
@@ -246,19 +249,11 @@ class StoreTransport(Transport):
         paths = [(key.split("/"), message) for key, message in answer.result()]
         return [(int(sender), number[-1], message) for (*_, sender, number), message in paths]
 
-    def _acknowledged(self, rank: int, n: int) -> list[Callable[[], None]]:
-        """Count the next `n` pieces to a rank as received. Return the callbacks of values of which these are the last."""
-        pieces = [self._in_store[rank].popleft() for _ in range(n)]
-        self._n_in_store -= n
-        self._in_store_nbytes -= sum(nbytes for nbytes, _ in pieces)
-        return [on_done for _, on_done in pieces if on_done is not None]
-
     def _fill_store(self) -> None:
-        while self._queue and (not self._n_in_store or self._in_store_nbytes + self._queue[0][1].nbytes <= self._most_nbytes):
+        while self._queue and self._in_store_nbytes + self._queue[0][1].nbytes <= self._most_nbytes:
             rank, piece, on_done = self._queue.popleft()
             self._set(rank, _PIECE if on_done is None else _LAST, piece.tobytes())
             self._in_store[rank].append((piece.nbytes, on_done))
-            self._n_in_store += 1
             self._in_store_nbytes += piece.nbytes
 
     def send_note(self, rank: int, note: IntArray) -> None:
@@ -269,10 +264,6 @@ class StoreTransport(Transport):
         """See `Transport`."""
         while self._notes:
             yield self._notes.popleft()
-
-    def in_use(self) -> tuple[Any, ...]:
-        """See `Transport`: nothing, since values are copied before they leave, and before they are received."""
-        return ()
 
 
 def _copy(values: bytes, into: Array, on_done: Callable[[], None]) -> None:

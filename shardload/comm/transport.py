@@ -71,9 +71,9 @@ class Transport(ABC):
     def receive_notes(self) -> Iterator[tuple[int, IntArray]]:
         """Iterate over the notes that have come, each with its sender."""
 
-    @abstractmethod
     def in_use(self) -> tuple[Any, ...]:
-        """The buffers, and what else must be kept, that may still be used after an interruption."""
+        """The buffers, and what else must be kept, that may still be used after an interruption. By default nothing."""
+        return ()
 
     def shares_memory(self, rank: int) -> bool:
         """True if this rank and `rank` can read each other's memory."""
@@ -189,7 +189,7 @@ def mpi_message(mpi: Any, view: Array) -> tuple[list[Any], Any]:
     The datatype is made from the strides of the view, so any region of any buffer can be sent or received without packing.
     """
     if view.flags.c_contiguous:
-        return [_memory(mpi, view, view.nbytes), view.nbytes, mpi.BYTE], None
+        return [mpi.buffer.fromaddress(view.ctypes.data, view.nbytes), view.nbytes, mpi.BYTE], None
     run, axis = view.itemsize, view.ndim
     while axis and (view.strides[axis - 1] == run or view.shape[axis - 1] == 1):
         axis -= 1
@@ -200,8 +200,4 @@ def mpi_message(mpi: Any, view: Array) -> tuple[list[Any], Any]:
         inner.Free()
     datatype.Commit()
     span = view.itemsize + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
-    return [_memory(mpi, view, span), 1, datatype], datatype
-
-
-def _memory(mpi: Any, view: Array, nbytes: int) -> Any:
-    return mpi.buffer.fromaddress(view.ctypes.data, nbytes)
+    return [mpi.buffer.fromaddress(view.ctypes.data, span), 1, datatype], datatype

@@ -293,17 +293,14 @@ class Watchdog:
             self._hear(answers=False)
         self._due = math.inf
 
-    def _state(self) -> RankState:
+    def _beat(self) -> None:
+        self._due = self._clock() + self._interval
+        self._n_beats += 1
         n_done, doing = self._activity()
         if n_done != self._n_done_before:
             self._n_done_before = n_done
             self._count += 1
-        return RankState(self._call, self._count, self._phase, doing[:_LONGEST_NAME])
-
-    def _beat(self) -> None:
-        self._due = self._clock() + self._interval
-        self._n_beats += 1
-        report = self._state()
+        report = RankState(self._call, self._count, self._phase, doing[:_LONGEST_NAME])
         doing = f", {report.doing}" if report.doing else ""
         text = f"call {report.call}, {self._title}: step {report.count}, phase {report.phase}{doing}"
         _log.debug("rank %d, %s", self._rank, text)

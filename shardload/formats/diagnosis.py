@@ -12,6 +12,7 @@ import errno
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -133,10 +134,7 @@ def _what_is_there_instead(path: str) -> str:
 
 def _above(path: str) -> Iterator[str]:
     """The folders that `path` names, the innermost first."""
-    folder = os.path.dirname(os.path.normpath(path))
-    while folder not in ("", os.sep):
-        yield folder
-        folder = os.path.dirname(folder)
+    return map(str, Path(os.path.normpath(path)).parents[:-1])
 
 
 def unclaimed(path: str, formats: Sequence[str]) -> SourceError:

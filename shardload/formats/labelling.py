@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -77,8 +77,7 @@ def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, l
     if labeller is None:
         with labelling(access, COORDINATE_NBYTES, of_groups=True) as labeller:
             return read_labels(path_or_object, info, access, labeller)
-    labels = labeller.label(path_or_object, info).labels
-    return labels if isinstance(labels, Labels) else Labels((None,) * len(info.shape), info.attributes)
+    return cast(Labels, labeller.label(path_or_object, info).labels)
 
 
 def read_now(labels: Iterable[OnDemand]) -> None:
@@ -176,7 +175,7 @@ class Labeller:
                 return self._add(info, opened, path)
 
     def _add(self, info: ArrayInfo, source: Source, path: str) -> ArrayInfo:
-        read_in = source.opened_in()
+        read_in = source.opened_in
         try:
             labels = self._labels(info, source, path)
         except _DAMAGED as error:  # the values may be fine

@@ -129,12 +129,7 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
         return file.list_arrays()
 
 
-def find_array(
-    path_or_object: Any,
-    dataset: str | None = None,
-    access: Access = STRICT,
-    is_counted: bool = False,
-) -> ArrayInfo:
+def find_array(path_or_object: Any, dataset: str | None = None, access: Access = STRICT) -> ArrayInfo:
     """Find the array that the caller means, from metadata alone.
 
     Collective: no. One rank runs it and tells the others.
@@ -148,8 +143,6 @@ def find_array(
         be loaded and is not a coordinate.
     access : Access
         What the caller allows.
-    is_counted : bool
-        True to count the stored bytes (`Source.nbytes_stored`) of an array in a file.
 
     Returns
     -------
@@ -165,12 +158,7 @@ def find_array(
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
     with Finder(access) as finder:
-        info = finder.find(path_or_object, dataset).info
-        path = as_path(path_or_object)
-        if is_counted and path is not None:
-            with closing(finder.file(split_path(path)[0]).open(info.dataset, info)) as source:
-                info = replace(info, nbytes_stored=source.nbytes_stored())
-    return info
+        return finder.find(path_or_object, dataset).info
 
 
 def open_source(path_or_object: Any, dataset: str, access: Access = STRICT, planned: ArrayInfo | None = None) -> Source:
@@ -254,13 +242,9 @@ class _CheckedFile(OpenFile):
         with as_source_error(path):
             self._file = file_format.open_file(path, access)
 
-    def list_arrays(self) -> list[ArrayInfo]:
+    def list_arrays(self, most: int | None = None, like: str = "", in_full: bool = True) -> list[ArrayInfo]:
         with as_source_error(self._path):
-            return self._file.list_arrays()
-
-    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        with as_source_error(self._path):
-            return self._file.sketch(most, like)
+            return self._file.list_arrays(most, like, in_full)
 
     def expect(self, datasets: Iterable[str]) -> None:
         self._file.expect(datasets)
@@ -412,13 +396,13 @@ class Finder:
             path, dataset = split_path(path)
         file = self.file(path, is_loaded=True)
         if dataset is None:
-            info = only_array(path, file.sketch(MOST_LISTED))
+            info = only_array(path, file.list_arrays(MOST_LISTED, in_full=False))
             return self._found_unopened(path, file, info, look)
         name = _full_name(dataset)
         try:
             source = file.open(name)
         except KeyError:
-            infos = file.sketch(MOST_LISTED, name)
+            infos = file.list_arrays(MOST_LISTED, name, in_full=False)
             attrs = None if len(infos) > MOST_LISTED else file.groups()[0].get(name)
             raise no_such_array(path, name, infos, attrs) from None
         with closing(source):
@@ -447,7 +431,7 @@ class Finder:
                 "array. Pass the path of the file"
             )
         file = self.file(path, is_loaded=True)
-        infos = file.sketch()
+        infos = file.list_arrays(in_full=False)
         below = [info for info in infos if info.dataset.startswith(f"{group}/")]
         if group and not below:
             below = file.list_linked(group, in_full=False)
@@ -470,7 +454,7 @@ class Finder:
             return self._found_open(path, source, look)
 
     def _found_open(self, path: str, source: Source, look: Look) -> FoundArray:
-        read_in = self._states[_place_of(path)] if self._keeps_states else source.opened_in()
+        read_in = self._states[_place_of(path)] if self._keeps_states else source.opened_in
         info, region = look(source.info, source)
         if region is None:
             return FoundArray(info)
@@ -492,14 +476,13 @@ class Finder:
             return None
         self._left_nbytes -= nbytes
         try:
-            before = source.opened_in()
+            before = source.opened_in
             values = np.empty(region.shape, source.dtype)
             if region.shape != info.shape:
                 source.expect(region)
             source.expect_in_order(iter([region]))
-            source.read_into(region, values)
-            is_whole = not source.missing(region) and source.state() == before
-            return values if is_whole else None
+            missing = source.read_into(region, values)
+            return values if not missing and source.state() == before else None
         except Exception:  # the normal load reports it
             return None
 

@@ -38,6 +38,7 @@ class MemorySource(Source):
     >>> source = MemorySource(np.arange(6, dtype=">i4").reshape(2, 3))
     >>> out = np.empty((2, 1), "int32")
     >>> source.read_into(Region((0, 1), (2, 2)), out)
+    ()
     >>> out.tolist()
     [[1], [4]]
     """
@@ -68,10 +69,11 @@ class MemorySource(Source):
             nbytes_stored=array.nbytes,
         )
 
-    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> tuple[()]:
         """Copy the values of `region` into `out`, swapping bytes where the array's are not native."""
         check_request(self.info, self.dtype, region, out)
         out[...] = self._array[self._inside(region)]
+        return ()
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as NumPy's indexing gives them."""

@@ -17,8 +17,7 @@ _MODULES = ("shardload.formats.hdf5.file", "shardload.formats.zarr.source")
 def formats() -> Iterator[Format]:
     """The formats, in the order of asking. Each is imported when it is asked for."""
     for module in _MODULES:
-        file_format: Format = importlib.import_module(module).FORMAT
-        yield file_format
+        yield importlib.import_module(module).FORMAT
 
 
 def claiming(is_claimed: Callable[[Format], bool]) -> Format | None:

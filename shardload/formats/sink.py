@@ -12,7 +12,9 @@ docs/design/save.md has the protocol, and what is on disk after a kill in each o
 from __future__ import annotations
 
 import abc
+import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -214,22 +216,15 @@ def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
     they have the same length.
     """
     taken = {dim for spec in specs.values() for dim in spec.dims or () if dim}
-    new_names: dict[tuple[int, int, bool], str] = {}
+    free = (dim for number in itertools.count() if (dim := f"dim_{number}") not in taken)
+    new_names = defaultdict[tuple[int, bool, int], str](lambda: next(free))  # by length, whether it grows, and which of these
     with_names = {}
     for name, spec in specs.items():
-        counts: dict[tuple[int, bool], int] = {}
-        dims = []
+        counts, dims = Counter[tuple[int, bool]](), list[str | None](spec.dims or (None,) * len(spec.shape))
         for k, n in enumerate(spec.shape):
-            dim = (spec.dims or (None,) * len(spec.shape))[k]
-            if dim is None:
-                grows = k in spec.unlimited
-                number = counts[n, grows] = counts.get((n, grows), 0) + 1
-                key = (n, number, grows)
-                if key not in new_names:
-                    new_names[key] = next(dim for m in range(len(new_names), 2**31) if (dim := f"dim_{m}") not in taken)
-                    taken.add(new_names[key])
-                dim = new_names[key]
-            dims.append(dim)
+            if dims[k] is None:
+                counts[n, k in spec.unlimited] += 1
+                dims[k] = new_names[n, k in spec.unlimited, counts[n, k in spec.unlimited]]
         with_names[name] = replace(spec, dims=tuple(dims))
     return with_names
 
@@ -458,9 +453,6 @@ class PlacedChunks:
         Chunks along each axis.
     """
 
-    most_nbytes = 1 << 62
-    """The most bytes that a chunk can have."""
-
     def __init__(self, name: str, grid: Sequence[int]) -> None:
         self.name, self.grid = name, tuple(grid)
         self.offsets, self.sizes = np.zeros((2, math.prod(grid)), np.int64)
@@ -469,7 +461,7 @@ class PlacedChunks:
         """Numbers and sizes of chunks, as arrays. ValueError unless each can get a place of that size."""
         numbers = np.asarray(numbers, dtype=np.int64)
         sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), numbers.shape)
-        if len(numbers) and (sizes.min() < 1 or sizes.max() > self.most_nbytes):
+        if len(numbers) and sizes.min() < 1:
             raise ValueError(f"a chunk of '{self.name}' has {sizes.min()} to {sizes.max()} bytes; expected 1 or more")
         if np.any(self.sizes[numbers]) or len(np.unique(numbers)) < len(numbers):
             raise ValueError(f"a chunk of '{self.name}' has a place already, among {numbers.min()} to {numbers.max()}")

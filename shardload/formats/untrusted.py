@@ -213,7 +213,7 @@ class UntrustedFile(OpenFile):
 
     def __init__(self, path: str, access: Access) -> None:
         self.path, self._allow_external, self._limits = path, access.allow_external, access.untrusted or Limits()
-        self.lock = threading.RLock()  # around a question, or several that belong together
+        self._lock = threading.RLock()  # around a question
         self._end: weakref.finalize[Any, Any] | None = None  # ends the helper, whatever it is doing, if it is called
         self._n_started, self._last_error, self._is_closed = 0, "", False
 
@@ -251,7 +251,7 @@ class UntrustedFile(OpenFile):
         """
         request = {"method": method, "dataset": dataset, "arguments": arguments}
         into: Any = memoryview(b"" if values is None else values.reshape(-1).view("u1").data)
-        with self.lock, Undo(self._stop):
+        with self._lock, Undo(self._stop):
             if not self.is_running:
                 self._start()
             if self._is_closed:  # meanwhile, by another thread
@@ -307,7 +307,7 @@ class UntrustedFile(OpenFile):
                 resources.callback(_kill, self._process, os.getpid())
                 self._end = weakref.finalize(self, resources.pop_all().close)
             self._receive_answer(_START_SECONDS, _START_SECONDS)
-        except (AttributeError, OSError, ValueError, RuntimeError) as error:  # AttributeError: not Linux
+        except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
                 f"{type(error).__name__}: {error}. Fix that, or load without untrusted=True if you trust the file"
@@ -412,13 +412,9 @@ class UntrustedFile(OpenFile):
             error.path, error.dataset = self.path, dataset
         return error
 
-    def list_arrays(self) -> list[ArrayInfo]:
-        """Every array in the file."""
-        return self.ask(self._infos, "list_arrays")
-
-    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Some of them."""
-        return self.ask(self._infos, "sketch", most, like)
+    def list_arrays(self, most: int | None = None, like: str = "", in_full: bool = True) -> list[ArrayInfo]:
+        """Every array in the file, or some of them."""
+        return self.ask(self._infos, "list_arrays", most, like, in_full)
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """Those below a group to which links lead."""
@@ -431,11 +427,7 @@ class UntrustedFile(OpenFile):
         """Open one array in the helper."""
         return UntrustedSource(self, dataset)
 
-    def state(self) -> tuple[int, ...] | None:
-        """The state of the file, as the helper sees it."""
-        return self.state_of(None)
-
-    def state_of(self, dataset: str | None) -> tuple[int, ...] | None:
+    def state(self, dataset: str | None = None) -> tuple[int, ...] | None:
         """The state of the file, or of an array in it; None if it has none, or if the helper cannot say."""
         try:
             return self.ask(state_of, "state", dataset=dataset)
@@ -465,10 +457,9 @@ class UntrustedSource(Source):
 
     def __init__(self, file: UntrustedFile, dataset: str) -> None:
         self._file, self._dataset, self._is_closed = file, dataset, False
-        self._missing: list[tuple[int, ...]] = []
         self.info = self._ask(partial(info_of, path=file.path), "info")
         self.dtype = np.dtype("V1") if self.info.refused is not None else native_dtype(np.dtype(self.info.dtype))
-        self._first_state = self._ask(state_of, "opened_in")
+        self.opened_in = self._ask(state_of, "opened_in")
         if self.info.dataset != dataset:
             raise _lie(f"the array '{printable(self.info.dataset)}'")
 
@@ -488,14 +479,9 @@ class UntrustedSource(Source):
         with suppress(LookupError, OSError, RuntimeError, ValueError):  # who reads it meets the same error
             self._ask(lambda _: None, "expect", region.start, region.stop)
 
-    def read_into(self, region: Region, out: Array) -> None:
+    def read_into(self, region: Region, out: Array) -> list[tuple[int, ...]]:
         """Have the helper read `region`, a few chunks at a time, into `out`."""
-        self._missing = []
-        self._read("read_into", region, out)
-
-    def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """The missing chunks that the helper reported with the values of this region."""
-        return self._missing
+        return self._read("read_into", region, out)
 
     def plain(self, region: Region) -> Array:
         """The values by the format's own library, in the helper."""
@@ -503,23 +489,21 @@ class UntrustedSource(Source):
         self._read("plain", region, out)
         return out
 
-    def _read(self, method: str, region: Region, out: Array) -> None:
+    def _read(self, method: str, region: Region, out: Array) -> list[tuple[int, ...]]:
         check_request(self.info, self.dtype, region, out)
-        chunks = self.info.chunks
+        chunks, missing = self.info.chunks, list[tuple[int, ...]]()
         for part in self._parts(region) if region.size else ():
             inside: Any = (*part.slices(region.start), ...)
             target = out[inside]
             values = target if target.flags.c_contiguous else np.empty(part.shape, self.dtype)
-            with self._file.lock:
-                if self._is_closed:
-                    raise HelperError("the file was closed")
-                self._ask(lambda _: None, method, part.start, part.stop, values=values)
-                if method == "read_into":
-                    box = chunks_met(part, chunks) if chunks else ()
-                    self._missing += self._ask(partial(missing_of, box=box), "missing", part.start, part.stop)
+            if self._is_closed:
+                raise HelperError("the file was closed")
+            box = chunks_met(part, chunks) if chunks else ()
+            missing += self._ask(partial(missing_of, box=box), method, part.start, part.stop, values=values)
             if values is not target:
                 target[...] = values
         settle_bools(out)
+        return missing
 
     def _parts(self, region: Region) -> Iterator[Region]:
         chunks = self.info.chunks
@@ -530,11 +514,7 @@ class UntrustedSource(Source):
 
     def state(self) -> tuple[int, ...] | None:
         """The state of the file, as the helper sees it."""
-        return self._file.state_of(self._dataset)
-
-    def opened_in(self) -> tuple[int, ...] | None:
-        """The state that the helper saw when it opened the array."""
-        return self._first_state
+        return self._file.state(self._dataset)
 
     def interrupt(self) -> None:
         """End the helper, in the middle of its work."""

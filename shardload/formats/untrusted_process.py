@@ -116,16 +116,16 @@ class _Server:
         from shardload.planning.region import Region
 
         subject = self._opened() if dataset is None else self._source(dataset)
-        if method in ("expect", "missing", "plain", "read_into"):
+        if method in ("expect", "plain", "read_into"):
             arguments = [Region(*map(tuple, arguments))]
         if method in ("plain", "read_into"):
-            shape, dtype = arguments[0].shape, subject.dtype
+            shape, dtype, missing = arguments[0].shape, subject.dtype, ()
             if method == "plain":
                 values = np.asarray(subject.plain(*arguments), dtype, order="C").reshape(shape)
             else:
                 values = np.empty(shape, dtype)
-                subject.read_into(*arguments, values)
-            return None, values.reshape(-1).view("u1")
+                missing = subject.read_into(*arguments, values)
+            return missing, values.reshape(-1).view("u1")
         answer = getattr(subject, method)
         answer = answer(*arguments) if callable(answer) else answer
         return Labels((), answer) if method == "group_attrs" else answer, b""

@@ -95,7 +95,7 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
     SourceError
         If values cannot be read. It names the chunk.
     """
-    state = source.opened_in()
+    state = source.opened_in
     if state is not None:
         return state[0], state[1]
     whole = Region.whole(selection.shape)
@@ -301,7 +301,7 @@ class KeptSources:
         if number not in self._opened:
             array = self._arrays[number]
             source = self.open_again(number) if array.values is None else array.values
-            state, info = source.opened_in(), source.info
+            state, info = source.opened_in, source.info
             with Undo(source.close):
                 check_same_version(str(info), array.state, state, info, self._what_changed)
             self._opened[number] = source, state

@@ -151,7 +151,7 @@ def arrays_in(path: str, labeller: Labeller, n_labelled: int) -> tuple[list[Arra
     except SourceError:
         if name is None or not is_remote(file):
             raise
-        return [find_array(file, full, access, is_counted=True)], full, True  # of a server that lists nothing
+        return [find_array(file, full, access)], full, True  # of a server that lists nothing
     if name is None:
         return labelled(infos), "", False
     group = full.removesuffix("*").rstrip("/")
@@ -160,7 +160,7 @@ def arrays_in(path: str, labeller: Labeller, n_labelled: int) -> tuple[list[Arra
     below = [info for info in infos if info.dataset.startswith(f"{group}/")] or opened.list_linked(group)
     if below or (group or "/") in groups_of(file, access)[0]:
         return labelled(below), group or "/", False
-    return [find_array(file, full, access, is_counted=True)], full, True
+    return [find_array(file, full, access)], full, True
 
 
 def groups_of(path: str, access: Access) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:

@@ -40,7 +40,7 @@ def describe_array(file: OpenFile, name: str, planned: ArrayInfo | None = None) 
             properties = source.properties()
         if properties.texts is None:
             check_loadable(source.info)
-        return Described(info, properties, source.opened_in())
+        return Described(info, properties, source.opened_in)
 
 
 def read_values(file: OpenFile, name: str, region: Region | None = None) -> Array:

@@ -1,6 +1,6 @@
 """How are some bytes in the middle of a file changed, so that a kill costs nothing? They are written to a file beside it first.
 
-1. `write_changes`: the new bytes go into a file of changes. It is on disk before anything else happens.
+1. `GrowingFile.finish`: the new bytes go into a file of changes. It is on disk before anything else happens.
 2. `make_changes`: the file's first bytes become a mark that names the file of changes; then all new bytes are written, those of
    the file's beginning last, and the file of changes is removed. Between these the system is asked to put all on disk.
 3. A kill before the mark leaves the old file, a kill after the new first bytes the new one. A kill between them leaves a file
@@ -53,15 +53,6 @@ HEAD_NBYTES = 512  # of the first change; one write, which a kill does not cut i
 _BEGINS = b"shardload append\n"
 _NAME = re.compile(rb"is in '([^/]+\.[0-9a-f]{16}\.changes)' beside it\.")
 _BEFORE_NBYTES = MARK_NBYTES + len(GROWTH_MARK)
-
-
-def write_changes(path: str, begins: bytes, changes: Sequence[Change]) -> None:
-    """Write changes into an existing file, behind its first 64 bytes, and wait until they are on disk."""
-    data = b"".join(new_bytes for _, new_bytes in changes)
-    header = {"places": [(offset, len(new_bytes)) for offset, new_bytes in changes], "crc32": zlib.crc32(data)}
-    with contextlib.closing(WritableFile(path)) as file:
-        file.write_at(begins + GROWTH_MARK.encode() + json.dumps(header).encode() + b"\n" + data, 0)
-        file.sync()
 
 
 def read_changes(path: str) -> list[Change]:
@@ -229,7 +220,13 @@ class GrowingFile(WritableFile):
         return True
 
     def _write_changes(self, changes: Sequence[Change]) -> None:
-        write_changes(self.temporary, mark(self._target.token, self._name), changes)
+        """Write changes into the file of changes, behind its first 64 bytes, and wait until they are on disk."""
+        begins = mark(self._target.token, self._name) + GROWTH_MARK.encode()
+        data = b"".join(new_bytes for _, new_bytes in changes)
+        header = {"places": [(offset, len(new_bytes)) for offset, new_bytes in changes], "crc32": zlib.crc32(data)}
+        with contextlib.closing(WritableFile(self.temporary)) as file:
+            file.write_at(begins + json.dumps(header).encode() + b"\n" + data, 0)
+            file.sync()
 
     def finish(self, nbytes: int, changes: Sequence[Change]) -> None:
         """Note what is to be changed, when all else is there, and the file's new length."""

@@ -7,6 +7,7 @@ docs/design/save.md says when which of them is on disk.
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 from dataclasses import dataclass
@@ -126,13 +127,8 @@ def find_leftover(path: str) -> Leftover | None:
 def leftovers_beside(path: str) -> list[Leftover]:
     """What saves and appends to `path` have left beside it, or are writing now."""
     final = os.path.realpath(path)
-    folder, name = os.path.split(final)
-    try:
-        entries = [entry for entry in sorted(os.listdir(folder)) if entry.startswith(f"{name}.")]
-    except OSError:  # the folder does not exist, or may not be listed
-        return []
-    leftovers = [leftover for entry in entries if (leftover := find_leftover(os.path.join(folder, entry)))]
-    return [leftover for leftover in leftovers if leftover.target == final]
+    leftovers = map(find_leftover, sorted(glob.glob(f"{glob.escape(final)}.*")))
+    return [leftover for leftover in leftovers if leftover is not None and leftover.target == final]
 
 
 def whole_beside(path: str) -> str:

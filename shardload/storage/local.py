@@ -52,10 +52,7 @@ class Fence:
         """The folder of `path`, and the folder of the file itself if `path` is a symbolic link."""
         if allow_external:
             return cls()
-        folder = os.path.realpath(os.path.dirname(path) or ".")
-        if not os.path.islink(path):  # then the file is in that folder, and nothing else has to be resolved
-            return cls((folder,))
-        return cls(tuple({folder, os.path.dirname(os.path.realpath(path))}))
+        return cls(tuple({os.path.realpath(os.path.dirname(path) or "."), os.path.dirname(os.path.realpath(path))}))
 
     @classmethod
     def around_store(cls, path: str, allow_external: bool = False) -> Fence:

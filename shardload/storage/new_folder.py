@@ -164,9 +164,7 @@ class NewFolder(LocalFolder):
         if keeps and self._mark is not None:
             self._target.temporary = None
         if self._target.temporary is not None:  # first: a part of a store must not look like a whole one
-            for name in ROOTS:
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self._target.temporary, name))
+            _unlink(os.path.join(self._target.temporary, name) for name in ROOTS)
         self._target.abandon()
         self._unlock()
 
@@ -272,6 +270,13 @@ class NewFolder(LocalFolder):
                 self._sync_files(files)
 
 
+def _unlink(paths: Iterable[str]) -> None:
+    """Remove files, as many as can be removed."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
 def _locked(path: str) -> IO[bytes]:
     """The mark of an unfinished folder, locked. ConfigError if another job has locked it."""
     file = open(path, "r+b")  # noqa: SIM115
@@ -312,7 +317,7 @@ class AddedFolder(NewFolder):
         Each is given by its key here, and its key in the old folder.
         """
         moved: list[str] = []
-        try:
+        with Undo(lambda: _unlink(moved)):
             for pairs in (new, changed):
                 folders = set[str]()
                 for key, old_key in steps_of(pairs):
@@ -328,11 +333,6 @@ class AddedFolder(NewFolder):
                         moved.append(path)
                 for folder in sorted(folders, reverse=True):
                     sync_folder(folder)
-        except BaseException:
-            for path in moved:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-            raise
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects that nobody reads any more from the old folder."""

@@ -23,15 +23,12 @@ _was_enabled = False
 
 
 @contextmanager
-def collections_wait(is_worth: bool = True) -> Iterator[None]:
+def collections_wait() -> Iterator[None]:
     """Let automatic collections of all threads wait while this context lasts. For work that is short and bounded in memory.
 
     A collection that is asked for (`gc.collect`) happens. If the application has switched collections off, they stay off.
     """
     global _n_waiting, _was_enabled
-    if not is_worth:
-        yield
-        return
     with _lock:
         if _n_waiting == 0:
             _was_enabled = gc.isenabled()

@@ -34,8 +34,6 @@ from shardload.transfer.buffers import aligned_empty
 
 _WORTH_NBYTES = 1 << 20  # smaller pieces use ordinary memory, which the system's allocator reuses itself
 _SHARE = 4  # at most 1 / _SHARE of the memory that a process may use is kept
-_FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-_CAN_KEEP = hasattr(mmap, "MADV_FREE") and bool(_FLAGS)
 
 
 class _Use:
@@ -98,12 +96,11 @@ class Reserve:
 
 def _new(size: int) -> mmap.mmap:
     try:
-        block = mmap.mmap(-1, size, flags=_FLAGS)
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"cannot allocate {size} bytes: {error.strerror}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            block.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
+    with suppress(OSError):  # a kernel without them
+        block.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
     return block
 
 
@@ -118,7 +115,7 @@ def empty_pieces(arrays: Sequence[tuple[Sequence[tuple[int, ...]], np.dtype[Any]
     """
     sizes = [[math.prod(shape) * dtype.itemsize for shape in shapes] for shapes, dtype in arrays]
     large = [nbytes for of_array in sizes for nbytes in of_array if nbytes >= _WORTH_NBYTES]
-    if not _CAN_KEEP or not large or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
+    if not large or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
         return [[aligned_empty(shape, dtype) for shape in shapes] for shapes, dtype in arrays]
     gc.collect(0)  # JAX releases the memory of deleted arrays at a garbage collection of Python, of any generation
     large_arrays = iter(_reserve.take(large))

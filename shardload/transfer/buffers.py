@@ -110,12 +110,8 @@ class Slots:
 
     def __init__(self, n: int, nbytes: int, shared: Bytes | None = None) -> None:
         self.nbytes, self.is_shared = nbytes, shared is not None
-        self._n_left = n if shared is None else 0
-        self._free: list[Bytes] = []
+        self._n, self._shared, self._free = n, shared, list[Bytes]()
         self.n_taken = self._n_most = 0
-        if shared is not None:
-            size = aligned(nbytes)
-            self._free = [shared[k * size : k * size + nbytes] for k in reversed(range(n))]
 
     @property
     def peak_nbytes(self) -> int:
@@ -124,7 +120,7 @@ class Slots:
 
     def has_room(self) -> bool:
         """True if a buffer is free."""
-        return bool(self._free) or self._n_left > 0
+        return self.n_taken < self._n
 
     def take(self) -> Bytes | None:
         """Take a free buffer, the last used first (its memory is warm). Return None if none is free."""
@@ -134,8 +130,8 @@ class Slots:
         self._n_most = max(self._n_most, self.n_taken)
         if self._free:
             return self._free.pop()
-        self._n_left -= 1
-        return aligned_bytes(self.nbytes)
+        start = (self.n_taken - 1) * aligned(self.nbytes)  # behind all others, which are taken
+        return aligned_bytes(self.nbytes) if self._shared is None else self._shared[start : start + self.nbytes]
 
     def give(self, slot: Bytes) -> None:
         """Give a buffer back."""

@@ -86,10 +86,9 @@ class Channels:
 
     def route(self, rank: int) -> Channel:
         """The channel to and from a rank."""
-        channel = self._channels.get(rank)
-        if channel is None:
-            channel = self._channels[rank] = Channel(self, rank)
-        return channel
+        if rank not in self._channels:
+            self._channels[rank] = Channel(self, rank)
+        return self._channels[rank]
 
     def close(self) -> None:
         """Release the channels: each references this object, and a reference cycle would keep the targets' memory alive."""

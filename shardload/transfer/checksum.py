@@ -40,14 +40,8 @@ def checksum(data: Array, crc: int = 0) -> int:
     """
     if data.flags.c_contiguous:
         return int(deflate.crc32(data.reshape(-1).view(np.uint8).data, crc))
-    if data.nbytes <= _AT_ONCE_NBYTES:
-        return _checksum_of_copy(data, crc)
     for region in Region.whole(data.shape).split(max(1, _AT_ONCE_NBYTES // data.itemsize)):
-        crc = _checksum_of_copy(data[region.slices()], crc)
+        part = _scratch.array("checksum", region.shape, data.dtype)
+        np.copyto(part, data[region.slices()], casting="no")
+        crc = int(deflate.crc32(part.reshape(-1).view(np.uint8).data, crc))
     return crc
-
-
-def _checksum_of_copy(data: Array, crc: int) -> int:
-    part = _scratch.bytes("checksum", _AT_ONCE_NBYTES)[: data.nbytes]
-    np.copyto(part.view(data.dtype).reshape(data.shape), data, casting="no")
-    return int(deflate.crc32(part.data, crc))

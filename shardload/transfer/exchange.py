@@ -95,12 +95,8 @@ def exchange(
     """
     started, arrivals = time.perf_counter(), channels.arrivals
     moving = _Exchange(group, channels, resources, outgoing)
-    try:
+    with Undo(group.forget_shared_memory), Undo(lambda: abandoned.append(channels.transport.in_use())):
         moving.run(begin_next)
-    except BaseException:
-        abandoned.append(channels.transport.in_use())
-        group.forget_shared_memory()
-        raise
     channels.close()
     arrivals.counters.exchange_seconds = time.perf_counter() - started
     arrivals.counters.peak_nbytes = resources.slots.peak_nbytes + resources.pack_slots.peak_nbytes

@@ -88,10 +88,6 @@ class PiecesToBlocks:
     # By rank: what all rounds need.
     _pairs_by_rank: dict[int, tuple[IntArray, ...]] = field(default_factory=dict, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.schedule.shards.has_halo:
-            raise ValueError("shards with halos have elements that belong to other shards, so they cannot be written back")
-
     def targets(self, rank: int) -> range:
         """See `Flow`: the blocks of the rank in this round."""
         blocks = self.schedule.blocks_of(rank)

@@ -104,7 +104,7 @@ class Naming:
 
     def _has_changed(self, error: Exception) -> bool:
         """True if the file is another one than when it was opened. (A helper that has failed is asked nothing.)"""
-        before = self._source.opened_in()
+        before = self._source.opened_in
         if before is None or isinstance(error, ChangedError | HelperError | MemoryError):  # the first says so already
             return False
         with suppress(RemoteError):  # of a store that refuses this, too

@@ -299,7 +299,7 @@ class BlockReader(SourceReader):
         place = layout.selection.to_file(region)
         started = time.perf_counter()
         with self._names.at(region):
-            self._source.read_into(place, out.reshape(place.shape))
+            indices = self._source.read_into(place, out.reshape(place.shape))
             settle_bools(out)
         seconds = time.perf_counter() - started
         if layout.has_chunks:
@@ -308,7 +308,6 @@ class BlockReader(SourceReader):
         else:
             counters.read_seconds += seconds
         counters.nbytes_read += region.size * layout.file_dtype.itemsize
-        indices = self._source.missing(place)
         if indices and layout.chunk_shape is not None:
             numbers = chunk_numbers(indices, layout.selection, layout.chunk_shape, layout.chunks)
             counters.add_missing(self._counts(block, numbers, layout.chunks))

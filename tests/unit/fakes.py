@@ -157,7 +157,7 @@ class FakeSource(Source):
     def dtype(self) -> np.dtype[Any]:
         return self.data.dtype
 
-    def read_into(self, region: Region, out: Array) -> None:
+    def read_into(self, region: Region, out: Array) -> list[tuple[int, ...]]:
         assert self.one_at_a_time.acquire(blocking=False), "called from two threads at once"
         try:
             assert out.shape == region.shape and out.dtype == self.dtype and out.flags.c_contiguous and out.flags.writeable
@@ -168,11 +168,12 @@ class FakeSource(Source):
                 out[...] = 99  # half read
                 raise error
             out[...] = self.data[region.slices()]
+            return list(self.lost)
         finally:
             self.one_at_a_time.release()
 
-    def missing(self, region: Region) -> list[tuple[int, ...]]:
-        return list(self.lost)
+    def plain(self, region: Region) -> Array:
+        return self.data[region.slices()]
 
     def view(self, region: Region) -> Array | None:
         return None if self.shows is None else self.shows[region.slices()]

@@ -99,6 +99,12 @@ def read(source: Source, region: Region) -> np.ndarray[Any, Any]:
     return out
 
 
+def missing_in(source: Source, region: Region | None = None) -> list[tuple[int, ...]]:
+    """The missing chunks that meet a region (None: the whole), which is read for that."""
+    region = region or Region.whole(source.info.shape)
+    return list(source.read_into(region, np.empty(region.shape, source.dtype)))
+
+
 def read_all(source: Source) -> np.ndarray[Any, Any]:
     """All values of a source."""
     return read(source, Region.whole(source.info.shape))

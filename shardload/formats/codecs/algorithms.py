@@ -78,9 +78,9 @@ class Chain:
     Examples
     --------
     >>> import zlib
-    >>> from shardload.formats.codecs.algorithms import decode_zlib
+    >>> from shardload.formats.codecs.algorithms import decode_gzip
     >>> from shardload.formats.codecs.algorithms import decode_shuffle
-    >>> chain = Chain([decode_zlib(), decode_shuffle(2)], nbytes=4)
+    >>> chain = Chain([decode_gzip(is_zlib=True), decode_shuffle(2)], nbytes=4)
     >>> out = np.empty((2, 2), "<u2")
     >>> chain.decode([zlib.compress(bytes([1, 2, 0, 1])), zlib.compress(bytes(4))], out)
     >>> out.tolist()
@@ -117,10 +117,7 @@ class Chain:
             If one of them is damaged, or the sizes do not fit. Some may have been written to `out`.
         """
         data, n = encoded, len(encoded)
-        target: Bytes = out.reshape(-1).view(np.uint8)
-        if target.nbytes != n * self.nbytes:
-            raise ValueError(f"a buffer of {target.nbytes} bytes for {n} chunks of {self.nbytes}")
-        target = target.reshape(n, self.nbytes)
+        target: Bytes = out.reshape(-1).view(np.uint8).reshape(n, self.nbytes)
         stages = [stage for k, stage in enumerate(self._stages) if k not in skipped]
         for k, stage in enumerate(stages):
             later = [stage.n_more for stage in stages[k + 1 :]]
@@ -312,17 +309,12 @@ _SMALL_NBYTES = 1 << 15
 _LZ4_BLOCK_NBYTES = 1 << 30
 
 
-def decode_zlib() -> Stage:
-    """HDF5's gzip filter and Zarr's zlib: a zlib stream, with its Adler-32 checked. Uses libdeflate."""
-    return _inflating(deflate.zlib_decompress)
+def decode_gzip(*, is_zlib: bool = False) -> Stage:
+    """Zarr's gzip: one gzip member, with its CRC-32 checked. Or HDF5's gzip filter and Zarr's zlib: a zlib stream, with its
+    Adler-32 checked. Uses libdeflate.
+    """
+    decompress = deflate.zlib_decompress if is_zlib else deflate.gzip_decompress
 
-
-def decode_gzip() -> Stage:
-    """Zarr's gzip: one gzip member, with its CRC-32 checked. Uses libdeflate."""
-    return _inflating(deflate.gzip_decompress)
-
-
-def _inflating(decompress: Callable[[Any, int], Any]) -> Stage:
     def undo(data: Many, out: Bytes) -> Many:
         try:
             return [decompress(chunk, out.shape[1]) for chunk in data]

@@ -46,9 +46,7 @@ def parse_compression(text: str) -> dict[str, Any] | None:
     name, inner, level, shuffle = match["name"], match["inner"], match["level"], match["shuffle"]
     if not has_own_shuffle(name) and (inner or shuffle == "+bitshuffle"):
         return None
-    options: dict[str, Any] = {} if inner is None else {"cname": inner}
-    if shuffle == "+bitshuffle":
-        options["bitshuffle"] = True
+    options = ({"cname": inner} if inner else {}) | ({"bitshuffle": True} if shuffle == "+bitshuffle" else {})
     is_shuffled = shuffle == "+shuffle" or (has_own_shuffle(name) and shuffle is None)
     keywords: dict[str, Any] = {"name": name, "level": None if level is None else int(level), "shuffle": is_shuffled}
     return {**keywords, "options": options} if options else keywords
@@ -183,6 +181,8 @@ class Codec:
             if inner not in BLOSC_CODES:
                 raise ConfigError(f"Blosc's compressor for '{array}' is {inner!r}; expected one of {', '.join(BLOSC_CODES)}")
             shuffle = 2 if bits else int(compression.shuffle)
+        if compression.level is not None and not self.levels:
+            options["level"] = compression.level
         if options:
             raise ConfigError(
                 f"compression of '{array}': {self.word} has no option {', '.join(map(repr, sorted(options)))} in {file_format}"
@@ -203,10 +203,8 @@ _LEVEL = frozenset({"level"})
 _BLOSC_OPTIONS = frozenset({"cname", "clevel", "shuffle", "blocksize", "typesize"})
 
 CODECS = (
-    Codec("gzip", 1, None, "", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda p: algorithms.decode_zlib(), encoder=lambda p: algorithms.encode_zlib(p.level)),
-    Codec("gzip", None, "zlib", "2n", _LEVEL, True, levels=(4, 0, 9),
-          decoder=lambda p: algorithms.decode_zlib(), encoder=lambda p: algorithms.encode_zlib(p.level)),
+    Codec("gzip", 1, "zlib", "2n", _LEVEL, True, levels=(4, 0, 9),
+          decoder=lambda p: algorithms.decode_gzip(is_zlib=True), encoder=lambda p: algorithms.encode_zlib(p.level)),
     Codec("gzip", None, "gzip", "23n", _LEVEL, True, levels=(4, 0, 9),
           decoder=lambda p: algorithms.decode_gzip(), encoder=lambda p: algorithms.encode_gzip(p.level)),
     Codec("zstd", 32015, "zstd", "23n", _LEVEL | {"checksum"}, True, levels=(3, -131072, 22),

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -307,7 +306,7 @@ class ArrayInfo:
         How chunks are encoded, for people and for the cost model: ``"none"``, ``"gzip+shuffle"``, ``"zstd"``.
     nbytes_stored : int or None
         Bytes on disk, if they are known. In a list of the arrays of a file they are; of the array of a load only if that costs
-        nothing, because HDF5 goes through the index of all chunks for it (`Source.nbytes_stored`).
+        nothing, because HDF5 goes through the index of all chunks for it.
     shards : tuple of int or None
         Zarr: elements per shard file, a multiple of `chunks`.
     refused : str or None
@@ -355,15 +354,6 @@ class ArrayInfo:
         """The inverse of `to_dict`, also after JSON made lists of its tuples."""
         sizes = {name: None if metadata[name] is None else tuple(metadata[name]) for name in ("shape", "chunks", "shards")}
         return cls(**metadata | sizes)
-
-    def to_json(self) -> str:
-        """`to_dict` as text."""
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> ArrayInfo:
-        """The inverse of `to_json`."""
-        return cls.from_dict(json.loads(text))
 
     @property
     def _full_labels(self) -> Labels:

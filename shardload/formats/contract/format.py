@@ -37,8 +37,8 @@ class HelperError(OSError):
 class Source(abc.ABC):
     """One open array. Not collective: each reading rank opens its own.
 
-    A format must implement `info`, `dtype`, `read_into`, `state` and `close`. It may override the other methods if it can do
-    better than their defaults.
+    A format must implement `info`, `dtype`, `read_into`, `plain`, `state` and `close`. It may override the other methods if it
+    can do better than their defaults.
     """
 
     info: ArrayInfo
@@ -47,9 +47,14 @@ class Source(abc.ABC):
     dtype: np.dtype[Any]
     """Type of the values that `read_into` writes: that of the file, in native byte order."""
 
+    opened_in: tuple[int, ...] | None = None
+    """`state` before the metadata of this array were read, so that the caller notices any later change."""
+
     @abc.abstractmethod
-    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Write the values of `region` (in the file's coordinates) into `out`.
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> Sequence[tuple[int, ...]]:
+        """Write the values of `region` (in the file's coordinates) into `out`. Returns the indices of the missing chunks (not
+        stored) that meet it; their values are the fill value. ``[()]`` if an array without chunks has no stored values. Missing
+        chunks that the format's library hides are left out.
 
         `out` is C-contiguous and writable, and has exactly `region.shape` and `dtype`. Call `check_request` first: it raises
         ValueError for anything else. Decode each chunk that meets `region` once. Empty regions are allowed and read nothing.
@@ -63,13 +68,6 @@ class Source(abc.ABC):
         """Size and time of last change of the open file, then other numbers that tell it from another file on this machine.
         None if the array is in no file. Never raises. See `state_of`.
         """
-
-    def opened_in(self) -> tuple[int, ...] | None:
-        """`state` before the metadata of this array were read, so that the caller notices any later change. Never raises.
-
-        The default is the present state. A format that reads metadata when it opens an array takes the state first.
-        """
-        return self.state()
 
     def versions_read(self) -> Mapping[str, Sequence[Any]]:
         """Of each object elsewhere to which the file leads, and which was read: its name, and numbers of its version, by a key
@@ -102,28 +100,11 @@ class Source(abc.ABC):
         """
         return self.info.parts
 
-    def nbytes_stored(self) -> int | None:
-        """Bytes on disk; None if the format does not know them. It may take long. The default is what `info` says."""
-        return self.info.nbytes_stored
-
+    @abc.abstractmethod
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
-        """The values of `region` by the format library's own indexing, without code of this package: for verification.
-
-        They may have any byte order. The default calls `read_into`: ``verify="file"`` then compares the devices with a second
-        read by the same code.
+        """The values of `region` by the format library's own indexing, without code of this package: for verification. They may
+        have any byte order.
         """
-        out = np.empty(region.shape, self.dtype)
-        self.read_into(region, out)
-        return out
-
-    def missing(self, region: Region) -> Sequence[tuple[int, ...]]:
-        """The indices of the missing chunks (not stored) that meet `region`; their values are the fill value. ``[()]`` if an
-        array without chunks has no stored values. The default is that no chunk is missing.
-
-        It is called right after `read_into` of the same region, so that a format can use what it noticed there. Missing chunks
-        that the format's library hides are left out.
-        """
-        return ()
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values without a copy, if they are in memory already, with any dtype and strides. The default is None."""
@@ -150,15 +131,10 @@ class Source(abc.ABC):
         for key, (kind, values) in info.packing.items():
             if kind not in ("number", "text", "unreadable"):
                 attrs[key] = np.array(values[0] if len(values) == 1 else values, dtype=kind)[()]
-        words = info.codec.replace("(", "+").replace(")", "").split("+")
+        words = info.codec.split("+")
         codecs = [word for word in words if word not in ("none", "shuffle", "fletcher32", "crc32c")]
-        compression: dict[str, Any] | None = None
-        if codecs or "shuffle" in words:
-            name = codecs[0] if codecs else "none"
-            compression = {"name": name, "shuffle": "shuffle" in words or name == "blosc"}
-            if len(codecs) > 1:
-                compression["options"] = {"cname": codecs[1]}
-        return Properties.of(labels, self.dtype, attrs, compression=compression)
+        compression = {"name": (codecs or ["none"])[0], "shuffle": "shuffle" in words or codecs == ["blosc"]}
+        return Properties.of(labels, self.dtype, attrs, compression=compression if codecs or compression["shuffle"] else None)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only
@@ -219,9 +195,14 @@ class OpenFile(abc.ABC):
     """
 
     @abc.abstractmethod
-    def list_arrays(self) -> list[ArrayInfo]:
+    def list_arrays(self, most: int | None = None, like: str = "", in_full: bool = True) -> list[ArrayInfo]:
         """Every array in the file, in the file's order, from metadata alone. Includes arrays that cannot be loaded, with the
         reason.
+
+        With `most`, at most `most` + 1 of them, each under one name, quickly: for a message about which the caller could mean.
+        If the file has more, the result includes arrays below `like`, or with a similar name, if the format lists names
+        quickly. Unless `in_full`, what a load does not need may be left out, as text attributes: in some formats it is not safe
+        to read those of a damaged file.
         """
 
     @abc.abstractmethod
@@ -239,20 +220,11 @@ class OpenFile(abc.ABC):
         """
         return None
 
-    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """At most `most` + 1 arrays of the file, each under one name, quickly: for a message about which the caller could mean.
-        By default the first of `list_arrays`.
-
-        If the file has more than `most` arrays, the result includes arrays below `like`, or with a similar name, if the format
-        lists names quickly. Text attributes may be left out: in some formats it is not safe to read those of a damaged file.
-        """
-        return self.list_arrays()[: None if most is None else most + 1]
-
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """The arrays below a `group` to which links lead, under the names by which `open` opens them. By default none.
 
-        `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there, else as in
-        `sketch`. Raises SourceError for a link without a target, and for one that the caller does not allow.
+        `list_arrays` follows no links, so it has none of these. With `in_full` they are described as there. Raises SourceError
+        for a link without a target, and for one that the caller does not allow.
         """
         return []
 

@@ -323,12 +323,12 @@ class ChunkTable:
         index = [slice(b.start - a.start, b.stop - a.start) for a, b in zip(self.box, box, strict=True)]
         return self.columns[(slice(None), *index)].reshape(3, -1)
 
-    def add(self, positions: Ints, *columns: Ints) -> None:
+    def add(self, positions: Ints, *columns: Any) -> None:
         """Add chunks by their positions in the grid, a row each. Those that are not in the box are left out."""
         start, stop = (np.array([getattr(axis, end) for axis in self.box], dtype=np.int64) for end in ("start", "stop"))
         is_inside = ((positions >= start) & (positions < stop)).all(axis=1)
         index = (positions[is_inside] - start).T
-        self.columns[(slice(None), *index)] = np.array(columns)[:, is_inside]
+        self.columns[(slice(None), *index)] = [np.asarray(column)[is_inside].astype(np.int64) for column in columns]
 
 
 def _is_inside(box: Sequence[range], larger: Sequence[range]) -> bool:
@@ -423,33 +423,24 @@ class ChunkPlaces:
             raise ValueError(f"chunks {tuple(box)} were not asked for when the file was open")
         table = ChunkTable(tuple(box), np.zeros((3, *map(len, box)), dtype=np.int64))
         table.columns[0] = _NOWHERE
-        self._list(box, table.add)
-        return table
-
-    def _list(self, box: Sequence[range], take: Callable[[Ints, Ints, Ints, Ints], None]) -> None:
-        """Give `take` the stored chunks of a box, some at a time: positions in the grid (a row each), offsets, sizes, masks.
-        There may be chunks of other boxes among them.
-        """
 
         def add(positions: Ints, offsets: Any, sizes: Any, masks: Any) -> None:
             is_plain = np.zeros(len(positions), dtype=bool)
             for axis in self._plain_axes:
                 is_plain |= positions[:, axis] == self.counts[axis] - 1
             all_filters = (1 << len(self.filters)) - 1
-            masks = np.where(is_plain, all_filters, np.asarray(masks) & all_filters)
-            take(positions, *(np.asarray(column).astype(np.int64) for column in (offsets, sizes, masks)))
+            table.add(positions, offsets, sizes, np.where(is_plain, all_filters, np.asarray(masks) & all_filters))
 
         n = math.prod(map(len, box))
-        if not n:
-            return
-        if self._tree is None:
+        if self._tree is not None:
+            for part in cut_box(box, max(_MOST_ENTRIES, n // _MOST_WALKS)) if n else ():
+                positions, entries = self._tree.chunks_in(part)
+                add(positions, entries["child"], entries["nbytes"], entries["mask"])
+        elif n:
             chunk = np.array(self.chunk)
             few = np.array(list(itertools.product(*box))) * chunk if n <= FEW else None
             list_chunks(self._dataset, lambda starts, *columns: add(starts // chunk, *columns), few)
-        else:
-            for part in cut_box(box, max(_MOST_ENTRIES, n // _MOST_WALKS)):
-                positions, entries = self._tree.chunks_in(part)
-                add(positions, entries["child"], entries["nbytes"], entries["mask"])
+        return table
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The missing chunks that meet a non-empty region."""

@@ -49,13 +49,15 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
 
 
 class _Axes:
-    """The axes that have a name, of all arrays of a file."""
+    """The axes that have a name, of all arrays of a file. ConfigError for a name that none can have."""
 
     def __init__(self, specs: Mapping[str, ArraySpec]) -> None:
         self._specs = specs
         self.lengths: dict[tuple[str, str], set[int]] = {}  # by group and name
         for name, spec in specs.items():
-            for dim, n in zip(spec.dims or (), spec.shape, strict=False):
+            for axis, (dim, n) in enumerate(zip(spec.dims or (), spec.shape, strict=False)):
+                if dim is not None and (not dim or "/" in dim or "\0" in dim):  # HDF5 would cut it off at a zero byte
+                    raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
                 if dim:
                     self.lengths.setdefault((name.rpartition("/")[0], dim), set()).add(n)
 
@@ -119,18 +121,13 @@ def netcdf_names(specs: Mapping[str, ArraySpec]) -> dict[str, str]:
         if dimension not in specs:
             continue
         above, _, last = dimension.rpartition("/")
+        names[dimension], why = f"{above}/{NON_COORDINATE}{last}", ""
         if not specs[dimension].shape and (above, last) in axes.lengths:
-            raise ConfigError(
-                f"'{dimension}' is a single number, and has the name of an axis of '{name}': xarray opens no such file. "
-                "Call one of them by another name"
-            )
-        names[dimension] = f"{above}/{NON_COORDINATE}{last}"
-        if names[dimension] in specs or unreadable_name(f"{NON_COORDINATE}{last}") is not None:
-            why = "an array, too" if names[dimension] in specs else "too long"
-            raise ConfigError(
-                f"'{dimension}' has the name of an axis of '{name}', but is not its coordinate, with dims=({last!r},), and "
-                f"netCDF has no place for it: '{names[dimension]}' is {why}. Call one of them by another name"
-            )
+            why = "is a single number: xarray opens no such file"
+        elif names[dimension] in specs or unreadable_name(f"{NON_COORDINATE}{last}") is not None:
+            why = f"is not its coordinate, with dims=({last!r},), nor is '{names[dimension]}' free, as netCDF would call it"
+        if why:
+            raise ConfigError(f"'{dimension}' has the name of an axis of '{name}', and {why}. Call one of them by another name")
     return names
 
 
@@ -139,10 +136,6 @@ def write_axis_names(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netc
     lengths: dict[str, tuple[int, str, bool]] = {}
     scale_of: dict[tuple[str, int], str] = {}
     axes = _Axes(specs)
-    for name, spec in specs.items():
-        for axis, dim in enumerate(spec.dims or ()):
-            if dim is not None and (not dim or "/" in dim or "\0" in dim):  # HDF5 would cut it off at a zero byte
-                raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/' or zero bytes")
     dimensions = axes.dimensions()
     if not is_netcdf:
         have_scales = axes.has_coordinates

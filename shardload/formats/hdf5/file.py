@@ -196,15 +196,10 @@ class Hdf5File(OpenFile):
 
     # --- what is in it
 
-    def list_arrays(self) -> list[ArrayInfo]:
+    def list_arrays(self, most: int | None = None, like: str = "", in_full: bool = True) -> list[ArrayInfo]:
         """Every dataset in the file; links to other files are not followed."""
-        return list(self.list_below(in_full=True))
-
-    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """Like `list_arrays`, but quick: without what a load does not need. With `most`, each under one name, and one more than
-        that at most, which says that there are more; names near `like` come first.
-        """
-        return list(itertools.islice(self.list_below(most=most, like=like), None if most is None else most + 1))
+        below = self.list_below(in_full=in_full, most=most, like=like)
+        return list(itertools.islice(below, None if most is None else most + 1))
 
     def list_linked(self, group: str, in_full: bool = True) -> list[ArrayInfo]:
         """The datasets below a group to which links lead, as h5py follows them."""

@@ -25,7 +25,6 @@ import contextlib
 import importlib
 import math
 import threading
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -61,15 +60,10 @@ def _is_built_in(number: int) -> bool:
     return number < 256 or number == h5py.h5z.FILTER_LZF
 
 
-def n_compressors(numbers: Iterable[int], access: Access) -> int:
-    """How many of these filters count as compressors, each of which can expand one byte to a thousand.
-
-    Filters that the caller allows are not always counted: see `Access.counts`.
-    """
-    codecs = [(number, filter_of(number)) for number in numbers]
-    return sum(
-        not codec.is_sized and access.counts(str(number), codec.word, survived=codec.is_safe) for number, codec in codecs
-    )
+def is_counted(number: int, access: Access) -> bool:
+    """True for a filter that counts as a compressor, which can expand one byte to a thousand: see `Access.counts`."""
+    codec = filter_of(number)
+    return not codec.is_sized and access.counts(str(number), codec.word, survived=codec.is_safe)
 
 
 def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
@@ -81,13 +75,12 @@ def refuse_filters(dataset: OpenDataset, access: Access) -> str | None:
         refused = refuse_filter(number, label, values, dataset.kind, chunk, access) or missing_filter(number, label)
         if refused is not None:
             return refused
-    compressors = [(number, label) for number, _, _, label in dataset.stored_filters if not filter_of(number).is_sized]
-    if n_compressors((number for number, _ in compressors), access) < 2:
+    compressors = [name_of(number, label) for number, _, _, label in dataset.stored_filters if is_counted(number, access)]
+    if len(compressors) < 2:
         return None
-    names = ", then ".join(name_of(number, label) for number, label in compressors)
     return (
-        f"chunks compressed more than once ({names}), which HDF5 decodes without a limit on the size of the result. Write it "
-        "again with one compressor: `h5repack -f GZIP=4`, or load it with untrusted=True"
+        f"chunks compressed more than once ({', then '.join(compressors)}), which HDF5 decodes without a limit on the size of "
+        "the result. Write it again with one compressor: `h5repack -f GZIP=4`, or load it with untrusted=True"
     )
 
 
@@ -277,11 +270,10 @@ class Hdf5Encoder(Encoder):
         if spec.chunks is not None:
             self.creation.set_chunk(spec.chunks)
             steps = self._add_filters()
-        known_steps = [step for step in steps if step is not None]
-        self._by_library, self._local = len(known_steps) < len(steps), threading.local()
+        self._by_library, self._local = None in steps, threading.local()
         is_placed_by_root = spec.chunks is not None
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if is_placed_by_root else h5py.h5d.ALLOC_TIME_EARLY)
-        steps_here = () if self._by_library else known_steps
+        steps_here = [step for step in steps if step is not None and not self._by_library]
         codec = codec_text(filters_of(self.creation))
         super().__init__(path, name, spec, flavour, codec, steps_here, is_placed_by_root=is_placed_by_root)
 
@@ -326,11 +318,6 @@ class Hdf5Encoder(Encoder):
         if number != GZIP:
             _check_available(self.name, name, number)
             compression = replace(compression, options={k: v for k, v in compression.options.items() if k != "cd_values"})
-        if compression.level is not None and not codec.levels:
-            raise ConfigError(
-                f"compression of '{self.name}' is {name!r} with level {compression.level}, which it does not have. Pass its "
-                "name alone, or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
-            )
         parameters = codec.parameters(self.name, compression, self.spec.dtype.itemsize, "HDF5")
         if parameters.level < 0:
             raise ConfigError(f"compression of '{self.name}': {name} has no level below 0 in HDF5, found {parameters.level}")

@@ -28,7 +28,7 @@ from typing import Any, Self
 import h5py
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError
 from shardload.formats.codecs.algorithms import numcodecs
 from shardload.formats.contract.array import dtype_text, is_added, native_dtype, refusal
 from shardload.formats.hdf5.filters import Hdf5Encoder, create_type
@@ -60,6 +60,7 @@ from shardload.storage.changes import GrowingFile, changed_meanwhile, complete_a
 from shardload.storage.local import LocalFile, open_file
 from shardload.storage.objects import Ints
 from shardload.storage.target import Change, WritableFile
+from shardload.system.undo import Undo
 
 Json = dict[str, Any]
 SUPERBLOCK_NBYTES = 64  # of a file: its end and the checksum are in them
@@ -81,29 +82,22 @@ def read_file(path: str, names: Iterable[str]) -> Json:
     """
     path = os.path.realpath(path)
     complete_append(path)
-    try:
-        descriptor = open_file(path)
-    except OSError as error:
-        raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
-    with closing(LocalFile(descriptor, path)) as stored:
+    with closing(LocalFile(open_file(path), path)) as stored:
         if signature_at(stored) is None:
             raise ConfigError(
                 f"'{path}' is a file, but neither HDF5 nor netCDF4; append writes to these, and to Zarr stores in folders. "
                 "A netCDF-3 file becomes netCDF4 by `nccopy -k nc4 OLD NEW`"
             )
         state = state_of_file(stored)
-        try:
-            with old_file(stored) as file:
-                _check_kind(path, file)
-                names = list(names)
-                facts = OpenFacts(file, is_ours=False)
-                arrays = _arrays(path, facts, names)
-                names = [name for name in names if name in arrays]
-                for name in names:
-                    arrays[name] |= _details(path, facts.dataset(file[name].id))
-                filters = {name: _filters(file[name]) for name in names}
-        except (OSError, RuntimeError, KeyError) as error:
-            raise SourceError(f"'{path}' cannot be read by HDF5: {error}", path=path) from error
+        with old_file(stored) as file:
+            _check_kind(path, file)
+            names = list(names)
+            facts = OpenFacts(file, is_ours=False)
+            arrays = _arrays(path, facts, names)
+            names = [name for name in names if name in arrays]
+            for name in names:
+                arrays[name] |= _details(path, facts.dataset(file[name].id))
+            filters = {name: _filters(file[name]) for name in names}
     # Now that the file is closed: as long as an open dataset has a filter, it cannot be replaced by the one that we write with.
     for name in names:
         _check_filters(f"'{name}' in '{path}'", name, arrays[name], filters[name])
@@ -264,7 +258,6 @@ class GrowingHdf5Array(Hdf5Encoder, Growing):
     def __init__(self, path: str, name: str, stored: Json, axis: int, n_new: int) -> None:
         shape = self.begin(stored, axis, stored["chunks"][axis], n_new)
         super().__init__(path, name, spec_of(stored, shape), stored["format"])
-        self.is_placed_by_root = True
 
 
 class Hdf5Growth(LedgerSink):
@@ -316,15 +309,18 @@ class Hdf5Growth(LedgerSink):
         self._is_put = False
         file = GrowingFile(os.path.realpath(self.path), self.path, self.state)
         self.ticket = Ticket(file.temporary)
-        with contextlib.ExitStack() as undo:
-            undo.callback(file.discard)
+        with Undo(file.discard):
             # Of a very small file: `commit` writes its first bytes as a whole, so that no chunk may lie there.
             self._old_end = max(end_of(self.path, file.read_at_most(0, SUPERBLOCK_NBYTES)), HEAD_NBYTES)
             self.begin(file, chunks, self._old_end)
-            undo.callback(self.abandon)
+        with Undo(self.abandon), self.explained(), self.calls():
             file.is_as_before = self.ledger.is_as_before
-            self._make_longer()
-            undo.pop_all()
+            self._shorten(self.open_library("r+"))
+            self.close_library()
+            self._give_end_back()
+            self.open_library("r+")
+            for name in (*self.arrays, *self.dimensions):
+                self.library[name].resize(self.new_shape(name))
         return self
 
     def file_of(self, ticket: Ticket) -> str:
@@ -347,15 +343,6 @@ class Hdf5Growth(LedgerSink):
             yield lambda region: np.asarray(dataset[array.in_file(region).slices()])
 
     # --- on the rank that creates it
-
-    def _make_longer(self) -> None:
-        with self.explained(), self.calls():
-            self._shorten(self.open_library("r+"))
-            self.close_library()
-            self._give_end_back()
-            file = self.open_library("r+")
-            for name in (*self.arrays, *self.dimensions):
-                file[name].resize(self.new_shape(name))
 
     def _shorten(self, file: h5py.File) -> None:
         """Take the chunks at the old edge out of their index: to the library all that come are new."""

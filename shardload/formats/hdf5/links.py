@@ -409,10 +409,7 @@ class SearchPath:
     def __init__(self, variable: str, file: OpenFacts) -> None:
         self.path, setting = os.path.join(os.getcwd(), file.path()), os.environ.get(variable, "")
         self._folder = folder = os.path.dirname(self.path)
-        prefixes = [text for text in setting.split(":") if text]
-        if setting.startswith("${ORIGIN}"):  # HDF5 understands it at the beginning, and then takes one prefix
-            prefixes.append(folder + "/" + setting.removeprefix("${ORIGIN}"))
-        prefixes += [text.replace("${ORIGIN}", folder) for text in prefixes if "${ORIGIN}" in text]
+        prefixes = [text.replace("${ORIGIN}", folder) for text in setting.split(":") if text]
         self._folders = (*prefixes, folder, "", os.path.dirname(os.path.realpath(self.path)))
 
     def of(self, name: str) -> str:

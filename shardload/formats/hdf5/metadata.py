@@ -97,21 +97,15 @@ def asked_once(question: Callable[P, T]) -> Callable[P, T]:
     return ask
 
 
-def names_of(owner: Any) -> list[str]:
-    """The names of all attributes. The attributes themselves are not read."""
-    names: list[bytes] = []
-    if h5py.h5a.get_num_attrs(owner.id):
-        h5py.h5a.iterate(owner.id, names.append)
-    return [decoded(name) for name in names]
-
-
 def author_attributes(owner: h5py.Dataset | h5py.Group, most_nbytes: int) -> dict[str, Any]:
     """The author's attributes as h5py gives them; a `Note` in the place of one that is not read. CLASS and NAME are the
     library's in dimension scales only.
     """
-    hidden = _HIDDEN if is_scale(owner) else _HIDDEN - {"CLASS", "NAME"}
-    names = [key for key in names_of(owner) if key not in hidden and not key.startswith("_Netcdf4")]
-    return {key: read_attribute(owner, key, most_nbytes) for key in names}
+    hidden, names = _HIDDEN if is_scale(owner) else _HIDDEN - {"CLASS", "NAME"}, list[bytes]()
+    if h5py.h5a.get_num_attrs(owner.id):
+        h5py.h5a.iterate(owner.id, names.append)
+    keys = [key for key in map(decoded, names) if key not in hidden and not key.startswith("_Netcdf4")]
+    return {key: read_attribute(owner, key, most_nbytes) for key in keys}
 
 
 def has_attribute(owner: Any, key: str) -> bool:

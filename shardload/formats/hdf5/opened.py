@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import h5py
 import ml_dtypes
@@ -241,14 +241,10 @@ class cached(Generic[T]):
     def __init__(self, method: Callable[[Any], T]) -> None:
         self._method, self.__doc__, self._name = method, method.__doc__, method.__name__
 
-    @overload
-    def __get__(self, owner: None, kind: type) -> cached[T]: ...
-    @overload
-    def __get__(self, owner: object, kind: type) -> T: ...
-    def __get__(self, owner: Any, kind: type) -> Any:
+    def __get__(self, owner: Any, kind: type) -> T:
         if owner is None:
-            return self
-        values = owner.__dict__
+            return self  # type: ignore[return-value]
+        values: dict[str, T] = owner.__dict__
         return values[self._name] if self._name in values else values.setdefault(self._name, self._method(owner))
 
 

@@ -35,7 +35,7 @@ from shardload.storage.changes import GrowingFile
 from shardload.storage.local import Fence, LocalFolder
 from shardload.storage.objects import Ints, ObjectFolder
 from shardload.storage.target import Change, NewFile, Target, WritableFile, as_write_error, check_mark
-from shardload.system.steps import step_done
+from shardload.system.steps import step_done, steps_of
 from shardload.system.undo import Undo
 
 _AT_ONCE = 4096  # chunks
@@ -267,8 +267,9 @@ class Hdf5Sink(LedgerSink):
         with Undo(self.abandon):
             with self.calls():
                 self.describe(self.open_library("w", track_order=self.is_netcdf or None))
-                for placed in early:
-                    placed.note_whole(self.library[placed.stored_name].id)
+                for placed in steps_of(early):
+                    dataset = self.library[placed.stored_name].id
+                    placed.offsets[:], placed.sizes[:] = dataset.get_offset() or 0, dataset.get_storage_size()
             _reserve(file, early)
         self.ticket = Ticket(file.temporary, {placed.name: int(placed.offsets[0]) for placed in early})
         return self
@@ -368,7 +369,6 @@ class Hdf5PlacedChunks(PlacedChunks):
     def __init__(self, path: str, name: str, spec: ArraySpec, stored_name: str, origin: Sequence[int] = ()) -> None:
         super().__init__(name, spec.grid if spec.chunks is not None else ())
         self.path, self.stored_name = path, stored_name
-        self.most_nbytes = (1 << 32) - 1 if self.grid else self.most_nbytes
         self._chunks, self._origin = np.array(spec.chunks or (), np.int64), np.array(origin or (0,) * len(self.grid), np.int64)
         self._masks = np.zeros(len(self.sizes), np.uint32)
 
@@ -380,18 +380,9 @@ class Hdf5PlacedChunks(PlacedChunks):
         """Note the places of chunks."""
         self.offsets[numbers], self.sizes[numbers], self._masks[numbers] = offsets, sizes, masks
 
-    def note_whole(self, dataset: h5py.h5d.DatasetID) -> None:
-        """Note the place that HDF5 gave a contiguous array when it made it."""
-        step_done()
-        self.offsets[:], self.sizes[:] = dataset.get_offset() or 0, dataset.get_storage_size()
-
     def compare(self, dataset: h5py.h5d.DatasetID) -> None:
         """SourceError unless HDF5 finds the chunks where they are, and no others."""
         step_done()
-        if not self.grid:
-            if self.sizes[0] and dataset.get_offset() != self.offsets[0]:
-                raise self._misplaced((), dataset.get_offset(), self.offsets[0])
-            return
         n_found, wrong = 0, list[tuple[int, int]]()  # number and offset
 
         def compare(starts: Ints, offsets: Ints, sizes: Ints, masks: Ints) -> None:
@@ -404,20 +395,16 @@ class Hdf5PlacedChunks(PlacedChunks):
             is_wrong = (offsets != self.offsets[numbers]) | (sizes != self.sizes[numbers]) | (masks != self._masks[numbers])
             wrong.extend(zip(numbers[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
 
-        # Of a file that grows step by step, each step would list all before it.
-        few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= FEW else None
-        list_chunks(h5py.Dataset(dataset), compare, few)
+        if self.grid:  # Of a file that grows step by step, each step would list all before it.
+            few = self.starts(np.arange(len(self.sizes))) if self._origin.any() and len(self.sizes) <= FEW else None
+            list_chunks(h5py.Dataset(dataset), compare, few)
+        elif self.sizes[0] and dataset.get_offset() != self.offsets[0]:
+            wrong.append((0, dataset.get_offset()))
         if wrong:
             number, offset = min(wrong)
-            raise self._misplaced(unravel(number, self.grid), offset, self.offsets[number])
-        if n_found != len(self.sizes):
+            index, place = unravel(number, self.grid), f"'{self.name}' in '{self.path}'"
+            text = f"chunk {index} of {place} is at byte {offset} for HDF5, but was written at byte {self.offsets[number]}"
+            raise SourceError(text, path=self.path, dataset=self.name, chunk=index)
+        if self.grid and n_found != len(self.sizes):
             text = f"'{self.name}' in '{self.path}' has {n_found} chunks for HDF5, but {len(self.sizes)} were written"
             raise SourceError(text, path=self.path, dataset=self.name)
-
-    def _misplaced(self, index: tuple[int, ...], offset: Any, expected: Any) -> SourceError:
-        return SourceError(
-            f"chunk {index} of '{self.name}' in '{self.path}' is at byte {offset} for HDF5, but was written at byte {expected}",
-            path=self.path,
-            dataset=self.name,
-            chunk=index,
-        )

@@ -52,7 +52,7 @@ class StoreSource(Hdf5Source):
             return None
         image, has_filters = _skeleton_of(dataset)
         filters = [[number, flags, list(values), name.hex()] for number, flags, values, name in dataset.stored_filters]
-        parts: Json = {"pin": list(cache.below.pin), "skeleton": _text_of(image), "filters": filters}
+        parts: Json = {"pin": list(cache.below.pin), "skeleton": base64.b64encode(image).decode(), "filters": filters}
         if places is not None:
             box = chunks_met(region, places.chunk) if region.size else [range(0)] * region.ndim
             if math.prod(map(len, box)) > _MOST_TOLD:
@@ -152,6 +152,7 @@ class SkeletonSource(Hdf5Source):
             yield from self._contiguous.extents(region, self.dtype)
         elif self.places is not None:
             for part in self._parts(region):
+                self.places.check(part)  # before it is cut into requests, which may be billions
                 offsets, sizes, _ = self.places.of(chunks_met(part, self.places.chunk))
                 yield offsets[offsets >= 0], sizes[offsets >= 0]
 
@@ -204,10 +205,6 @@ class SkeletonSource(Hdf5Source):
         """See `Source`."""
         return self._whole.properties()
 
-    def nbytes_stored(self) -> int | None:
-        """See `Source`."""
-        return self._whole.nbytes_stored()
-
     def close(self) -> None:
         """Close the object, and the file if it was opened."""
         if (whole := self.__dict__.get("_whole")) is not None:
@@ -218,14 +215,10 @@ class SkeletonSource(Hdf5Source):
 # --- arrays and bytes in JSON
 
 
-def _text_of(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
 def _packed(table: np.ndarray[Any, Any]) -> str:
     """Offsets, sizes and masks as text. Bytes of the same weight stand together: most are zero, and compress well."""
     planes = np.ascontiguousarray(table.astype("<i8")).view(np.uint8).reshape(-1, 8).T
-    return _text_of(zlib.compress(planes.tobytes(), level=1))
+    return base64.b64encode(zlib.compress(planes.tobytes(), level=1)).decode()
 
 
 def _unpacked(text: str) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -213,6 +213,8 @@ class Hdf5Source(Source):
         self.dataset, self.info, self.others, self._is_linked = dataset, info, others, is_linked
         self._open_part, self._close = open_part, close
         self._expected: Region | None = None
+        state = dataset.facts.opened_in
+        self.opened_in = state if state is None or info.parts is None else (*state, 0)
         if info.refused:  # nothing is read
             self.dtype = np.dtype("V1")
             return
@@ -231,22 +233,19 @@ class Hdf5Source(Source):
         if self.dataset.facts.in_store and self._tiles is not None:
             self._tiles.expect_in_order(regions)
 
-    def nbytes_stored(self) -> int | None:
-        """Bytes that its values take in the file. HDF5 goes through the index of all chunks for that."""
-        return None if self.others.is_virtual else int(self.dataset.id.get_storage_size())
-
-    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
         """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
         check_request(self.info, self.dtype, region, out)
         if region.size == 0:
-            return
+            return []
         if self.dataset.id.valid:
-            if (direct := self._tiles or self._contiguous) is not None:
-                direct.read_into(region, out)
-                return
+            if self._tiles is not None:
+                return self._tiles.read_into(region, out)
+            if self._contiguous is not None:
+                self._contiguous.read_into(region, out)
+                return []
             if self._reader is not None:
-                read_by_chunks(self._reader, self.info.chunks or (), region, out)
-                return
+                return read_by_chunks(self._reader, self.info.chunks or (), region, out)
             self._check_stored(region)
         if self._gap_value is not None:
             # It may hold another block's values.
@@ -257,6 +256,11 @@ class Hdf5Source(Source):
                 out.reshape(-1).view(self.dtype).byteswap(inplace=True)
         finally:  # if the file was cut, that error names the cause better
             self._check_whole()
+        if self.places is not None:
+            return self.places.missing(region)
+        creation = self.dataset.creation
+        is_contiguous = creation.get_layout() == h5py.h5d.CONTIGUOUS and not creation.get_external_count()
+        return [()] if is_contiguous and self.dataset.extent is None else []
 
     def _check_whole(self) -> None:
         """OSError if the file was cut since it was opened: HDF5 gives zeros for the end."""
@@ -286,18 +290,6 @@ class Hdf5Source(Source):
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call of HDF5."""
         return iter((region,)) if self.info.chunks is None else a_few_chunks(region, self.info.chunks, _MOST_AT_ONCE)
-
-    def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """The missing chunks that meet `region`; ``[()]`` for a dataset without chunks and without stored values."""
-        if region.size == 0 or not self.dataset.id.valid:
-            return []
-        if self._tiles is not None:
-            return self._tiles.missing(region)
-        if self.places is not None:
-            return self.places.missing(region)
-        creation = self.dataset.creation
-        is_contiguous = creation.get_layout() == h5py.h5d.CONTIGUOUS and not creation.get_external_count()
-        return [()] if is_contiguous and self.dataset.extent is None else []
 
     @cached
     def places(self) -> ChunkPlaces | None:
@@ -362,11 +354,7 @@ class Hdf5Source(Source):
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
-        if self.info.refused is not None or self.info.chunks is None:
-            return None
-        if self.others.is_virtual:
-            return None if self._tiles is None else self._tiles.chunk_reader()
-        return self._reader
+        return self._reader if self._tiles is None else self._tiles.chunk_reader()
 
     @cached
     def _tiles(self) -> Tiles | None:
@@ -395,11 +383,6 @@ class Hdf5Source(Source):
         if state is None or self.info.parts is None:
             return state
         return *state, 0 if tiles is None else tiles.n_changed()
-
-    def opened_in(self) -> tuple[int, ...] | None:
-        """`state` before anything was read of these files."""
-        state = self.dataset.facts.opened_in
-        return state if state is None or self.info.parts is None else (*state, 0)
 
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""

@@ -336,7 +336,6 @@ class Tiles(ChunkReader):
         self._decoder: Any = None
         self._is_read_plain, self._n_at_urls = False, 0  # how many parts at URLs were opened
         self._files: dict[Names, list[str]] = {}  # that hold the values of the parts that were opened
-        self._missing: list[tuple[int, ...]] = []  # of the region that was read last
 
     def n_changed(self) -> int:
         """How many of the parts that were opened have changed since they were looked at."""
@@ -398,9 +397,10 @@ class Tiles(ChunkReader):
             self._n_at_urls += is_remote(source.info.path)
             return source
 
-    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Write the values of a non-empty region into `out`, as `Source.read_into` does."""
-        self._missing = []
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
+        """Write the values of a non-empty region into `out`, as `Source.read_into` does. Returns the chunks of the virtual
+        dataset's grid in which chunks of parts are missing, or which no part covers.
+        """
         tiles_met = list(self.meeting(region))
         missing = self._uncovered(region, [common for _, common in tiles_met])
         if sum(common.size for _, common in tiles_met) < region.size:
@@ -412,11 +412,11 @@ class Tiles(ChunkReader):
             with self.use(k) as part:
                 is_in_place = into.flags.c_contiguous and part.dtype == out.dtype
                 values = into if is_in_place else np.empty(common.shape, part.dtype)
-                part.read_into(in_part, values.reshape(in_part.shape))
-                missing |= self._on_grid(part.missing(in_part), part.info.chunks, box, common)
+                missing_in_part = part.read_into(in_part, values.reshape(in_part.shape))
+                missing |= self._on_grid(missing_in_part, part.info.chunks, box, common)
             if values is not into:
                 np.copyto(into, values)
-        self._missing = list(missing)
+        return list(missing)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """See `Source`, for parts at URLs, which HDF5 does not open."""
@@ -426,12 +426,6 @@ class Tiles(ChunkReader):
             with self.use(k) as part:
                 out[common.slices(region.start)] = part.plain(self._boxes[k].inside(common)).reshape(common.shape)
         return out
-
-    def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """The chunks of the virtual dataset's grid in which chunks of parts are missing, or which no part covers. ``[()]``
-        without chunks. The `read_into` of that region has found them.
-        """
-        return self._missing
 
     def _on_grid(
         self, missing_in_part: Sequence[tuple[int, ...]], part_chunks: tuple[int, ...] | None, box: Box, region: Region
@@ -487,14 +481,8 @@ class Tiles(ChunkReader):
 
     def expect(self, boxes: Iterator[Sequence[range]]) -> None:
         """See `ChunkReader`, for parts at URLs."""
-        met = (pair for box in boxes for pair in self._parts_of(box))
-        for k, boxes_of_part in itertools.groupby(met, key=lambda pair: pair[0]):
-            boxes_in_part = list[Sequence[range]]()
-            with suppress(OSError):  # as above
-                for _, box in boxes_of_part:
-                    with self.part_at(k, box) as (reader, inside):
-                        boxes_in_part.append(inside)
-                reader.expect(iter(boxes_in_part))
+        whole = Region.whole(self.shape)
+        self.expect_in_order(region_in_box(box, self._chunks or (), whole) for box in boxes)
 
     def fetch(self, box: Sequence[range], room: Room = fresh) -> Encoded:
         """Read a box of chunks as they are stored; those that no part covers are missing."""

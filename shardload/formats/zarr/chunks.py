@@ -53,22 +53,18 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
     info : ArrayInfo
         Its description in the source.
     """
-    if array.store.folder is None:
-        return None
+    folder = array.store.folder
     try:
         layout, dtype = ZarrLayout.of(node.document, node.dtype), native_dtype(node.dtype)
         n_compressors = sum(stage.n_more is None for stage in layout.stages)
         fill = np.zeros((), dtype) if node.fill is None else np.asarray(node.fill, dtype)
     except (LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
         return None
-    if n_compressors > 1 or layout.chunk_shape != info.chunks or fill.shape != ():
+    has_shards, is_referenced = layout.per_shard is not None, isinstance(folder, ReferenceFolder)
+    if folder is None or n_compressors > 1 or layout.chunk_shape != info.chunks or fill.shape or (has_shards and is_referenced):
         return None
-    kind: type[ZarrChunks] = ChunkFiles if layout.per_shard is None else ShardFiles
-    if isinstance(array.store.folder, ReferenceFolder):
-        if layout.per_shard is not None:
-            return None
-        kind = ReferencedChunks
-    return kind(array.store.folder, f"{array.path}/" if array.path else "", layout, info.shape, dtype, fill)
+    kind: type[ZarrChunks] = ReferencedChunks if is_referenced else ShardFiles if has_shards else ChunkFiles
+    return kind(folder, f"{array.path}/" if array.path else "", layout, info.shape, dtype, fill)
 
 
 class ZarrChunks(StoredChunks):

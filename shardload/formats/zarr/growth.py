@@ -14,6 +14,7 @@ docs/design/save.md says what is on disk after a kill.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -130,8 +131,6 @@ def _details(path: str, name: str, node: ArrayNode) -> Json:
             f"'{name}' in '{path}' cannot grow: '{folder}' is a link to '{os.path.realpath(folder)}'. Append to that store "
             "itself"
         )
-    if "\\" in name:
-        raise ConfigError(f"'{name}' in '{path}' cannot grow: zarr-python takes the backslash in its name for a slash")
     if refusal(node.dtype) is not None:
         raise ConfigError(f"'{name}' in '{path}' holds {node.dtype}; arrays of numbers can be appended to")
     dtype = native_dtype(node.dtype)
@@ -205,20 +204,21 @@ class GrowthEncoder(ZarrEncoder, Growing):
         return [tuple(a + k for a, k in zip(start, offset, strict=True)) for offset in np.ndindex(*counts)]
 
     def files_behind(self) -> Iterator[str]:
-        """The name of each file in the old store that has rows behind the new end alone."""
+        """The key of each file in the old store that has rows behind the new end alone."""
         new, stored = (-(-shape[self.axis] // self._per_file) for shape in (self.new_shape, self.stored_shape))
         grid = [max(0, stored - new) if k == self.axis else n for k, n in enumerate(self.shard_grid)]
         for index in np.ndindex(*grid):
-            yield self.layout.key(tuple(k + new * (axis == self.axis) for axis, k in enumerate(index)))
+            yield self.key_at(tuple(k + new * (axis == self.axis) for axis, k in enumerate(index)))
 
-    def files(self) -> Iterator[tuple[str, str, bool]]:
-        """Each file: its name here, its name in the old store, and whether it is there already, with values that stay."""
+    def files(self, at_edge: bool) -> Iterator[tuple[str, str]]:
+        """Of each file its key here, and its key in the old store: of those that are there already, with values that stay, or
+        of all others.
+        """
         first = self.base // self._per_file
         for number in range(math.prod(self.shard_grid)):
             index = unravel(number, self.shard_grid)
-            old_index = tuple(k + first * (axis == self.axis) for axis, k in enumerate(index))
-            is_edge = self.base < self.old and index[self.axis] == 0
-            yield self.layout.key(index), self.layout.key(old_index), is_edge
+            if at_edge == (self.base < self.old and index[self.axis] == 0):
+                yield self.key_at(index), self.key_at(tuple(k + first * (axis == self.axis) for axis, k in enumerate(index)))
 
 
 class GrowthSink(ZarrSink):
@@ -302,8 +302,7 @@ class GrowthSink(ZarrSink):
         folder = self.folder
         with as_write_error(self.path):
             self._refuse_changed()
-            if self._short_keys:
-                folder.replace(self._short_keys, {key: text for key, (text, _) in self._documents.items()})
+            folder.replace(self._short_keys, {key: text for key, (text, _) in self._documents.items()})
             try:
                 if self._short_keys:
                     for path in folder.folders_of(self._short_keys):
@@ -313,33 +312,27 @@ class GrowthSink(ZarrSink):
                 self._refuse_changed()
                 folder.replace(self._new_keys, {key: text for key, (text, _) in self._documents.items()})
             except OSError as error:
-                if self._short_keys:
-                    raise self._half_replaced(error) from error
-                raise
+                if not self._short_keys:
+                    raise
+                n = max(array.old for array in self.arrays.values())
+                raise SourceError(
+                    f"rows of '{self.path}' could not be replaced ({error.strerror or error}). It now has the first {n:,} "
+                    "alone, those before the ones to replace. Append the others again, without at=",
+                    path=self.path,
+                ) from error
         # From here on the store has its new rows. No error may deny that.
         for path in folder.folders_of(self._new_keys):
             sync_name(path, self.path)
         try:
-            for name, array in self.arrays.items():
-                folder.remove(os.path.join(name.strip("/"), key) for key in array.files_behind())
+            for array in self.arrays.values():
+                folder.remove(array.files_behind())
         except OSError as error:
             _log.warning("'%s' has its new rows, but files of old ones behind its end cannot be removed: %s", self.path, error)
         self.abandon()
 
-    def _half_replaced(self, error: OSError) -> SourceError:
-        path, n = self.path, max(array.old for array in self.arrays.values())
-        return SourceError(
-            f"rows of '{path}' could not be replaced ({error.strerror or error}). It now has the first {n:,} alone, those "
-            "before the ones to replace. Append the others again, without at=",
-            path=path,
-        )
-
     def _moves(self, at_edge: bool) -> Iterator[tuple[str, str]]:
-        """The key here, and the key in the store, of the objects at the old edge, or of all others."""
-        for name, array in self.arrays.items():
-            for key, old_key, is_edge in array.files():
-                if is_edge == at_edge:
-                    yield os.path.join(name.strip("/"), key), os.path.join(name.strip("/"), old_key)
+        """`GrowthEncoder.files` of all arrays."""
+        return itertools.chain.from_iterable(array.files(at_edge) for array in self.arrays.values())
 
     def _refuse_changed(self) -> None:
         if self._read_documents() != self._documents:

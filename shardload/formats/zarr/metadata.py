@@ -262,9 +262,6 @@ class ZarrLayout:
         codec, parameters = self._codec(name, options, 1)
         if codec.decoder is None:
             raise ValueError(f"the codec {name!r}")
-        nbytes = math.prod(self.chunk_shape) * self.dtype.itemsize
-        if codec.zarr == "shuffle" and nbytes % parameters.itemsize:
-            raise ValueError(f"a shuffle of elements of {parameters.itemsize} bytes")
         return codec.decoder(parameters)
 
     def _step(self, name: str, options: Mapping[str, Any]) -> Step:
@@ -282,7 +279,8 @@ class ZarrLayout:
             raise ValueError(f"the codec {name!r}")
         _check_known(f"the codec {name!r}", options, codec.options)
         parameters = parameters_of(str(codec.zarr), options, itemsize)
-        if codec.zarr == "shuffle" and parameters.itemsize < 1:
+        nbytes = math.prod(self.chunk_shape) * self.dtype.itemsize
+        if codec.zarr == "shuffle" and (parameters.itemsize < 1 or nbytes % parameters.itemsize):
             raise ValueError(f"a shuffle of elements of {parameters.itemsize} bytes")
         return codec, parameters
 

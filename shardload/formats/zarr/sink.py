@@ -74,9 +74,13 @@ class ZarrEncoder(Encoder):
         per = self.layout.per_shard or (1,) * len(self.spec.grid)
         return tuple(-(-n // m) for n, m in zip(self.spec.grid, per, strict=True))
 
+    def key_at(self, position: tuple[int, ...]) -> str:
+        """The key of the object at a position in the grid of shard files, or of chunks."""
+        return os.path.join(self.name.strip("/"), self.layout.key(position))
+
     def key_of(self, number: int) -> str:
         """The key of the object that has a chunk."""
-        return os.path.join(self.name.strip("/"), self.layout.key(self.shard_of(unravel(number, self.spec.grid))))
+        return self.key_at(self.shard_of(unravel(number, self.spec.grid)))
 
 
 class ZarrSink(Sink):
@@ -226,18 +230,18 @@ class ZarrSink(Sink):
                     self._write_indexes(self._shards[name])
                 else:
                     self._check_keys(name)
-            *documents, (last_key, last_content) = self.documents()
+            *documents, last = self.documents()
             for key, content in documents:
                 if key not in self.taken_up:  # the values of an array of text
-                    self.folder.put(key, _as_bytes(content))
-            self.folder.finish(last_key, _as_bytes(last_content))
+                    self.folder.put(key, content)
+            self.folder.finish(*last)
 
     def _write_indexes(self, shards: _Shards) -> None:
         shards.check_complete()
         grid = shards.encoder.shard_grid
         for number in range(math.prod(grid)):
             position = unravel(number, grid)
-            key = os.path.join(shards.name.strip("/"), shards.encoder.layout.key(position))
+            key = shards.encoder.key_at(position)
             if self.folder.version(key) is None:
                 raise FileNotFoundError(errno.ENOENT, f"'{key}' is gone")
             self.folder.write_at(key, shards.index(position), int(shards.ends[number]))
@@ -257,9 +261,9 @@ class ZarrSink(Sink):
         """See `Sink`."""
         self.folder.discard(keeps=keeps)
 
-    def documents(self) -> Iterator[tuple[str, Any]]:
+    def documents(self) -> Iterator[tuple[str, bytes]]:
         """The files of metadata, in the order in which they are written: name in the store, and content. Arrays of text are
-        among them, with their chunks, as bytes.
+        among them, with their chunks.
         """
         names = [*self.arrays, *self._texts, *(f"/{group}/" for group in self.group_attrs)]
         groups = {"", *(group.strip("/") for name in names for group in groups_above(name))}
@@ -284,15 +288,8 @@ class ZarrSink(Sink):
             root = documents.pop(last)
             below = {os.path.dirname(key): document for key, document in sorted(documents.items())}
             documents[last] = root | {"consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}}
-        yield from documents.items()
-
-
-def _as_bytes(content: Any) -> bytes:
-    """What `ZarrSink.documents` gives, as it is stored."""
-    if isinstance(content, bytes):
-        return content
-    # Token by token: that of the root has the metadata of all arrays.
-    return "".join(steps_of(json.JSONEncoder(indent=2, allow_nan=False).iterencode(content))).encode()
+        for key, document in documents.items():  # token by token: that of the root has the metadata of all arrays
+            yield key, "".join(steps_of(json.JSONEncoder(indent=2, allow_nan=False).iterencode(document))).encode()
 
 
 def _written(spec: ArraySpec) -> dict[str, bytes]:
@@ -395,12 +392,11 @@ def document_of(name: str, spec: ArraySpec) -> Json:
 
 def _compressor(name: str, compression: Compression, itemsize: int) -> Json:
     """The options of a compressor in the metadata."""
-    codec = ZARR_CODECS[compression.name] if compression.name in _NAMES else None
-    if codec is None or (compression.level is not None and not codec.levels):
+    if compression.name not in _NAMES:
         is_lz4 = compression.name == "lz4"
         fix = "compression='blosc(lz4)', which has it inside" if is_lz4 else "compression='zstd', or another of these"
-        level = f" with level {compression.level}" if compression.name in _NAMES else ""
-        raise ConfigError(f"compression of '{name}' is {compression.name!r}{level}; Zarr has {', '.join(_NAMES)}. Pass {fix}")
+        raise ConfigError(f"compression of '{name}' is {compression.name!r}; Zarr has {', '.join(_NAMES)}. Pass {fix}")
+    codec = ZARR_CODECS[compression.name]
     return options_of(codec, codec.parameters(name, compression, itemsize, "Zarr"))
 
 

@@ -8,7 +8,7 @@
    at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
 
 The values of a missing chunk are the array's fill value: Zarr cannot distinguish a chunk that was never written from a lost
-one. `ZarrSource.missing` says which chunks were missing.
+one. `ZarrSource.read_into` says which chunks were missing.
 """
 
 from __future__ import annotations
@@ -98,25 +98,23 @@ class ZarrSource(Source):
         self._node, self._array, self.info = node, array, info
         self._store: WatchedStore = array.store
         self.dtype, self._is_closed = native_dtype(node.dtype), False
-        self._missing: list[tuple[int, ...]] = []
         self._metadata_key = metadata_key(array.path, node.version)
         planned_version = None if info.parts is None else tuple(info.parts["version"])
-        self._opened_in = planned_version or self._store.state_before(self._metadata_key) or self.state()
+        self.opened_in = planned_version or self._store.state_before(self._metadata_key) or self.state()
         if info.chunks is not None:
             nbytes = math.prod(info.shards or info.chunks) * self.dtype.itemsize + 16 * n_in_shard(node.document)
             self._store.most_nbytes = _LONGEST * nbytes + _HEAD_NBYTES
 
-    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
         """Decode the chunks that meet `region` into `out`; NumPy's assignment swaps bytes if necessary."""
         check_request(self.info, self.dtype, region, out)
-        self._missing = []
+        missing = list[tuple[int, ...]]()
         if region.size == 0:
-            return
+            return missing
         if self._is_closed:  # zarr-python would open the store again
             raise ValueError(f"{self.info} was closed")
         if self._chunks is not None:
-            self._missing = read_by_chunks(self._chunks, self.info.chunks or (), region, out)
-            return
+            return read_by_chunks(self._chunks, self.info.chunks or (), region, out)
         store, out = self._store, out.view(bits_of(self.dtype)) if is_added(self.dtype) else out
         for part in self._parts(region):
             store.missing.clear()
@@ -124,7 +122,8 @@ class ZarrSource(Source):
             buffer = zarr.buffer.cpu.NDBuffer.from_numpy_array(out[index])
             self._array.get_basic_selection(part.slices(), out=buffer, prototype=zarr.buffer.cpu.buffer_prototype)
             if store.missing:
-                self._missing += self._missing_in(part)
+                missing += self._missing_in(part)
+        return missing
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """Cut a non-empty region into regions to read in one call: whole shards, unless they have too many chunks."""
@@ -135,10 +134,6 @@ class ZarrSource(Source):
         if per_shard > _MOST_AT_ONCE:
             return a_few_chunks(region, chunks, _MOST_AT_ONCE)
         return a_few_chunks(region, shards or chunks, _MOST_AT_ONCE // per_shard)
-
-    def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """The chunks that `read_into` of this region did not find."""
-        return self._missing
 
     def _missing_in(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks in `region` whose file (or whose shard's file) the store did not have."""
@@ -214,10 +209,6 @@ class ZarrSource(Source):
         """
         return self._store.state(self._metadata_key)
 
-    def opened_in(self) -> tuple[int, ...] | None:
-        """`state` before the metadata were read."""
-        return self._opened_in
-
     def versions_read(self) -> Mapping[str, Sequence[Any]]:
         """Those of the objects to which references lead."""
         folder = self._store.folder
@@ -240,10 +231,7 @@ class ZarrFormat(Format):
         """True if the folder has Zarr metadata at its root, and for a set of references to chunks in other files."""
         if os.path.isdir(path):
             return any(os.path.exists(os.path.join(path, mark)) for mark in _MARKS)
-        try:
-            return is_references(path)
-        except OSError:
-            return False
+        return is_references(path)
 
     def claims_url(self, url: str) -> bool:
         """True if the URL of a store has a name that Zarr stores and sets of references have."""
@@ -278,16 +266,12 @@ class _ZarrStore(OpenFile):
     def __init__(self, store: WatchedStore, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
 
-    def list_arrays(self) -> list[ArrayInfo]:
-        """Every array in the store, by name; chunks are not read."""
-        return list(self._describe_all())
-
     def expect(self, datasets: Iterable[str]) -> None:
         """Of a store at a URL the metadata are fetched."""
         self._store.expect(datasets)
 
-    def sketch(self, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same, but at most `most` + 1 arrays."""
+    def list_arrays(self, most: int | None = None, like: str = "", in_full: bool = True) -> list[ArrayInfo]:
+        """Every array in the store, by name; chunks are not read."""
         try:
             return list(itertools.islice(self._describe_all(), None if most is None else most + 1))
         except NoListingError as error:

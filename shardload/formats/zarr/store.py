@@ -168,8 +168,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             raise KeyError(name)
         return parse_node(lambda key: self.read(os.path.join(folder, key)))
 
-    def nodes(self) -> Iterator[tuple[str, Node]]:
-        """All arrays and groups by their names, sorted.
+    def nodes(self, name: str = "/") -> Iterator[tuple[str, Node]]:
+        """All arrays and groups by their names, sorted: a folder, perhaps one itself, and all folders below it.
 
         zarr-python's own walk stops at the first array that it cannot read, warns of every stray file, and leaves out what is
         below folders without metadata. Here the error stands in the place of a node that cannot be read, unless it is the root,
@@ -181,20 +181,13 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         NoListingError
             If folders cannot be listed, and nothing names the arrays.
         """
-        yield from self._nodes_below("/")
-
-    def _node_or_error(self, name: str) -> Node | None:
-        """The node of a folder; the error if it cannot be read."""
+        node: Node | None
         try:
-            return self.node(name)
+            node = self.node(name)
         except Exception as error:
             if name == "/" or is_unread(error):
                 raise
-            return error
-
-    def _nodes_below(self, name: str) -> Iterator[tuple[str, Node]]:
-        """The nodes of a folder, itself perhaps one, and of all folders below it."""
-        node = self._node_or_error(name)
+            node = error
         if node is not None:
             yield name, node
         if isinstance(node, ArrayNode | Exception):
@@ -213,7 +206,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             return
         self._fetch_nodes(entry.strip("/") for entry in below)
         for entry in below:
-            yield from self._nodes_below(entry)
+            yield from self.nodes(entry)
 
     def _folders(self, name: str) -> list[str]:
         """The names of the folders below a folder. Where they cannot be listed, those that consolidated metadata name."""

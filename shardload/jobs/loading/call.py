@@ -16,7 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -197,7 +197,7 @@ class LoadCall:
 
         `root` is the rank that runs `find`, if the ranks have agreed on it (`settle`); by default rank 0.
         """
-        with collections_wait(not self.tree.is_single):
+        with nullcontext() if self.tree.is_single else collections_wait():
             if self._call is None:
                 return self.make(self.find())
             return self._call.plan(self.find, self._make_checked, _describe_loads, root=root)

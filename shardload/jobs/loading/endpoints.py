@@ -168,7 +168,7 @@ class LoadSource(FileSource):
             with load.naming_errors():
                 if load.layout.schedule.is_owner(self._rank):
                     source = kept.open(k)
-                    self.contents[k] = source.opened_in()
+                    self.contents[k] = source.opened_in
                 if load.is_open:
                     self.contents[k] = load.contents(kept.open_again(k))
             sources.append(source)

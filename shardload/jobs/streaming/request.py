@@ -242,10 +242,10 @@ def _contents_of(handle: Any, info: ArrayInfo, request: Request) -> _Contents:
     selection = Selection(region, tuple(range(len(info.shape))))
     source = open_source(handle, info.dataset, request.options.access, info)
     try:
-        return checksum_of_samples(source, selection, chunks, 2), source.opened_in()
+        return checksum_of_samples(source, selection, chunks, 2), source.opened_in
     except SourceError as error:
         if is_unread(error):
             raise
-        return None, source.opened_in()
+        return None, source.opened_in
     finally:
         source.close()

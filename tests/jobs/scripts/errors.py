@@ -203,9 +203,9 @@ class Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def read_into(self, region: Any, out: np.ndarray) -> None:
+    def read_into(self, region: Any, out: np.ndarray) -> Any:
         time.sleep(0.3)
-        self._source.read_into(region, out)
+        return self._source.read_into(region, out)
 
 
 @case("a slow reader meets the damaged chunk last")

@@ -81,9 +81,9 @@ class Source:
     def chunk_reader(self) -> Chunks:
         return Chunks(self._source.chunk_reader(), self._wait)
 
-    def read_into(self, region: Any, out: Any) -> None:
+    def read_into(self, region: Any, out: Any) -> Any:
         self._wait(region)
-        self._source.read_into(region, out)
+        return self._source.read_into(region, out)
 
 
 def slow_source(wait: Callable[..., None]) -> None:

@@ -21,10 +21,9 @@ import shardload
 from shardload.errors import SourceError
 from shardload.formats.hdf5.chunks import tree_of
 from shardload.formats.lookup import open_source
-from shardload.planning.region import Region
 from shardload.planning.tuning import tuned
 from tests.unit.fakes import ObjectInMemory
-from tests.unit.files import python_memory_below, read_all
+from tests.unit.files import missing_in, python_memory_below, read_all
 
 
 def make(path: Path, libver: str, shape: tuple[int, ...], chunk: tuple[int, ...], written: Any = ..., **how: Any) -> str:
@@ -222,7 +221,7 @@ def test_a_chunk_that_is_outside_of_the_array(tmp_path: Path, maxshape: tuple[in
             read_all(source)
     else:  # as after an append that was killed
         np.testing.assert_array_equal(read_all(source), expected)
-        assert source.missing(Region.whole((20, 6))) == [(2, 1)]
+        assert missing_in(source) == [(2, 1)]
     source.close()
 
 
@@ -246,7 +245,7 @@ def test_what_hdf5_writes_and_cuts_is_no_damage(tmp_path: Path, seed: int) -> No
         expected = file["g/x"][...]
     source = open_source(path, "/g/x")
     np.testing.assert_array_equal(read_all(source), expected)
-    assert len(source.missing(Region.whole(shape))) == math.prod(grid) - len(said_by_hdf5(path))
+    assert len(missing_in(source)) == math.prod(grid) - len(said_by_hdf5(path))
     source.close()
 
 

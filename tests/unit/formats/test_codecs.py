@@ -28,7 +28,6 @@ from shardload.formats.codecs.algorithms import (
     decode_gzip,
     decode_lz4,
     decode_shuffle,
-    decode_zlib,
     decode_zstd,
     encode_lz4,
     encode_zstd,
@@ -64,7 +63,7 @@ def with_fletcher32(raw: bytes) -> bytes:
 
 
 COMPRESSORS: dict[str, tuple[Stage, Encode]] = {
-    "zlib": (decode_zlib(), zlib.compress),
+    "zlib": (decode_gzip(is_zlib=True), zlib.compress),
     "gzip": (decode_gzip(), gzip.compress),
     "zstd": (decode_zstd(), lambda raw: bytes(numcodecs.Zstd(level=1).encode(raw))),
     "blosc": (decode_blosc(), lambda raw: bytes(numcodecs.Blosc(cname="lz4").encode(raw))),
@@ -180,13 +179,13 @@ def test_sizes_that_do_not_come_out() -> None:
     ):
         with pytest.raises(ValueError, match="bytes"):
             Chain(stages, 1200).decode([data], out)
-    with pytest.raises(ValueError, match="a buffer of 1196 bytes for 1 chunks of 1200"):
+    with pytest.raises(ValueError, match="reshape"):
         Chain([], 1200).decode([raw], out[:-1])
 
 
 def test_two_compressors_are_refused() -> None:
     with pytest.raises(ValueError, match="gzip and zstd: nothing says how long"):
-        Chain([decode_zlib(), decode_shuffle(2), decode_zstd()], 100)
+        Chain([decode_gzip(is_zlib=True), decode_shuffle(2), decode_zstd()], 100)
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:

@@ -217,13 +217,13 @@ WRONG: dict[str, tuple[type, dict[str, Any], str, str]] = {
     "bound to a thread": (Hdf5Source, {"read_into": in_its_own_thread}, "from any thread", "made in another thread"),
     "state is made up": (
         Hdf5Source,
-        {"state": lambda _: (1, 2), "opened_in": lambda _: (1, 2)},
+        {"state": lambda _: (1, 2), "opened_in": property(lambda _: (1, 2), lambda *_: None)},
         "state that changes",
         r"is \(1, 2\) before and after",
     ),
     "missing chunks untold": (
         Hdf5Source,
-        {"missing": lambda *_: []},
+        {"read_into": lambda *arguments: (read_into(*arguments), [])[1]},
         "chunks that are missing",
         r"is \[\], expected \[\(1, 0\)",
     ),
@@ -236,7 +236,12 @@ WRONG: dict[str, tuple[type, dict[str, Any], str, str]] = {
     "chunks too short": (Hdf5Chunks, {"decode": one_too_short}, "chunk by chunk", "wrong values"),
     "zeros in missing chunks": (Hdf5Chunks, {"decode": zeros_for_missing}, "chunks that are missing", "expected 9"),
     "KeyError for damage": (Hdf5Format, {"open_file": damage_is_a_key_error}, "file was cut", "says that the file is sound"),
-    "lists too little": (Hdf5File, {"list_arrays": lambda self: list_arrays(self)[1:]}, "lists every array", "are listed"),
+    "lists too little": (
+        Hdf5File,
+        {"list_arrays": lambda self, *given, **more: list_arrays(self, *given, **more)[1:]},
+        "lists every array",
+        "are listed",
+    ),
     "leaves files open": (Hdf5Format, {"open_file": leaking}, "gives back what it opened", "descriptors stay open"),
 }
 

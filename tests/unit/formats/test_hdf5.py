@@ -28,7 +28,7 @@ from shardload.formats.contract.format import Source
 from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from tests.unit.files import check_source, flat, raw_dataset, read_all, write_hdf5
+from tests.unit.files import check_source, flat, missing_in, raw_dataset, read_all, write_hdf5
 
 # Decoded only if the caller says so, or may come to be.
 ASKED = {"szip", "nbit", "scaleoffset", "bitshuffle", "blosc2", "lz4", "bzip2"}
@@ -230,7 +230,7 @@ def test_bit_fields(
             np.testing.assert_array_equal(read_all(source), values, strict=True)
             if kind == "STD_B8LE":  # h5py reads no others
                 np.testing.assert_array_equal(source.plain(region), values)
-            assert bool(source.missing(region)) == (name == "missing")
+            assert bool(missing_in(source)) == (name == "missing")
 
 
 def test_attributes_are_plain_and_reported(tmp_path: Path) -> None:

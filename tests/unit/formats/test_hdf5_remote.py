@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.contract.array import ArrayInfo
+from shardload.formats.hdf5 import skeleton
 from shardload.formats.lookup import Finder, find_array, format_of, list_arrays, open_file, open_source, split_path
 from shardload.planning.region import Region
 from shardload.storage.block_cache import BlockCache
@@ -27,7 +30,18 @@ from shardload.storage.remote import RemoteObject
 from tests.mpi.support import counted
 from tests.servers import ObjectServer
 from tests.unit.fakes import ObjectInMemory
-from tests.unit.files import assert_same, check_source, compact, early, flat, raw_dataset, read, read_all, write_hdf5
+from tests.unit.files import (
+    assert_same,
+    check_source,
+    compact,
+    early,
+    flat,
+    missing_in,
+    raw_dataset,
+    read,
+    read_all,
+    write_hdf5,
+)
 
 pytest.importorskip("obstore")
 
@@ -145,7 +159,7 @@ def told_of(url: str, region: Region | None = None) -> ArrayInfo:
     with Finder(FILTERS, tells=True) as finder:
         found = finder.find(url, "g/x", lambda info, _: (info, region or Region.whole(info.shape)))
     assert found.values is None
-    return ArrayInfo.from_json(found.info.to_json())
+    return ArrayInfo.from_dict(json.loads(json.dumps(found.info.to_dict())))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -160,12 +174,12 @@ def test_values_and_requests(tmp_path: Path, server: ObjectServer, layout: str) 
         whole = Region.whole(info.shape)
         expected = local.plain(whole)
         check_source(source, expected)
-        assert list(source.missing(whole)) == list(local.missing(whole))
+        assert missing_in(source) == missing_in(local)
         if "user block" not in layout:  # on disk, HDF5 reads it
             assert (source.chunk_reader() is None) == (local.chunk_reader() is None)
         assert min((r.first for r in server.log), default=1) > 0, "the file was opened"
         assert_same(np.asarray(source.plain(whole)), expected)  # this opens it
-        assert source.labels().dims == local.labels().dims and source.state() == source.opened_in() is not None
+        assert source.labels().dims == local.labels().dims and source.state() == source.opened_in is not None
     for one in (info, None):  # who was not told opens it
         with closing(open_source(url, "/g/x", FILTERS, one)) as source:
             assert_same(read_all(source), expected.astype(expected.dtype.newbyteorder("=")))
@@ -179,6 +193,24 @@ def test_a_region_is_told_and_no_more(tmp_path: Path, server: ObjectServer) -> N
         assert_same(read(source, part), DATA[part.slices()])
         with pytest.raises(ValueError, match="were not asked for"):
             read_all(source)
+
+
+def test_what_no_chunk_can_have_is_not_fetched_ahead(
+    tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a size in a damaged index were cut into requests, any number of them, before anybody compared it."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("g/x", data=np.arange(4000.0), chunks=(1000,), compression="lzf")
+    server.objects["b/a.h5"] = (tmp_path / "a.h5").read_bytes()
+    info = told_of(f"{server.url}/b/a.h5")
+    parts = dict(info.parts or {})
+    table = skeleton._unpacked(parts["chunks"])
+    table[1, 2] = 1 << 40
+    damaged = replace(info, parts={**parts, "chunks": skeleton._packed(table)})
+    monkeypatch.setattr(skeleton, "expect", list)  # what takes the ranges, in another thread, takes an error for their end
+    source, wrong = open_source(f"{server.url}/b/a.h5", "/g/x", FILTERS, damaged), f"a stored chunk of {1 << 40} bytes"
+    with closing(source), pytest.raises(ValueError, match=wrong):
+        source.expect_in_order(iter([Region.whole(info.shape)]))
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ import pytest
 from shardload.errors import SourceError
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.chunk_reader import read_by_chunks
-from shardload.formats.contract.format import Source
 from shardload.formats.hdf5 import links, tiles
 from shardload.formats.hdf5 import opened as opened_module
 from shardload.formats.hdf5.opened import cached
@@ -25,7 +25,7 @@ from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import format_of, open_source
 from shardload.planning.region import Region
 from tests.tiers import some_of
-from tests.unit.files import python_memory_below, raw_dataset, read, read_all, write_hdf5
+from tests.unit.files import missing_in, python_memory_below, raw_dataset, read, read_all, write_hdf5
 from tests.unit.formats.conformance import check_source
 
 Place = tuple[slice, ...]
@@ -85,12 +85,6 @@ def check(path: str, has_reader: bool | None = None) -> Hdf5Source:
     return source
 
 
-def missing(source: Source, region: Region) -> list[tuple[int, ...]]:
-    """The missing chunks of a region, which is read for that."""
-    read(source, region)
-    return list(source.missing(region))
-
-
 @pytest.mark.parametrize(
     ("lengths", "how", "has_reader"),
     [
@@ -144,8 +138,8 @@ def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
     path = whole(tmp_path, (12, 6), placed)
     check(path, has_reader=True)
     source = open_source(path, "/x")
-    assert sorted(missing(source, Region((3, 0), (12, 6)))) == [(2, 0), (2, 1), (5, 0), (5, 1)]
-    assert missing(source, Region((0, 0), (4, 6))) == []
+    assert sorted(missing_in(source, Region((3, 0), (12, 6)))) == [(2, 0), (2, 1), (5, 0), (5, 1)]
+    assert missing_in(source, Region((0, 0), (4, 6))) == []
     source.close()
     check(whole(tmp_path, (12, 6), placed, fill=8), has_reader=False)  # other than in the parts
     check(whole(tmp_path, (12, 6), [((slice(1, 5),), placed[0][1]), ((slice(5, 9),), placed[1][1])]))  # within chunks
@@ -153,7 +147,7 @@ def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
     path = whole(tmp_path, (4, 6), placed)
     check(path)
     source = open_source(path, "/x")
-    assert missing(source, Region((1, 0), (3, 6))) == [] and missing(source, Region((0, 0), (3, 6))) == [()]
+    assert missing_in(source, Region((1, 0), (3, 6))) == [] and missing_in(source, Region((0, 0), (3, 6))) == [()]
     source.close()
 
 
@@ -264,7 +258,7 @@ def test_one_rank_looks_at_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Others open only those that they read, and take no other version of them, nor of the file that leads to them."""
     path = rows(tmp_path, (2, 2, 2), chunks=(1, 6, 5), compression="gzip")
     source = open_source(path, "/x")
-    told = ArrayInfo.from_json(source.info.to_json())
+    told = ArrayInfo.from_dict(json.loads(json.dumps(source.info.to_dict())))
     source.close()
     opened: list[str] = []
     right = links._open_checked
@@ -393,9 +387,9 @@ def test_missing_chunks_are_those_that_meet_the_region(tmp_path: Path) -> None:
         )
         source = open_source(path, "/x")
         assert source.info.chunks == (2, 3)
-        assert missing(source, Region((2, 0), (4, 6))) == []
-        assert sorted(missing(source, Region((6, 3), (9, 6)))) == [(3, 1), (4, 1)]
-        assert sorted(missing(source, Region((4, 0), (6, 2)))) == [(2, 0)]
+        assert missing_in(source, Region((2, 0), (4, 6))) == []
+        assert sorted(missing_in(source, Region((6, 3), (9, 6)))) == [(3, 1), (4, 1)]
+        assert sorted(missing_in(source, Region((4, 0), (6, 2)))) == [(2, 0)]
         source.close()
 
 

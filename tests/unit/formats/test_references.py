@@ -78,7 +78,7 @@ def test_chunks_of_a_file_beside(tmp_path: Path, name: str) -> None:
     assert [(info.dataset, info.shape) for info in list_arrays(path)] == [("/x", (6, 10))]
     source = open_source(path, "x")
     check_source(source, DATA)
-    assert source.labels().dims == ("a", "b") and source.opened_in() == source.state() is not None
+    assert source.labels().dims == ("a", "b") and source.opened_in == source.state() is not None
 
 
 def test_values_in_the_set_and_missing_ones(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_parquet(tmp_path: Path, n_rows: int, as_text: bool) -> None:
     assert [(info.dataset, info.shape) for info in list_arrays(folder)] == [("/x", (6, 10))]
     source = open_source(folder, "x")
     check_source(source, expected)
-    assert source.labels().dims == ("a", "b") and source.opened_in() == source.state() is not None
+    assert source.labels().dims == ("a", "b") and source.opened_in == source.state() is not None
     theirs = pytest.importorskip("fsspec.implementations.reference").LazyReferenceMapper(folder, engine="pyarrow")
     ours = ReferenceFolder(folder, Access())
     for at in ("0.0", "0.1", "1.0", "1.1"):
@@ -220,10 +220,10 @@ def test_a_set_that_was_replaced_is_noticed(tmp_path: Path, server: ObjectServer
     path = f"s3://b/{name}" if is_remote else str(tmp_path / "b" / name)
     access = access_to(server)
     with closing(open_source(path, "x", access)) as source:
-        assert source.opened_in() == source.state() is not None
+        assert source.opened_in == source.state() is not None
         document = tmp_path / "b" / name / (".zmetadata" if name.endswith("parq") else "")
         document.write_bytes(document.read_bytes() + b" ")
-        assert source.opened_in() != source.state()
+        assert source.opened_in != source.state()
 
 
 @pytest.mark.parametrize("name", ["refs.json", "refs.parq"])

@@ -29,7 +29,7 @@ from shardload.formats.sink import ArraySpec, Compression, Encoder
 from shardload.planning.region import Region
 from shardload.storage import target
 from tests.tiers import some_of
-from tests.unit.files import flat, read_all
+from tests.unit.files import flat, missing_in, read_all
 from tests.unit.saving import quick_fsync, save  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -111,7 +111,7 @@ def test_every_type_is_read_back_by_h5py(tmp_path: Path, name: str) -> None:
             source.info.chunks,
             source.info.codec,
         )
-        assert not source.missing(Region.whole(SHAPE))
+        assert not missing_in(source)
         source.close()
 
 
@@ -437,11 +437,11 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
         ),
         (
             {"a": spec("f4", None, None, ()), "x": spec("f4", dims=("a", None, None))},
-            "'/a' is a single number, and has the name of an axis of '/x': xarray opens no such file. Call one",
+            "'/a' has the name of an axis of '/x', and is a single number: xarray opens no such file. Call one",
         ),
         (
             {"a": spec("f4", None, None, (6,)), "_nc4_non_coord_a": spec("f4"), "x": spec("f4", dims=("a", None, None))},
-            "no place for it: '/_nc4_non_coord_a' is an array, too. Call one",
+            "nor is '/_nc4_non_coord_a' free, as netCDF would call it. Call one",
         ),
         ({"x": spec("f4", "lzf")}, "is 'lzf', which is h5py's own: the netCDF library does not read it. Pa"),
         # HDF5 holds all of these, but the netCDF library does not open such a file, or does not show the attribute.

@@ -24,7 +24,7 @@ from shardload.planning.region import Region
 from shardload.storage import new_folder, target
 from shardload.storage.local import LocalFile
 from tests.tiers import quick_ones, some_of
-from tests.unit.files import flat
+from tests.unit.files import flat, missing_in
 from tests.unit.saving import put_whole, quick_fsync, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -81,7 +81,7 @@ def test_every_type_is_read_back(tmp_path: Path, name: str, sharded: bool) -> No
         info.chunks,
         info.shards,
     )
-    assert not source.missing(Region.whole(SHAPE)) and source.labels().dims[0] == "z"
+    assert not missing_in(source) and source.labels().dims[0] == "z"
     source.close()
 
 

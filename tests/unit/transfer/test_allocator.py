@@ -28,9 +28,6 @@ def nothing_limits_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "keeps_addresses", lambda: False)
 
 
-needs_madvise = pytest.mark.skipif(not reuse._CAN_KEEP, reason="this system cannot mark memory as free")
-
-
 def address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
 
@@ -129,7 +126,6 @@ def test_no_memory_is_an_error() -> None:
         Reserve().take([1 << 60])
 
 
-@needs_madvise
 def test_small_pieces_and_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if small arrays cost a page and a system call each, or the variable did nothing."""
     monkeypatch.setattr(reuse, "_reserve", Reserve())
@@ -143,7 +139,6 @@ def test_small_pieces_and_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reuse._reserve.nbytes == 0
 
 
-@needs_madvise
 @pytest.mark.parametrize("holder", ["array", "view", "result"])
 def test_an_array_keeps_its_memory(monkeypatch: pytest.MonkeyPatch, holder: str) -> None:
     """Wrong if the next load wrote into an array that is still in use, in whatever way."""
@@ -164,7 +159,6 @@ def test_an_array_keeps_its_memory(monkeypatch: pytest.MonkeyPatch, holder: str)
     assert [float(other[0, 1]) for other in others] == [2, 3, 4]
 
 
-@needs_madvise
 def test_the_next_load_has_the_memory_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if JAX still held it, because nobody had called JAX since."""
     monkeypatch.setattr(reuse, "_reserve", Reserve())

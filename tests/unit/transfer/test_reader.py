@@ -199,7 +199,7 @@ def test_a_small_read_waits_for_a_large_one_in_the_library(monkeypatch: pytest.M
 
 def test_what_cannot_be_read_in_a_file_that_has_changed_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     source = FakeSource(np.zeros((20, 30), "f4"), (4, 10), failing_at((13, 27), OSError("inflate failed")))
-    monkeypatch.setattr(source, "opened_in", lambda: (2400, 1))
+    monkeypatch.setattr(source, "opened_in", (2400, 1))
     monkeypatch.setattr(source, "state", lambda: (2400, 2))
     told = str(failure(reader_of(source, chunks=Grid((20, 30), (4, 10), (0, 0))), whole(Region((0, 0), (20, 30)), rank=1)))
     assert "OSError: inflate failed. The file has changed since it was opened" in told
