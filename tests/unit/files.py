@@ -188,6 +188,14 @@ def write_zarr(path: Path | str, arrays: dict[str, Any], zarr_format: Any = 3, *
     return str(path)
 
 
+def stored_in(path: Path, name: str) -> np.ndarray[Any, Any]:
+    """The values of an array, by the library of the file's format."""
+    if path.is_dir():
+        return np.asarray(zarr.open_group(path, mode="r")[name][...])
+    with h5py.File(path) as file:
+        return np.asarray(file[name][...])
+
+
 def read_small(path: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> Any:
     """The bytes of the values that come with the metadata of an array; None if it is not small, or they cannot be read."""
     with Finder(access, tuning or default_tuning()) as finder:
