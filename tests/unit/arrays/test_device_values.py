@@ -13,19 +13,6 @@ import pytest
 from shardload.arrays.assemble import copy_from_device, device_values
 from shardload.planning.region import Region
 
-HELD = Region((4, 10, 1), (7, 15, 3))
-PARTS = [HELD, Region((5, 11, 2), (6, 15, 3)), Region((6, 14, 2), (7, 15, 3)), Region((5, 11, 2), (5, 11, 2))]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("values_of", [device_values, copy_from_device])
-@pytest.mark.parametrize("region", PARTS, ids=str)
-@pytest.mark.parametrize("dtype", ["bool", "float32", "complex64", "bfloat16"])
-def test_a_part_of_a_shard(region: Region, dtype: Any, values_of: Any) -> None:
-    shard = jnp.arange(30).reshape(HELD.shape).astype(dtype)
-    expected = np.asarray(shard)[region.slices(HELD.start)]
-    np.testing.assert_array_equal(values_of(shard, region, HELD), expected, strict=True)
-
 
 @pytest.mark.parametrize("values_of", [device_values, copy_from_device])
 def test_of_a_scalar(values_of: Any) -> None:

@@ -25,16 +25,6 @@ def ints(*values: int) -> Any:
     return np.array(values, dtype=np.int64)
 
 
-def test_reads_that_give_less_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one call does for 2 GiB, and some file systems for less."""
-    file, preadv = local_file(tmp_path), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:700]], offset))
-    ranges = Ranges(ints(5, 9000), ints(4000, 3000))
-    pieces = file.read_ranges(ranges, np.empty(ranges.nbytes, np.uint8))
-    assert [bytes(piece) for piece in pieces] == [CONTENT[5:4005], CONTENT[9000:12_000]]
-    assert file.read_at_most(19_000, 5000) == CONTENT[19_000:]
-
-
 def test_a_file_that_is_too_short_or_closed(tmp_path: Path) -> None:
     file, memory = local_file(tmp_path), np.empty(20, np.uint8)
     assert file.nbytes == 20_000 and file.version is not None
