@@ -223,6 +223,14 @@ def test_open_arrays_of_any_store(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array[...], flat((3,)))  # still open
 
 
+def test_missing_chunks_of_an_open_array_of_any_store() -> None:
+    array = zarr.create_array(store=zarr.storage.MemoryStore(), shape=(6, 4), chunks=(2, 4), dtype="i4", fill_value=9)
+    array[2:4] = 1
+    source = open_source(array, "/")
+    source.read_into(Region.whole((6, 4)), np.empty((6, 4), "i4"))
+    assert list(source.missing(Region.whole((6, 4)))) == [(0, 0), (2, 0)]
+
+
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e3m4", "float4_e2m1fn", "int4"])
 def test_types_of_jax_as_tensorstore_writes_them(tmp_path: Path, name: str, driver: str) -> None:
