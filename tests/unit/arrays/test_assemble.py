@@ -1,4 +1,4 @@
-"""Is every shard the one that JAX asked for, and what is read back of it? On eight devices: `tests.unit.eight_devices`."""
+"""Is every shard the one that JAX asked for, and what is read back of it? On eight devices: `tests.unit.test_eight_devices`."""
 
 from __future__ import annotations
 
