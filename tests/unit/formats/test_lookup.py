@@ -29,6 +29,7 @@ from shardload.formats.lookup import Finder, find_array, list_arrays, open_sourc
 from shardload.formats.memory import MemorySource
 from shardload.jobs.loading.call import describe_path
 from shardload.planning.region import Region
+from tests.unit.blocked import run_without
 from tests.unit.files import (
     check_source,
     flat,
@@ -432,3 +433,15 @@ def test_what_is_stored_is_counted_where_somebody_asks(tmp_path: Path) -> None:
     for name in ("g/x", "link"):
         assert find_array(path, name).nbytes_stored is None, "HDF5 goes through all chunks for it"
         assert find_array(path, name, is_counted=True).nbytes_stored == n
+
+
+def test_a_format_is_imported_when_it_is_needed(tmp_path: Path) -> None:
+    """Alone: wrong if each load waited for the libraries of all formats. What the module itself imports: test_rooms.py."""
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3,))})
+    code = f"from shardload.formats import lookup\nassert 'importlib.metadata' not in sys.modules\nlookup.find_array({path!r})"
+    assert run_without({"zarr", "jax"}, code, stop='SystemExit(f"{name} is imported")').stderr == ""
+
+
+def test_what_a_text_would_allow_is_refused() -> None:
+    with pytest.raises(TypeError, match="allow_filters is 'all'; expected a collection of names"):
+        Access(allow_filters="all")  # type: ignore[arg-type]
