@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from mpi4py import MPI
 
 import shardload
+from tests.unit.files import stored_in
 
 comm = MPI.COMM_WORLD
 TYPES = ("f4", "i2", ">f4", "u1", "c8", ">i4", "f2", "bool")
@@ -131,14 +132,8 @@ def one_save(draw: np.random.Generator, folder: Path) -> None:
     )
     how = {"chunks": chunks} if chunks else {}
     shardload.save(target, {"x": array}, mode="w", compression=compression, **how)
-    if comm.rank == 0:
-        if target.suffix == ".h5":
-            with h5py.File(target) as file:
-                stored = file["x"][...]
-        else:
-            stored = np.asarray(zarr.open_group(target, mode="r")["x"][...])
-        if not np.array_equal(stored, values):  # without the padding
-            raise ValueError(f"WRONG save of {values.shape} {values.dtype} {spec} to {target.name} {chunks} {compression}")
+    if comm.rank == 0 and not np.array_equal(stored_in(target, "x"), values):  # without the padding
+        raise ValueError(f"WRONG save of {values.shape} {values.dtype} {spec} to {target.name} {chunks} {compression}")
     comm.Barrier()
 
 

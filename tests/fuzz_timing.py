@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -35,6 +36,7 @@ from tests.fuzz_calls import pick
 from tests.fuzz_loads import comm, compare, folder_in_memory, padded, sharding
 from tests.mpi.support import on_root, ramp, same_error
 from tests.tuning import as_large
+from tests.unit.files import stored_in
 
 SHAPE, CHUNKS = (24, 8, 6), (2, 4, 6)
 VALUES = ramp(SHAPE)
@@ -238,31 +240,14 @@ class Program:
 
 def in_threads(calls: list[Callable[[], None]]) -> None:
     """Make calls in threads, and raise the first error of one."""
-    errors: list[BaseException] = []
-
-    def run(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for done in [pool.submit(call) for call in calls]:
+            done.result()
 
 
 def check_file(path: Path, expected: Array) -> None:
     """Compare a file with what it should have."""
-    if path.suffix == ".h5":
-        with h5py.File(path) as file:
-            stored = file["x"][...]
-    else:
-        stored = np.asarray(zarr.open_array(path / "x", mode="r")[...])
-    if not np.array_equal(stored, expected):
+    if not np.array_equal(stored_in(path, "x"), expected):
         raise ValueError(f"rank {comm.rank}: WRONG {path.name}")
 
 

@@ -24,10 +24,11 @@ from shardload.planning.schedule import (
     plan_shared,
 )
 from shardload.planning.selection import Selection
-from shardload.planning.shards import Shards, plan_shards
+from shardload.planning.shards import Halo, Shards, plan_shards
 
 MAX_SIZE = 1500  # elements of the global array
 MAX_DEVICES = 24
+PAD = -7
 
 
 @dataclass(frozen=True)
@@ -200,21 +201,53 @@ def flat_index(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
-def simulate(case: Case, plan: Schedule) -> Counter[str]:
+def beyond_its_ends(case: Case, halo: Halo) -> np.ndarray[Any, Any]:
+    """The index table beyond its ends, by NumPy: first the padding, then axis by axis what the edge rule says."""
+    out = flat_index(case.shape)
+    if out.ndim:
+        out = np.pad(out, [(0, m - n) for n, m in zip(case.shape, case.shape_global, strict=True)], constant_values=PAD)
+    for axis, (h, edge) in enumerate(zip(halo.widths, halo.edges, strict=True)):
+        width = [(h, h) if k == axis else (0, 0) for k in range(out.ndim)]
+        if h and isinstance(edge, str):
+            out = np.pad(out, width, mode=edge)  # type: ignore[call-overload]
+        elif h:
+            out = np.pad(out, width, constant_values=edge)
+    return out
+
+
+def expected_of(case: Case, halo: Halo) -> dict[int, np.ndarray[Any, Any]]:
+    """Each shard, by its number: a window of the table beyond its ends."""
+    parts = [math.prod(case.ranks.shape[m] for m in cut) for cut in case.axes]
+    around = beyond_its_ends(case, halo)
+    shards = {}
+    for number, place in enumerate(np.ndindex(*parts)):
+        window = []
+        for i, n, p, h in zip(place, case.shape_global, parts, halo.widths, strict=True):
+            window.append(slice(i * (n // p), (i + 1) * (n // p) + 2 * h))
+        shards[number] = around[tuple(window)]
+    return shards
+
+
+def simulate(case: Case, plan: Schedule, halo: Halo | None = None) -> Counter[str]:
     """Carry a plan out on the index table, rank by rank, and AssertionError at the first thing that is not right.
 
     Returns what was counted on the way: messages, moved elements, reads.
     """
-    table = flat_index(case.shape)
-    held = held_regions(case)
+    shards, table, held = plan.shards, flat_index(case.shape), held_regions(case)
+    expected = expected_of(case, halo or Halo((0,) * len(case.shape), (PAD,) * len(case.shape)))
+    assert math.prod(shards.cuts) == len(expected)
     buffers: list[dict[int, np.ndarray[Any, Any]]] = []
-    writes: list[dict[int, np.ndarray[Any, Any]]] = []
     for rank in range(case.n_ranks):
-        mine = {s: plan.shards.region(s) for s in plan.shards.shards_of(rank)}
+        mine = shards.shards_of(rank)
+        regions = {shards.region(s) for s in mine}
         # As elements: where an axis is empty several shards are the same (empty) region.
-        assert set(mine.values()) == held[rank], f"rank {rank} holds {held[rank]}, the plan says {mine}"
-        buffers.append({s: np.full(r.shape, -1, dtype=np.int64) for s, r in mine.items()})
-        writes.append({s: np.zeros(r.shape, dtype=np.int64) for s, r in mine.items()})
+        assert halo or regions == held[rank], f"rank {rank} holds {held[rank]}, the plan says {regions}"
+        assert {s: expected[s].shape for s in mine} == dict.fromkeys(mine, shards.shard_shape)
+        buffers.append({s: np.full(shards.shard_shape, -1, dtype=np.int64) for s in mine})
+        for section in shards.sections_of(rank):
+            assert shards.shard_of(section) in mine
+            assert rank in shards.holders(shards.shard_of(section))
+    writes = [{s: np.zeros(b.shape, dtype=int) for s, b in mine.items()} for mine in buffers]
 
     counts: Counter[str] = Counter()
     sent: dict[tuple[int, int], list[tuple[Region, int]]] = {}
@@ -228,32 +261,42 @@ def simulate(case: Case, plan: Schedule) -> Counter[str]:
             for part in read.parts:
                 assert read.region.contains(part.region) and part.region.size > 0
                 assert plan.is_direct or part.region.size * case.itemsize <= plan.max_message_nbytes, "a long message"
-                assert part.target in buffers[part.rank], f"rank {part.rank} does not hold shard {part.target}"
-                origin = plan.shards.region(part.target).start
-                place = part.region.slices(origin)
-                assert buffers[part.rank][part.target][place].shape == part.region.shape, f"{part} reaches outside"
-                buffers[part.rank][part.target][place] = block[part.region.slices(read.region.start)]
-                writes[part.rank][part.target][place] += 1
+                section, shard = shards.grid.region(part.target), shards.shard_of(part.target)
+                assert shard in buffers[part.rank], f"rank {part.rank} does not hold shard {shard}"
+                assert section.contains(part.region), f"{part} reaches outside"
+                starts = zip(section.start, shards.place_of(part.target).start, shards.region(shard).start, strict=True)
+                place = part.region.slices([start - held + origin for start, held, origin in starts])
+                buffers[part.rank][shard][place] = block[part.region.slices(read.region.start)]
+                writes[part.rank][shard][place] += 1
                 if part.rank != sender:
                     sent.setdefault((sender, part.rank), []).append((part.region, part.target))
                     counts["messages"] += 1
                     counts["moved"] += part.region.size
 
     for rank in range(case.n_ranks):
-        expected = {s: [(p.region, p.target) for p in parts] for s, parts in plan.incoming(rank).items()}
+        promised = {s: [(p.region, p.target) for p in parts] for s, parts in plan.incoming(rank).items()}
         got = {s: messages for (s, receiver), messages in sent.items() if receiver == rank}
-        assert got == expected, f"rank {rank} gets {got}, but waits for {expected}"
+        assert got == promised, f"rank {rank} gets {got}, but waits for {promised}"
         assert all(p.rank == s for s, parts in plan.incoming(rank).items() for p in parts)
         for shard, buffer in buffers[rank].items():
-            region = plan.shards.region(shard)
-            true = region.intersect(Region.whole(case.shape))
-            assert plan.target(shard) == true
-            wanted, once = np.full(region.shape, -1), np.zeros(region.shape, dtype=int)
-            if true is not None:
-                wanted[true.slices(region.start)] = table[true.slices()]
-                once[true.slices(region.start)] = 1
+            filled, once, origin = (
+                np.zeros(buffer.shape, dtype=int),
+                np.zeros(buffer.shape, dtype=int),
+                shards.region(shard).start,
+            )
+            assert halo or plan.target(shard) == shards.region(shard).intersect(Region.whole(case.shape))
+            for content in shards.contents(shard, case.shape):
+                place = content.place.slices(origin)
+                filled[place] += 1
+                if content.source is None:
+                    buffer[place] = PAD if content.fill is None else content.fill
+                elif content.is_repeated:
+                    buffer[place] = table[content.source.slices()]
+                else:
+                    once[place] = 1
+            assert (filled == 1).all(), "the contents of a shard overlap, or leave something out"
             np.testing.assert_array_equal(writes[rank][shard], once, err_msg=f"writes to shard {shard} of rank {rank}")
-            np.testing.assert_array_equal(buffer, wanted, err_msg=f"shard {shard} of rank {rank}")
+            np.testing.assert_array_equal(buffer, expected[shard], err_msg=f"shard {shard} of rank {rank}: {halo}")
     return counts
 
 

@@ -26,7 +26,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.contract.format import Source
 from shardload.formats.lookup import Finder, open_source, split_path
 from shardload.planning.region import Region
-from shardload.planning.tuning import Tuning, default_tuning
+from shardload.planning.tuning import default_tuning
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (11,), (5, 7), (3, 5, 7), (2, 3, 5, 7), (2, 3, 4, 5, 7))
 
@@ -194,9 +194,17 @@ def write_zarr(path: Path | str, arrays: dict[str, Any], zarr_format: Any = 3, *
     return str(path)
 
 
-def read_small(path: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> Any:
+def stored_in(path: Path, name: str) -> np.ndarray[Any, Any]:
+    """The values of an array, by the library of the file's format."""
+    if path.is_dir():
+        return np.asarray(zarr.open_group(path, mode="r")[name][...])
+    with h5py.File(path) as file:
+        return np.asarray(file[name][...])
+
+
+def read_small(path: Any, info: ArrayInfo) -> Any:
     """The bytes of the values that come with the metadata of an array; None if it is not small, or they cannot be read."""
-    with Finder(access, tuning or default_tuning()) as finder:
+    with Finder(STRICT, default_tuning()) as finder:
         values = finder.find(split_path(os.fspath(path))[0], info.dataset).values
         return None if values is None else values.tobytes()
 

@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ from shardload.planning.region import Region, ravel
 Array = np.ndarray[Any, Any]
 
 
-def regions(encoder: Encoder, by_rows: bool = True) -> list[Region]:
+def regions(encoder: Encoder) -> list[Region]:
     """What is written at once: each chunk; the rows of an array in one piece."""
     spec = encoder.spec
     if spec.chunks is not None:
         return [encoder.region(index) for index in itertools.product(*map(range, spec.grid))]
-    if not by_rows or not spec.shape or 0 in spec.shape:
+    if not spec.shape or 0 in spec.shape:
         return [Region.whole(spec.shape)]
     rest = spec.shape[1:]
     return [Region((k, *(0 for _ in rest)), (k + 1, *rest)) for k in range(spec.shape[0])]
@@ -36,19 +36,15 @@ def write_all(
     catalog: Sink,
     values: Mapping[str, Array],
     *,
-    n_writers: int = 3,
     round_size: int = 7,
     seed: int = 0,
-    change: Callable[[list[Any]], list[Any]] = lambda puts: puts,
 ) -> None:
-    """Write all values, in rounds over all arrays, in an order of chance. `change` may spoil what is put in a round, a list of
-    name, number, offset, stored.
-    """
+    """Write all values by three writers, in rounds over all arrays, in an order of chance."""
     chance = random.Random(seed)
     ticket = pickle.loads(pickle.dumps(catalog.ticket))
     todo = [(name, region) for name, one in sink.arrays.items() for region in regions(one)]
     chance.shuffle(todo)
-    writers = [sink.writer(ticket) for _ in range(n_writers)]
+    writers = [sink.writer(ticket) for _ in range(3)]
     try:
         for at in range(0, len(todo), round_size):
             puts: list[Any] = []
@@ -68,8 +64,8 @@ def write_all(
                 numbers, sizes, masks = zip(*((n, s.nbytes, s.mask) for n, s in found), strict=True)
                 offsets = catalog.allocate(name, numbers, sizes, masks)
                 puts += [(name, n, int(offset), s) for (n, s), offset in zip(found, offsets, strict=True)]
-            for k, put in enumerate(change(puts)):
-                writers[k % n_writers].put(*put)
+            for k, put in enumerate(puts):
+                writers[k % 3].put(*put)
         for writer in writers:
             writer.sync()
     finally:

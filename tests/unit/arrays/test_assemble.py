@@ -1,14 +1,18 @@
-"""Is every shard the one that JAX asked for? On eight devices: see `tests.unit.eight_devices`."""
+"""Is every shard the one that JAX asked for, and what is read back of it? On eight devices: `tests.unit.test_eight_devices`."""
 
 from __future__ import annotations
 
+import mmap
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardload.arrays.assemble import assemble
+from shardload.arrays.assemble import assemble, copy_from_device, device_values
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
 
@@ -37,3 +41,22 @@ def test_an_index_that_is_no_region_is_an_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, answer, dtype: answer(index))
     with pytest.raises(ValueError, match="index"):
         assemble((4, 3), sharding, np.dtype("f4"), [(Region.whole((4, 3)), np.zeros((4, 3), "f4"))])
+
+
+# --- read back
+
+
+@pytest.mark.parametrize("values_of", [device_values, copy_from_device])
+def test_of_a_scalar(values_of: Any) -> None:
+    found = values_of(jnp.float32(3), Region((), ()), Region((), ()))
+    assert (found.shape, found[()]) == ((), 3)
+
+
+def test_beyond_what_32_bits_can_count() -> None:
+    """Wrong if JAX's 32-bit indices wrapped: of a long axis other elements would be saved, and verified."""
+    n = 2**31 + 4096
+    values = np.frombuffer(mmap.mmap(-1, n), dtype=np.uint8)  # takes memory only where it is written
+    place = Region((2**31 + 5,), (2**31 + 9,))
+    values[:4], values[place.slices()] = [1, 2, 3, 4], [11, 12, 13, 14]
+    found = copy_from_device(jax.device_put(values), place, Region.whole((n,)))
+    np.testing.assert_array_equal(found, values[place.slices()], strict=True)

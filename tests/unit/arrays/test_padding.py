@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 
 import jax.numpy as jnp
-import numpy as np
-import pytest
 
 from shardload.arrays import padding
 from shardload.arrays.padding import Extent, extent_of, padded_like, remember
@@ -45,16 +43,3 @@ def test_padded_shapes_outlive_their_arrays() -> None:
     assert len(padding._padded) == 1
     remember(jnp.zeros((39, 14)), both := Extent((37, 13), (39, 14), (1, 1), (0, 0)))
     assert padded_like(jnp.zeros((14, 2, 39))) == (both, {0: 1, 2: 0})
-
-
-@pytest.mark.parametrize("halo", [0, 1, 2])
-@pytest.mark.parametrize(("n", "cuts"), [(12, 3), (11, 3), (5, 4), (6, 1)])
-def test_places_against_a_loop(n: int, cuts: int, halo: int) -> None:
-    """Wrong if the halo were counted once for the axis and not for each shard, or padding in the middle were the file's."""
-    own = -(-n // cuts)
-    expected = []
-    for shard in range(cuts):
-        expected += [-1] * halo + [i if i < n else -1 for i in range(shard * own, shard * own + own)] + [-1] * halo
-    extent = Extent((n,), (len(expected),), (cuts,), (halo,))
-    np.testing.assert_array_equal(extent.places(0), expected)
-    np.testing.assert_array_equal(extent.places(0, 2, 5), expected[2:5])

@@ -86,25 +86,6 @@ def test_alone_an_error_is_raised_as_it_is(kind: type[Exception]) -> None:
 
 # --- errors on their way
 
-ERRORS = [
-    ShardloadError("a"),
-    ConfigError("b", rank=3),
-    PeerError("c é 日本", rank=0),
-    SourceError("d"),
-    SourceError("e", path="/a b.h5", dataset="/rho", chunk=(0, 12), rank=2),
-    SourceError("f", path="x", chunk=()),
-]
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=str)
-def test_an_error_survives_the_way(error: ShardloadError) -> None:
-    found = from_json(to_json(error), first=error.rank or 0, n_failed=1, size=4)
-    assert type(found) is type(error)
-    assert str(found) == f"on rank {error.rank or 0} of 4: {error}"
-    assert found.rank == error.rank
-    for name in ("path", "dataset", "chunk"):
-        assert getattr(found, name, None) == getattr(error, name, None)
-
 
 def test_whatever_is_in_an_error_it_can_be_sent() -> None:
     """A rank that cannot say what is wrong would leave the others waiting."""
@@ -277,23 +258,6 @@ def test_what_rank_0_finds_for_another_call_is_not_taken() -> None:
 
     check = on_ranks(2, work)
     assert taken == [None] and all("path = b" in str(e) and "rank 0 was called with path = a" in str(e) for e in check)
-
-
-def test_an_error_of_rank_0_is_of_its_own_call() -> None:
-    def fail() -> str:
-        raise SourceError("gone")
-
-    def work(group: Group) -> str:
-        what = asked(path="b" if group.rank == 1 else "a")
-        try:
-            found = group.begin(what, fail)
-        except SourceError:
-            found = None
-        assert not group.all_same(what, found is not None)
-        group.agree_same(what)
-        return ""
-
-    assert all(isinstance(e, PeerError) and "path = b" in str(e) for e in on_ranks(2, work))
 
 
 def test_a_second_thread_is_refused_on_every_rank() -> None:

@@ -451,20 +451,3 @@ def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, tun
         np.testing.assert_array_equal(np.asarray(x), expected.astype(dtype))
     array = shardload.load(path, mesh, P(), missing="fill")
     assert shardload.verify(array, path).n_elements == ODD.size
-
-
-@pytest.mark.parametrize("how", ["plain", "strided", "repeated", "good"])
-def test_booleans_in_memory(how: str) -> None:
-    made = {
-        "plain": ODD,
-        "strided": np.repeat(ODD, 2)[::2],
-        "repeated": np.broadcast_to(ODD[2:3], (5, ODD.size)),
-        "good": ODD.view("u1") != 0,
-    }[how]
-    before, mesh = made.copy(), Mesh(np.array(jax.devices()[:1]), ("a",))
-    for x in (shardload.scatter(made, mesh, P()), shardload.load(made, mesh, P(), readers="parallel", verify="full")):
-        check_bools(x, made.view("u1") != 0)
-    np.testing.assert_array_equal(made.view("u1"), before.view("u1"))  # the caller's
-    source = open_source(made, "/array")
-    assert source.view(Region.whole(made.shape)) is None  # nobody looks whether all are good
-    source.close()

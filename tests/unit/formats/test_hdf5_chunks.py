@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import os
 import zlib
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from shardload.formats.hdf5 import chunks as hdf5_chunks
 from shardload.formats.hdf5 import source as hdf5_source
 from shardload.formats.hdf5.chunks import list_chunks
 from shardload.formats.hdf5.opened import OpenFacts
-from shardload.formats.hdf5.source import Hdf5Contiguous, open_contiguous
+from shardload.formats.hdf5.source import open_contiguous
 from shardload.formats.lookup import open_file, open_source
 from shardload.jobs.described import read_values
 from shardload.planning.region import Region
@@ -68,17 +67,12 @@ def make(file: h5py.File, name: str, data: np.ndarray[Any, Any], chunk: tuple[in
     def setting(creation: Any) -> None:
         for key in filters.split():
             FILTERS[key](creation, data.dtype.itemsize)
-        if "fill_value" in more:
-            creation.set_fill_value(np.array(more["fill_value"], data.dtype))
-        if "fill_time" in more:
-            creation.set_fill_time(more["fill_time"])
         more.get("setting", lambda creation: None)(creation)
 
     most = tuple(h5py.h5s.UNLIMITED if n is None else n for n in more.get("maxshape") or data.shape)
-    kind = more.get("kind", h5py.h5t.py_create(data.dtype, logical=True))
+    kind = h5py.h5t.py_create(data.dtype, logical=True)
     made = raw_dataset(file, name, kind, data.shape, chunks=chunk, setting=setting, most=most)
-    if more.get("write", True):
-        made[...] = data
+    made[...] = data
     return made
 
 
@@ -346,37 +340,15 @@ def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
     np.testing.assert_array_equal(check(path, "a"), data)
 
 
-def open_descriptors(path: Path) -> int:
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return sum(os.path.realpath(link) == str(path.resolve()) for link in links)
-
-
-@pytest.fixture
-def chunked(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "a.h5"
-    write_hdf5(path, {"a": flat((4, 6))}, chunks=(2, 3), compression="gzip")
-    yield path
-    assert open_descriptors(path) == 0
-
-
 # --- contiguous values
-
-
-def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5Contiguous | None:
-    """What reads it past HDF5; the descriptor goes with it."""
-    with h5py.File(path) as file:
-        return reader_of_open(file[name], dtype)
-
-
-def reader_of_open(dataset: h5py.Dataset, dtype: Any = "int32") -> Hdf5Contiguous | None:
-    return open_contiguous(OpenFacts(dataset.file, is_ours=False).dataset(dataset.id), np.dtype(dtype))
 
 
 def test_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One read where the region is one run; many short runs share one; small planes that are far apart share a copy."""
     data = flat((6, 50, 40))
     path = write_hdf5(tmp_path / "a.h5", {"a": data})
-    reader = reader_of(path)
+    with h5py.File(path) as file:
+        reader = open_contiguous(OpenFacts(file, is_ours=False).dataset(file["a"].id), np.dtype("f4"))
     assert reader is not None
     sizes: list[int] = []
     copies: list[tuple[int, ...]] = []

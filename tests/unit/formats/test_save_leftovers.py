@@ -38,11 +38,11 @@ KINDS = ["x.h5", "x.nc", "x.zarr", "one.zarr"]
 VALUES = flat((6, 4), "f4")
 
 
-def catalog_of(folder: Path, kind: str, mode: str = "w") -> tuple[Any, Any]:
+def catalog_of(folder: Path, kind: str) -> tuple[Any, Any]:
     """A sink and its catalog, which nobody ends: as after a kill."""
     spec = ArraySpec(VALUES.shape, VALUES.dtype, (2, 4), compression=Compression.of("gzip"))
     name = "/" if kind == "one.zarr" else "rho"
-    sink = make_sink(str(folder / kind), {name: spec}, mode=mode)
+    sink = make_sink(str(folder / kind), {name: spec}, mode="w")
     return sink, sink.create()
 
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
-import zarr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.saving import make_sink
@@ -24,7 +22,7 @@ from shardload.planning.region import Region
 from shardload.storage import target
 from shardload.storage.objects import RemoteError
 from shardload.storage.target import Target, temporary_of
-from tests.unit.files import flat, raising, system_error
+from tests.unit.files import flat, raising, stored_in, system_error
 from tests.unit.saving import forked, put_whole, quick_fsync, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -39,15 +37,8 @@ def a_sink(folder: Path, name: str, mode: str = "w") -> Sink:
     return make_sink(str(folder / name), {"rho": spec}, mode=mode)
 
 
-def read(path: Path, name: str) -> Any:
-    if path.is_dir():
-        return zarr.open_group(path, mode="r")[name][...]
-    with h5py.File(path) as file:
-        return file[name][...]
-
-
 def old_is_whole(folder: Path, name: str) -> bool:
-    return np.array_equal(read(folder / name, "old"), OLD)
+    return np.array_equal(stored_in(folder / name, "old"), OLD)
 
 
 def left(folder: Path) -> list[tuple[str, str]]:
@@ -128,7 +119,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write_it(tmp_path, name, "w-")
     monkeypatch.undo()
     for name in KINDS:
-        np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+        np.testing.assert_array_equal(stored_in(tmp_path / name, "rho"), VALUES)
 
 
 def test_a_system_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +145,7 @@ def test_two_saves_to_one_name(tmp_path: Path, name: str, mode: str, has_links: 
     told = pytest.raises(ConfigError, match=r"exists, and mode is 'w-'. Pass mode='w' to replace it")
     with told if mode == "w-" else nullcontext(), second:
         second.commit()
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    np.testing.assert_array_equal(stored_in(tmp_path / name, "rho"), VALUES)
     assert os.listdir(tmp_path) == [name]
 
 
@@ -201,7 +192,7 @@ def test_two_saves_that_replace_one_store_at_once(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(target.os, "rename", meets)
     first.commit()
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    np.testing.assert_array_equal(stored_in(tmp_path / name, "rho"), VALUES)
     assert os.listdir(tmp_path) == [name]
 
 
@@ -217,7 +208,7 @@ def test_a_name_that_is_not_confirmed(tmp_path: Path, name: str, mode: str, monk
     monkeypatch.undo()
     catalog.abandon()
     assert "as it was" not in str(caught.value) and caught.value.path == str(tmp_path / name)
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    np.testing.assert_array_equal(stored_in(tmp_path / name, "rho"), VALUES)
     assert os.listdir(tmp_path) == [name]
 
 
@@ -227,7 +218,7 @@ def test_the_name_is_on_disk_before_what_was_replaced_goes(tmp_path: Path, name:
     catalog, seen = finished(tmp_path, name, "w"), []
 
     def synced(folder: str) -> None:
-        seen.extend(read(tmp_path / one, "old").tolist() for one in os.listdir(folder) if one != name)
+        seen.extend(stored_in(tmp_path / one, "old").tolist() for one in os.listdir(folder) if one != name)
 
     monkeypatch.setattr(target, "sync_folder", synced)
     catalog.commit()
@@ -247,7 +238,7 @@ def test_a_file_system_without_fsync_of_folders(tmp_path: Path, name: str, monke
     monkeypatch.setattr(target.os, "fsync", fsync)
     write_it(tmp_path, name)
     monkeypatch.undo()
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    np.testing.assert_array_equal(stored_in(tmp_path / name, "rho"), VALUES)
     assert files and os.listdir(tmp_path) == [name]
 
 
@@ -263,7 +254,7 @@ def test_what_is_left_over_cannot_be_removed(
     monkeypatch.setattr(target.shutil if call == "rmtree" else target.os, call, failing)
     catalog.commit()
     monkeypatch.undo()
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    np.testing.assert_array_equal(stored_in(tmp_path / name, "rho"), VALUES)
     is_folder = name.endswith("zarr")
     stays = (is_folder and mode == "w") or (not is_folder and mode == "w-" and call == "unlink")
     assert len(left(tmp_path)) == stays
@@ -301,7 +292,7 @@ def test_a_rename_that_was_made_and_is_an_error(tmp_path: Path, name: str, mode:
     catalog.commit()
     monkeypatch.undo()
     assert os.listdir(tmp_path) == [name]
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    np.testing.assert_array_equal(stored_in(tmp_path / name, "rho"), VALUES)
 
 
 @pytest.mark.parametrize("name", ["x.zarr", "sharded.zarr"])
@@ -345,7 +336,7 @@ def test_what_a_store_says_stays() -> None:
 def test_a_name_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
     """Loads take such a path as the system gives it."""
     save(tmp_path / f"\udcff{name}", {"rho": VALUES})
-    assert np.array_equal(read(tmp_path / f"\udcff{name}", "rho"), VALUES)
+    assert np.array_equal(stored_in(tmp_path / f"\udcff{name}", "rho"), VALUES)
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
@@ -387,7 +378,7 @@ def test_a_link_is_replaced_where_it_leads(tmp_path: Path) -> None:
     os.symlink(tmp_path / "real" / "x.h5", tmp_path / "x.h5")
     write_it(tmp_path, "x.h5")
     assert (tmp_path / "x.h5").is_symlink() and os.listdir(tmp_path / "real") == ["x.h5"]
-    np.testing.assert_array_equal(read(tmp_path / "real" / "x.h5", "rho"), VALUES)
+    np.testing.assert_array_equal(stored_in(tmp_path / "real" / "x.h5", "rho"), VALUES)
 
 
 def test_an_answer_that_was_lost_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,36 +416,19 @@ def test_what_is_put_after_the_end(tmp_path: Path) -> None:
         catalog.allocate("/rho", [1], [5])
 
 
-class AFileSystem:
-    """Stands for the system's fallocate, and for the clock: each call takes `seconds` for a GiB. Refuses what `room` lacks."""
-
-    def __init__(self, seconds: float = 0.0, room: int = 1 << 62) -> None:
-        self.seconds, self.room, self.now, self.asked = seconds, room, 0.0, list[tuple[int, int]]()
-
-    def fallocate(self, descriptor: int, mode: int, start: int, nbytes: int) -> int:
-        self.asked.append((start, nbytes))
-        self.now += self.seconds * nbytes / (1 << 30)
-        return 0 if start + nbytes <= self.room else -1
-
-    def put_in(self, monkeypatch: pytest.MonkeyPatch) -> AFileSystem:
-        monkeypatch.setattr(target, "_fallocate", lambda: self.fallocate)
-        free = SimpleNamespace(f_bavail=1 << 62, f_frsize=1)  # what it says, true or not
-        monkeypatch.setattr(target.os, "fstatvfs", lambda descriptor: free)
-        monkeypatch.setattr(target.time, "perf_counter", lambda: self.now)
-        return self
-
-
 def test_a_file_that_is_larger_than_the_disk_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if it takes all the room there is, from other programs too; a file system that compresses may not need so much."""
-    disk, room = AFileSystem(), os.statvfs(tmp_path)
-    monkeypatch.setattr(target, "_fallocate", lambda: disk.fallocate)
+    asked, room = list[tuple[int, ...]](), os.statvfs(tmp_path)
+    monkeypatch.setattr(target, "_fallocate", lambda: lambda descriptor, mode, *place: asked.append(place) or 0)
     with open(tmp_path / "x", "wb") as file:
-        assert target.reserve(file.fileno(), 0, 2 * room.f_blocks * room.f_frsize) == 0 and not disk.asked
-        assert target.reserve(file.fileno(), 10, 20) == 10 and disk.asked == [(10, 10)]
+        assert target.reserve(file.fileno(), 0, 2 * room.f_blocks * room.f_frsize) == 0 and not asked
+        assert target.reserve(file.fileno(), 10, 20) == 10 and asked == [(10, 10)]
 
 
 def test_a_file_system_that_takes_long_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if rank 0 writes all of a large file's pages in memory, one after the other, while the others wait."""
-    disk = AFileSystem(seconds=0.25).put_in(monkeypatch)
-    assert target.reserve(3, 0, 1 << 40) == 48 << 20
-    assert disk.now < 0.02
+    sizes = list[int]()  # each GiB takes a quarter of a second
+    monkeypatch.setattr(target, "_fallocate", lambda: lambda descriptor, mode, start, nbytes: sizes.append(nbytes) or 0)
+    monkeypatch.setattr(target.os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=1 << 62, f_frsize=1))
+    monkeypatch.setattr(target.time, "perf_counter", lambda: 0.25 * sum(sizes) / (1 << 30))
+    assert target.reserve(3, 0, 1 << 40) == sum(sizes) == 48 << 20

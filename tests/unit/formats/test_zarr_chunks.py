@@ -25,8 +25,8 @@ from shardload.formats.contract.format import Source
 from shardload.formats.lookup import open_source
 from shardload.formats.zarr import chunks as zarr_chunks
 from shardload.formats.zarr.metadata import ZarrLayout
+from shardload.planning.region import cut_box
 from tests.tiers import some_of
-from tests.unit.batches import check_batches
 from tests.unit.files import (
     assert_same,
     box_of,
@@ -76,33 +76,36 @@ def reader_of(source: Source) -> zarr_chunks.ZarrChunks:
     return reader
 
 
-def place(source: Source, out: np.ndarray[Any, Any], index: tuple[int, ...]) -> None:
-    """Fetch and decode one chunk, and put what is inside the array in its place."""
-    reader, chunks = reader_of(source), source.info.chunks
+def place(reader: zarr_chunks.ZarrChunks, source: Source, out: np.ndarray[Any, Any], box: tuple[range, ...]) -> None:
+    """Fetch and decode a box of chunks together, and put what is inside the array in its place."""
+    chunks = source.info.chunks
     assert chunks is not None
-    buffer = np.frombuffer(b"\xa5" * (int(np.prod(chunks)) * source.dtype.itemsize), source.dtype).reshape(chunks).copy()
-    reader.decode(reader.fetch(box_of(index)), buffer)
-    region = tuple(slice(i * m, min((i + 1) * m, n)) for i, m, n in zip(index, chunks, source.info.shape, strict=True))
-    out[region] = buffer[tuple(slice(0, s.stop - s.start) for s in region)]
+    buffer = np.full((*map(len, box), *chunks, source.dtype.itemsize), 0xA5, np.uint8).view(source.dtype)[..., 0]
+    encoded = reader.fetch(box, lambda nbytes: np.full(nbytes, 0xA5, np.uint8))
+    assert len(encoded.data) == np.prod([len(axis) for axis in box], dtype=int)
+    reader.decode(encoded, buffer)
+    for at in np.ndindex(*map(len, box)):
+        first = [axis[k] * m for axis, k, m in zip(box, at, chunks, strict=True)]
+        region = tuple(slice(a, min(a + m, n)) for a, m, n in zip(first, chunks, source.info.shape, strict=True))
+        out[region] = buffer[at][tuple(slice(0, s.stop - s.start) for s in region)]
 
 
-def read_chunks(source: Source) -> np.ndarray[Any, Any]:
-    """The whole array, one chunk after the other, the last one first."""
+def read_chunks(source: Source, most: int = 1) -> np.ndarray[Any, Any]:
+    """The whole array: chunk after chunk, the last one first, each with a reader of its own; or in batches, with one."""
     out = np.empty(source.info.shape, source.dtype)
-    for index in reversed(chunk_indices(source)):
-        place(source, out, index)
+    grid = [range(-(-n // m)) for n, m in zip(source.info.shape, source.info.chunks or (), strict=True)]
+    reader = reader_of(source)
+    for box in reversed(list(cut_box(grid, most))):
+        place(reader_of(source) if most == 1 else reader, source, out, box)
     return out
 
 
 def check(path: str | Path, name: str, expected: np.ndarray[Any, Any]) -> None:
-    """Chunk by chunk, and by zarr-python, comes what was written, to the bit."""
+    """Chunk by chunk, in batches, and by zarr-python, comes what was written, to the bit."""
     source = open_source(path, name)
     native = expected.astype(expected.dtype.newbyteorder("="))
-    found = read_chunks(source)
-    assert_same(found, native)
-    assert found.tobytes() == read_all(source).tobytes()
-    if native.ndim:
-        assert check_batches(source, native) == len(chunk_indices(source)), "all encodings are read in batches too"
+    for found in (*(read_chunks(source, most) for most in (1, 5, 1000)), read_all(source)):
+        assert_same(found, native)
     source.close()
 
 
@@ -204,6 +207,21 @@ def test_fill_values(tmp_path: Path, dtype: str, zarr_format: Any) -> None:
     assert k + 1 == len(FILLS[dtype]) * len(orders)
 
 
+@pytest.mark.parametrize("shards", [None, (4, 4, 6), (2, 8, 12), (6, 16, 12)])
+def test_chunks_shards_and_folders_that_are_missing(tmp_path: Path, shards: tuple[int, ...] | None) -> None:
+    """Wrong if chunks of two shards changed places, or if a value of another batch stayed."""
+    data, path = flat((5, 14, 11)), tmp_path / "a.zarr"
+    made = zarr.create_array(path, shape=data.shape, dtype="f4", chunks=(2, 4, 3), shards=shards, fill_value=7)
+    made[:, :9, 2:] = data[:, :9, 2:]
+    made[4, 12, 10] = -3
+    if shards is None:
+        shutil.rmtree(path / "c" / "1")
+        shutil.rmtree(path / "c" / "2" / "3")
+    expected = zarr.open_array(path, mode="r")[...]
+    assert (expected == 7).any() and (expected == -3).any() == (shards is not None)
+    check(path, "/", expected)
+
+
 def write_shards(path: Path, index_codecs: list[dict[str, Any]] | None = None) -> tuple[Path, np.ndarray[Any, Any]]:
     """Four shards of four chunks of 2 x 3; the path of the first one's file."""
     data = flat((8, 12), "int32", first=1)
@@ -222,7 +240,7 @@ def test_a_damaged_index_is_found_by_its_checksum(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=r"the index of '.*c/0/0' is damaged: CRC-32C is [0-9a-f]{8}, stored is"):
                 reader_of(source).fetch(box_of((0, 0)))
         out = np.empty((8, 12), "int32")
-        place(source, out, (2, 2))
+        place(reader_of(source), source, out, box_of((2, 2)))
         np.testing.assert_array_equal(out[4:6, 6:9], data[4:6, 6:9])
         source.close()
 
@@ -353,7 +371,7 @@ def test_many_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
             out = np.full(data.shape, -1.0)
             indices = chunk_indices(source)
             np.random.default_rng(seed).shuffle(indices)
-            list(pool.map(lambda index, out=out: place(source, out, tuple(index)), indices))
+            list(pool.map(lambda index, out=out: place(reader_of(source), source, out, box_of(index)), indices))
             np.testing.assert_array_equal(out, data)
     source.close()
     assert not any(path in str(file) for file in open_files())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -15,10 +14,7 @@ from shardload.planning.region import Region, plan_blocks
 from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_direct
 from shardload.planning.shards import Halo, plan_shards
 from tests.tiers import examples
-from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, every_way, flat_index, grids
-
-Array = np.ndarray[Any, Any]
-PAD = -7
+from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, every_way, grids, simulate
 
 
 def with_halo(data: st.DataObject, case: Case) -> tuple[Case, Halo]:
@@ -32,84 +28,6 @@ def with_halo(data: st.DataObject, case: Case) -> tuple[Case, Halo]:
         widths.append(h)
         edges.append(data.draw(st.sampled_from(["wrap", "edge", -3 - axis]), label=f"edge of axis {axis}"))
     return replace(case, shape=tuple(shape)), Halo(tuple(widths), tuple(edges))
-
-
-def padded(table: Array, shape_global: tuple[int, ...], halo: Halo) -> Array:
-    """The array beyond its ends, by NumPy: first the padding, then axis by axis what the edge rule says."""
-    if not table.ndim:
-        return table
-    out = np.pad(table, [(0, m - n) for n, m in zip(table.shape, shape_global, strict=True)], constant_values=PAD)
-    for axis, (h, edge) in enumerate(zip(halo.widths, halo.edges, strict=True)):
-        width = [(h, h) if k == axis else (0, 0) for k in range(table.ndim)]
-        if h and isinstance(edge, str):
-            out = np.pad(out, width, mode=edge)  # type: ignore[call-overload]
-        elif h:
-            out = np.pad(out, width, constant_values=edge)
-    return out
-
-
-def expected_of(case: Case, halo: Halo) -> dict[int, Array]:
-    """Each shard, by its number: a window of the array beyond its ends."""
-    parts = [math.prod(case.ranks.shape[m] for m in cut) for cut in case.axes]
-    around = padded(flat_index(case.shape), case.shape_global, halo)
-    shards = {}
-    for number, place in enumerate(np.ndindex(*parts)):
-        window = []
-        for i, n, p, h in zip(place, case.shape_global, parts, halo.widths, strict=True):
-            window.append(slice(i * (n // p), (i + 1) * (n // p) + 2 * h))
-        shards[number] = around[tuple(window)]
-    return shards
-
-
-def carry_out(case: Case, halo: Halo, plan: Schedule) -> None:
-    """Move every part between the ranks' buffers, fill in the rest, and compare with NumPy's."""
-    shards = plan.shards
-    table, expected = flat_index(case.shape), expected_of(case, halo)
-    assert math.prod(shards.cuts) == len(expected)
-    buffers: list[dict[int, Array]] = []
-    for rank in range(case.n_ranks):
-        mine = shards.shards_of(rank)
-        assert {s: expected[s].shape for s in mine} == dict.fromkeys(mine, shards.shard_shape)
-        buffers.append({s: np.full(shards.shard_shape, -1, dtype=np.int64) for s in mine})
-        for section in shards.sections_of(rank):
-            assert shards.shard_of(section) in mine
-            assert rank in shards.holders(shards.shard_of(section))
-    writes = [{s: np.zeros(b.shape, dtype=int) for s, b in mine.items()} for mine in buffers]
-    order: dict[tuple[int, int], list[tuple[Region, int]]] = {}
-    for sender in range(case.n_ranks):
-        for read in plan.outgoing(sender):
-            assert read.region.size <= plan.max_block_size
-            for part in read.parts:
-                assert read.region.contains(part.region)
-                assert part.region.size > 0
-                assert plan.is_direct or part.region.size * case.itemsize <= plan.max_message_nbytes
-                whole, shard = shards.grid.region(part.target), shards.shard_of(part.target)
-                assert whole.contains(part.region)
-                held = shards.place_of(part.target)
-                place = part.region.slices([s - p + o for s, p, o in zip(
-                    whole.start, held.start, shards.region(shard).start, strict=True
-                )])  # fmt: skip
-                buffers[part.rank][shard][place] = table[part.region.slices()]
-                writes[part.rank][shard][place] += 1
-                if part.rank != sender:
-                    order.setdefault((sender, part.rank), []).append((part.region, part.target))
-    for rank in range(case.n_ranks):
-        parts_of = {s: [(p.region, p.target) for p in parts] for s, parts in plan.incoming(rank).items()}
-        assert parts_of == {s: got for (s, receiver), got in order.items() if receiver == rank}
-        for shard, buffer in buffers[rank].items():
-            filled = np.zeros(buffer.shape, dtype=int)
-            origin = shards.region(shard).start
-            for content in shards.contents(shard, case.shape):
-                place = content.place.slices(origin)
-                filled[place] += 1
-                if content.source is None:
-                    buffer[place] = PAD if content.fill is None else content.fill
-                elif content.is_repeated:
-                    buffer[place] = table[content.source.slices()]
-                else:
-                    assert (writes[rank][shard][place] == 1).all(), "an element of the file arrived twice, or never"
-            assert (filled == 1).all(), "the contents of a shard overlap, or leave something out"
-            np.testing.assert_array_equal(buffer, expected[shard], err_msg=f"shard {shard} of rank {rank}: {halo}")
 
 
 @examples(150)
@@ -128,7 +46,7 @@ def test_every_shard_is_a_window_of_numpys_pad(data: st.DataObject) -> None:
         blocks = data.draw(grids(case.shape))
     blocks = replace(blocks, shape=case.shape)
     plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, case.owners, limit, case.is_merged and not case.n_readers)
-    carry_out(case, halo, plan)
+    simulate(case, plan, halo)
 
 
 @examples(100)

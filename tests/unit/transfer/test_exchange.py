@@ -10,7 +10,6 @@ import threading
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +17,14 @@ import numpy as np
 import pytest
 
 from shardload.comm.transport import MpiTransport
-from shardload.comm.watchdog import Activity
 from shardload.errors import PeerError
 from shardload.planning.region import Grid, Region
-from shardload.planning.schedule import Block, Owners, Schedule, SourceLayout
+from shardload.planning.schedule import Owners, Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
 from shardload.transfer import exchange
-from shardload.transfer.buffers import Piece, Resources, Slots, StagedBlock
-from shardload.transfer.moves import ArrayMove, PiecesToBlocks
+from shardload.transfer.buffers import Piece, Resources, Slots
+from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import FakeSource, pieces_of, reader_as_planned
@@ -216,63 +214,6 @@ def test_an_exchange_that_has_ended_keeps_no_target(way: str) -> None:
         assert len(pieces) == 16 and [piece() for piece in pieces] == [None] * len(pieces)
     finally:
         gc.enable()
-
-
-# --- the opposite direction
-
-
-@dataclass
-class PieceProducer:
-    """Stages what a rank sends of a block: views of its pieces. What stays here is copied."""
-
-    rank: int
-    pieces: dict[int, Piece]
-    targets: dict[int, Piece]
-    n_ahead: int = 2
-
-    def has_room(self, block: Block) -> bool:
-        return True
-
-    def activity(self) -> Activity:
-        return Activity()
-
-    def start(self, block: Block) -> Any:
-        tiles = [Piece(piece.region, piece.data) for piece in self.pieces.values()]
-        for part in block.parts:
-            if part.rank == self.rank:
-                (tile,) = (tile for tile in tiles if tile.region.contains(part.region))
-                self.targets[part.target].view(part.region)[...] = tile.view(part.region)
-        return StagedBlock(block, tiles)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_pieces_move_to_blocks_through_the_same_exchange(way: str, checksums: bool) -> None:
-    """The opposite of loading: wrong if an element came twice (of replicas), or not at all, or elsewhere."""
-    ranks = ranks_of(WAYS[way], 2, NBYTES)
-    taken: list[list[tuple[int, Piece]]] = [[] for _ in ranks]
-    arrays: list[list[ArrayMove]] = [[] for _ in ranks]
-    for k, given in enumerate(GIVEN):
-        for rank in range(4):
-            pieces = pieces_of(given.schedule, rank, given.values.dtype, 99)
-            for piece in pieces.values():
-                piece.data[...] = given.values[piece.region.slices()]
-            regions = {number: given.schedule.blocks.region(number) for number in given.schedule.blocks_of(rank)}
-            blocks = {n: Piece(region, np.full(region.shape, 99, given.values.dtype)) for n, region in regions.items()}
-            take = partial(lambda rank, k, block: taken[rank].append((k, block)), rank, k)
-            producer = PieceProducer(rank, pieces, blocks)
-            move = ArrayMove(k, PiecesToBlocks(given.schedule), given.values.dtype, seed=5)
-            move.producer, move.targets, move.on_complete = producer, blocks, take
-            arrays[rank].append(move)
-    found = exchange_all(ranks, arrays, None, checksums)
-    assert [error for error, _ in found] == [None] * 4
-    for k, given in enumerate(GIVEN):
-        seen = np.zeros(given.values.shape, dtype=int)
-        for block in (block for blocks in taken for number, block in blocks if number == k):
-            np.testing.assert_array_equal(block.data, given.values[block.region.slices()])
-            seen[block.region.slices()] += 1
-        assert (seen == 1).all()
 
 
 def test_what_mpi_may_write_into_is_kept_after_an_interruption_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Is a packed part what the block holds of it, in few buffers, and does a receipt's arithmetic see what it should?"""
+"""Do few buffers serve many blocks and parts, each with its own values, and does a checksum see what it should?"""
 
 from __future__ import annotations
 
@@ -68,6 +68,30 @@ def test_replicas_share_one_copy() -> None:
 def test_a_part_larger_than_a_slot_is_a_defect_of_the_plan() -> None:
     with pytest.raises(ValueError, match="a part of 128 bytes for slots of 127"):
         Packer(Slots(3, 127)).pack(block_of(ALL), rows(0, 8))
+
+
+# --- slots and blocks
+
+
+def test_the_slot_used_last_is_used_next_and_no_other_is_made() -> None:
+    """Wrong if a reader that never needs two slots at a time touched the memory of more."""
+    slots = Slots(3, 64)
+    first = slots.take()
+    for _ in range(10):
+        assert first is not None
+        slots.give(first)
+        assert slots.take() is first
+    assert slots.peak_nbytes == 64
+
+
+def test_the_values_of_a_part_are_in_one_tile() -> None:
+    tiles = [Region((0, 0), (8, 3)), Region((0, 3), (8, 4))]
+    block = StagedBlock(Block(rows(0, 8), ()), [Piece(tile, TABLE[tile.slices()]) for tile in tiles])
+    inside = Region((2, 1), (5, 3))
+    np.testing.assert_array_equal(block.view(inside), TABLE[2:5, 1:3])
+    assert np.shares_memory(block.view(inside), TABLE)
+    with pytest.raises(ValueError, match="is not in the block"):
+        block.view(rows(2, 4))
 
 
 # --- what both sides compute

@@ -5,6 +5,7 @@ Here the format's library reads, block by block; `test_reader_chunks.py` is abou
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardload.planning.schedule import Block, Part
 from shardload.storage.local import NotAFileError, OutsideError
 from shardload.transfer.buffers import Slots
 from shardload.transfer.reader import SourceReader
+from tests.tiers import some_of
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole
 from tests.unit.files import raising
 
@@ -71,80 +73,65 @@ def test_values_in_memory_are_shown_not_copied() -> None:
     assert reader.counters.nbytes_read == 0
 
 
-@pytest.mark.parametrize(
-    ("values", "to", "such"),
-    [
-        (np.array([1.0, 1e300], dtype="f8"), "float32", "1e+300"),
-        (np.array([1.0, 70000.0], dtype="f4"), "float16", "70000.0"),
-        (np.array([1.0, 65536.0], dtype=ml_dtypes.bfloat16), "float16", "65536"),
-        (np.array([1.0, np.nan], dtype="f4"), "int32", "nan"),
-        (np.array([0x3F800000, 0x7F800001], dtype="u4").view("f4"), "int16", "nan"),
-        (np.array([0x3F800000, 0x7F800001], dtype="u4").view("f4"), "int4", "nan"),
-        (np.array([1.0, 1e10], dtype="f4"), "int16", "1e+10"),
-        (np.array([0, 2**40 + 1], dtype="i8"), "int32", "1099511627777"),
-        (np.array([0, -1], dtype="i4"), "uint32", "-1"),
-        (np.array([0, 2**31], dtype="u4"), "int32", "2147483648"),
-        # Identifiers would be the same as their neighbours
-        (np.array([-(2**24), 2**24 + 1], dtype="i4"), "float32", "16777217"),
-        (np.array([2**60, 2**40 + 1], dtype=">i8"), "float32", "1099511627777"),
-        (np.array([2**53, 2**63 - 1], dtype="i8"), "float64", "9223372036854775807"),
-        (np.array([2**63, 2**64 - 1], dtype="u8"), "complex64", "18446744073709551615"),
-        (np.array([2048, 2049], dtype="u2"), "float16", "2049"),
-        (np.array([256, 257], dtype="i8"), "bfloat16", "257"),
-        (np.array([2**60, 2**60 + 1], dtype="i8"), "bfloat16", "1152921504606846977"),
-        # NumPy makes inf, NaN, -6, 6 and 0 of these, and no word
-        (np.array([1.0, 3.4e38], dtype="f4"), "bfloat16", "3.4e+38"),
-        (np.array([1.0, 1000.0], dtype="f4"), "float8_e4m3fn", "1000.0"),
-        (np.array([1.0, np.inf], dtype="f4"), "float8_e4m3fn", "inf"),
-        (np.array([7, 10], dtype="i4"), "int4", "10"),
-        (np.array([6.0, 7.5], dtype="f4"), "float4_e2m1fn", "7.5"),
-        (np.array([1.0, np.nan], dtype="f4"), "float4_e2m1fn", "nan"),
-        (np.array([1.0, 2.0**17], dtype=ml_dtypes.bfloat16), "float16", "131072"),  # no word of inf either
-        (np.array([1.0, np.nan], dtype=ml_dtypes.bfloat16), "int32", "nan"),
-        (np.array([1, -3], dtype=ml_dtypes.int4), "uint4", "-3"),
-    ],
+# Small ones, those around the ends and the precision of each type, and what is no number.
+NUMBERS = (
+    *(0, 1, -1, -3, 3, 6, 7, -8, 10, 127, -128, 256, -256, 257, 1000, 2048, 2049, 65536, 70000, 2**24, -(2**24), 2**24 + 1),
+    *(2**24 + 2, 2**31, -(2**31), 2**40 + 1, 2**53 + 1, 2**60, 2**60 + 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1),
+    *(0.1, 0.5, -2.7, -2.75, 7.5, 448.0, 65280.0, 1e10, 3.3e38, 3.4e38, 1e300, 1e-60, math.nan, math.inf, -math.inf),
 )
-def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Array, to: str, such: str) -> None:
+STORED = ("i1", "u2", "i4", "u4", "i8", ">i8", "u8", "f2", "f4", "f8", "bfloat16", "int4")
+CAST = (
+    *("bool", "int8", "int16", "int32", "uint32", "int4", "uint4", "float16", "float32", "float64", "bfloat16"),
+    *("complex64", "complex128", "float8_e4m3fn", "float4_e2m1fn"),
+)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def numbers_of(kind: np.dtype[Any]) -> Array:
+    """The numbers that a type has, and NaN that signals, which NumPy reports, with the value that it should give."""
+    if "int" in kind.name:
+        ends = ml_dtypes.iinfo(kind)
+        return np.array([n for n in NUMBERS if isinstance(n, int) and ends.min <= n <= ends.max], kind)
+    with np.errstate(all="ignore"):
+        values = np.array(NUMBERS, "f8").astype(kind)
+    signals = {"f4": [0x7F800001, 0xFF800001], "f8": [0x7FF0000000000001]}.get(kind.str[1:], [])
+    return np.concatenate([values, np.array(signals, f"u{kind.itemsize}").view(kind)])
+
+
+def holds(value: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether a type has a number. One in floating point may be rounded or lose its fraction, an integer may not."""
+    if dtype.kind == "b":
+        return True
+    if "int" in dtype.name:
+        return math.isfinite(value) and ml_dtypes.iinfo(dtype).min <= int(value) <= ml_dtypes.iinfo(dtype).max
+    with np.errstate(all="ignore"):
+        found = complex(np.array(value).astype(dtype).astype("c16")).real
+    if isinstance(value, int):  # identifiers would be the same as their neighbours
+        return found == value
+    return abs(value) <= float(ml_dtypes.finfo(dtype).max) if math.isfinite(value) else repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("to", CAST)
+def test_a_cast_rounds_and_cuts_as_numpy_does_or_is_an_error_and_not_the_files(to: str) -> None:
     """Wrong if a value were wrapped, or named that does fit; the only dtype to name is the one that surely holds all."""
-    reader = reader_of(FakeSource(values), dtype=np.dtype(getattr(ml_dtypes, to, to)))
-    error = failure(reader, whole(Region((0,), (2,)), rank=1))
-    assert isinstance(error, ConfigError)
-    assert f"{to} cannot hold, such as {such}." in str(error) and "damaged" not in str(error)
-    assert f"to keep {values.dtype}" in str(error) and ("jax_enable_x64" in str(error)) is (values.itemsize == 8)
-
-
-@pytest.mark.parametrize(
-    ("values", "to"),
-    [
-        (np.array([0.1, np.nan, np.inf, 1e-60], dtype="f8"), "float32"),
-        (np.array([0.5, -2.7], dtype="f4"), "int8"),
-        (np.array([-128, 127], dtype="i8"), "int8"),
-        (np.array([-(2**24), 2**24, 2**24 + 2, -(2**63)], dtype="i8"), "float32"),
-        (np.array([2**63, 2**24 - 1], dtype="u8"), "complex64"),
-        (np.array([-256, 2**60], dtype="i8"), "bfloat16"),
-        (np.array([0, 3], dtype="i4"), "bool"),
-        (np.array([0.1, np.nan, -np.inf, 3.3e38], dtype="f4"), "bfloat16"),
-        (np.array([0.1, np.nan, -np.inf, 65280.0], dtype=ml_dtypes.bfloat16), "float16"),
-        (np.array([0.1, np.nan, 448.0], dtype="f4"), "float8_e4m3fn"),
-        (np.array([-8, 7], dtype="i4"), "int4"),
-        (np.array([0.1, -6.0], dtype="f4"), "float4_e2m1fn"),
-        (np.array([0.1, np.inf, np.nan, 65280.0], dtype=ml_dtypes.bfloat16), "float16"),
-        (np.array([0.5, -2.75], dtype=ml_dtypes.bfloat16), "int8"),
-        # NaN that signals, as compilers fill new arrays with: NumPy reports it, with the value that it should give
-        (np.array([0x7F800001, 0xFF800001], dtype="u4").view("f4"), "float64"),
-        (np.array([0x7F800001, 0], dtype="u4").view("f4"), "complex128"),
-        (np.array([0x7F800001, 0], dtype="u4").view("f4"), "bfloat16"),
-        (np.array([0x7FF0000000000001, 0], dtype="u8").view("f8"), "float32"),
-        (np.array([0x7FF0000000000001, 0], dtype="u8").view("f8"), "float8_e4m3fn"),
-    ],
-)
-def test_a_cast_rounds_and_cuts_as_numpy_does(values: Array, to: str) -> None:
-    dtype = np.dtype(getattr(ml_dtypes, to, to))
-    reader = reader_of(FakeSource(values), dtype=dtype)
-    found = staged(reader, Region((0,), values.shape), dtype)  # NumPy does not see that NaN is NaN in bfloat16
-    with np.errstate(invalid="ignore"):
-        expected = values.astype(dtype)
-    np.testing.assert_array_equal(found.view("u1"), expected.view("u1"))
+    dtype = dtype_of(to)
+    for stored in (numbers_of(dtype_of(name)) for name in STORED):
+        fits = np.array([holds((int if "int" in stored.dtype.name else float)(one), dtype) for one in stored])
+        good = stored[fits]
+        found = staged(reader_of(FakeSource(good), dtype=dtype), Region((0,), good.shape), dtype)
+        with np.errstate(all="ignore"):
+            expected = (good.astype("f4") if stored.dtype.kind == "V" else good).astype(dtype)
+        np.testing.assert_array_equal(found.view("u1"), expected.view("u1"))  # NumPy does not see that NaN is NaN in bfloat16
+        for bad in some_of(stored[~fits], 3):
+            two = FakeSource(np.array([good[0], bad], stored.dtype))
+            error = failure(reader_of(two, dtype=dtype), whole(Region((0,), (2,)), rank=1))
+            assert isinstance(error, ConfigError)
+            assert f"{to} cannot hold, such as {bad!s}." in str(error) and "damaged" not in str(error)
+            is_wide = stored.dtype.itemsize == 8
+            assert f"to keep {stored.dtype}" in str(error) and ("jax_enable_x64" in str(error)) is is_wide
 
 
 # --- staging

@@ -17,6 +17,7 @@ from shardload.planning.schedule import Block, Part, SourceLayout
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Resources, Slots
+from shardload.transfer.counters import chunk_numbers
 from shardload.transfer.pieces import LocalPieces
 from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
@@ -193,6 +194,20 @@ def test_out_of_memory_is_not_tried_again() -> None:
     stored = chunks_of(source)
     error = failure(reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}), whole(Region((0, 0), (4, 12))))
     assert isinstance(error, MemoryError) and len(stored.fetched) == 1
+
+
+# --- which chunks are missing
+
+
+@pytest.mark.parametrize("select", [None, (slice(3, 6), slice(5, 9)), (slice(1, None), 7), (4, slice(2, 10), 1)])
+def test_number_of_a_missing_chunk_in_the_selection(select: Any) -> None:
+    shape, cells = (7, 10, 3), (2, 4, 3)
+    selection = select_axes(select, shape)
+    cell = tuple(cells[k] for k in selection.kept)
+    chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
+    boxes = [selection.to_file(chunks.region(number)) for number in range(chunks.n_cells)]
+    indices = [tuple(a // c for a, c in zip(box.start, cells, strict=True)) for box in boxes]
+    assert chunk_numbers(indices, selection, cells, chunks).tolist() == list(range(chunks.n_cells))
 
 
 # --- everything at once
