@@ -75,12 +75,8 @@ def text_of(where: Where) -> str:
 
 
 def where_text(where: Where) -> str:
-    """The array at a place of a tree, for messages: ``array ['gas']``, ``array 3`` of a list; empty for the root."""
-    if not where:
-        return ""
-    if len(where) == 1 and isinstance(where[0], jax.tree_util.SequenceKey):
-        return f"array {where[0].idx}"
-    return f"array {text_of(where)}"
+    """The array at a place of a tree, for messages: ``array ['gas']``, ``array [3]`` of a list; empty for the root."""
+    return f"array {text_of(where)}" if where else ""
 
 
 def in_array(where: str, error: BaseException, name: str = "") -> BaseException:
@@ -107,13 +103,8 @@ def in_array(where: str, error: BaseException, name: str = "") -> BaseException:
 
 
 def keys_text(where: str) -> str:
-    """The keys alone of what `where_text` returns.
-
-    >>> keys_text("array ['gas']"), keys_text("array 3")
-    ("['gas']", '[3]')
-    """
-    keys = where.removeprefix("array ")
-    return f"[{keys}]" if keys.isdecimal() else keys
+    """The keys alone of what `where_text` returns."""
+    return where.removeprefix("array ")
 
 
 @contextmanager
@@ -124,10 +115,7 @@ def naming_errors(where: str, name: str = "") -> Iterator[None]:
     except StallError:
         raise
     except Exception as error:
-        named = in_array(where, error, name)
-        if named is error:
-            raise
-        raise named from error
+        raise in_array(where, error, name)  # noqa: B904 - it has its cause
 
 
 def is_one(value: Any) -> bool:
@@ -184,21 +172,6 @@ def node_of(tree: Any) -> list[tuple[Any, Any]] | None:
     """The children of a node, each with its key; None for a leaf."""
     node = _node(tree)
     return None if node is None else node[0]
-
-
-def named_leaves(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree, each with the name of its array in a file: the keys that lead to it, with ``/`` between them.
-
-    >>> list(named_leaves({"opt": (1, {"mu": 2})}))
-    [('opt/0', 1), ('opt/1/mu', 2)]
-    """
-    children = node_of(tree)
-    if children is None:
-        if tree is not None:
-            yield above, tree
-        return
-    for key, child in children:
-        yield from named_leaves(child, f"{above}/{key_text(key)}".lstrip("/"))
 
 
 def key_text(key: Any) -> str:

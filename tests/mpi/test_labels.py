@@ -22,8 +22,8 @@ import shardload
 from shardload import ConfigError, LeftOutWarning, PaddingWarning, SourceError, between, near
 from shardload.formats.labelling import Labeller
 from shardload.jobs.loading.call import LoadCall
-from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, padded, put, same_error, turned, unit, warned_once
+from tests.tuning import tuned
 from tests.unit.files import write_hdf5
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -170,7 +170,7 @@ def test_axes_that_are_longer_elsewhere(comm: Any, shared_tmp_path: Path) -> Non
     on_root(comm, write)
     for select in ({"time": -1}, {"time": slice(0, -2)}, {"time": near(1)}):
         both = lambda select=select: shardload.load(path, mesh_of(), P(), dataset=["long", "short"], select=select)  # noqa: E731
-        same_error(comm, both, ConfigError, "array 1", "'time', which has 3 elements in the array, but its coordinate 5")
+        same_error(comm, both, ConfigError, "array [1]", "'time', which has 3 elements in the array, but its coordinate 5")
         shardload.load(path, mesh_of(), P(), dataset="long", select=select)
     short, long = shardload.load(path, mesh_of(), P(), dataset=["short", "long"], select={"time": slice(1, 3)})
     assert np.array_equal(short, [1, 2]) and np.array_equal(long, [1, 2]), "positions from the beginning are the same in both"

@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
 from shardload.formats.zarr.references import ReferenceFolder
-from shardload.planning.tuning import tuned
 from tests.mpi.servers import SharedServer
 from tests.mpi.sources import NAME
 from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error, unit, warned_once
 from tests.servers import Request
+from tests.tuning import tuned
 
 pytest.importorskip("obstore")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]

@@ -89,7 +89,6 @@ class LoadCall:
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
         self.left_out: list[ArrayInfo] = []
         self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
-        self._tuning = default_tuning()
         self._call: Call | None = None
         self._planned: dict[tuple[Any, ...], Plan] = {}
 
@@ -179,8 +178,9 @@ class LoadCall:
         if self._call is None:
             return None
         group, machine = self._call.group, self._call.group.machine
-        ranks = PlannedRanks(group.rank, group.size, rank_of_process(group), has_mpi=group.has_mpi, tuning=self._tuning)
-        return replace(ranks, n_nodes=machine.n_nodes, n_threads=machine.n_threads, memory_nbytes=machine.memory_nbytes)
+        ranks = PlannedRanks(group.rank, group.size, rank_of_process(group), has_mpi=group.has_mpi)
+        ranks = replace(ranks, n_nodes=machine.n_nodes, n_threads=machine.n_threads, memory_nbytes=machine.memory_nbytes)
+        return replace(ranks, n_arrays=len(self.tree.places))
 
     def ranks_for(self, request: Request) -> PlannedRanks:
         """The ranks that an array is planned for."""
@@ -189,7 +189,7 @@ class LoadCall:
         devices_per_rank = devices_per_process(request.sharding.mesh, self._keywords.get("processes"))
         n = request.sharding.mesh.size // devices_per_rank
         n_nodes = -(-n // min(n, self._keywords.get("ranks_per_node") or n))
-        ranks = PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=devices_per_rank, tuning=self._tuning)
+        ranks = PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=devices_per_rank, n_arrays=len(self.tree.places))
         return replace(ranks, n_threads=MOST_THREADS)  # their cores are not known: memory is that of ranks with many
 
     def plan(self, root: int | None = None) -> list[ArrayLoad]:
@@ -214,7 +214,7 @@ class LoadCall:
         """Do `plan`, and load what is planned: the arrays in the structure of the tree. Collective."""
         started = time.perf_counter()
         loads = self.plan(root)
-        arrays, _ = Loader(self.call, loads, self._tuning).run(started)
+        arrays, _ = Loader(self.call, loads).run(started)
         return self.tree.build(arrays)
 
     @property
@@ -232,9 +232,9 @@ class LoadCall:
         executor: Executor = no_devices
         if self._call is not None:
             agreed, comm = self._call.invocation, self._keywords.get("comm")
-            executor = partial(execute, comm, loads, agreed, self._tuning)
+            executor = partial(execute, comm, loads, agreed)
             plans = [
-                replace(plan, _executor=partial(execute, comm, [load], agreed.also(array=load.where), self._tuning))
+                replace(plan, _executor=partial(execute, comm, [load], agreed.also(array=load.where)))
                 for load, plan in zip(loads, plans, strict=True)
             ]
         if self.tree.is_single:
@@ -249,7 +249,7 @@ class LoadCall:
 
         With names of axes and coordinates if a selection may name them.
         """
-        options, tuning = self.options, self._tuning
+        options, tuning = self.options, default_tuning()
         if self._call is not None and self._call.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
@@ -307,7 +307,6 @@ class LoadCall:
             arrays = self._grow(arrays)
         if self.tree.is_single:
             return [self.plan_file(self.requests[0], self.tree.places[0], "", arrays[0])]
-        self._tuning = self._tuning.for_many(len(arrays))
         if any(request.by_name for request in self.requests):
             self._check_names([info.dims for info, *_ in arrays])
         loads, n_of_request = list[ArrayLoad](), Counter(map(id, self.requests))

@@ -29,7 +29,6 @@ from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.trees import naming_errors
 from shardload.options import Options, fill_value
 from shardload.planning.region import Region
-from shardload.planning.tuning import Tuning
 from shardload.system.interruption import FirstError
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece
@@ -141,8 +140,6 @@ class LoadSource(FileSource):
         The arrays.
     rank : int
         This rank.
-    tuning : Tuning
-        Sizes at which the way of reading changes.
 
     Attributes
     ----------
@@ -152,8 +149,8 @@ class LoadSource(FileSource):
         The open arrays.
     """
 
-    def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning) -> None:
-        super().__init__(rank, loads[0].options.checksums, tuning)
+    def __init__(self, loads: Sequence[ArrayLoad], rank: int) -> None:
+        super().__init__(rank, loads[0].options.checksums)
         self._loads = loads
         self.contents: list[State] = [None] * len(loads)
         self.kept = kept_sources(loads, rank)

@@ -36,7 +36,7 @@ from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
 from shardload.options import FILE, FULL, INDEX, CallOptions, Options
 from shardload.planning.region import Region
-from shardload.planning.tuning import Tuning
+from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import Counts, counts
 from shardload.system.caller import warn_once
 from shardload.system.interruption import FirstError
@@ -48,7 +48,7 @@ _Numbers = Mapping[str, list[list[int]]]  # by what they say: a list for each ar
 _MOST_NAMED = 8  # arrays with missing chunks in one message
 
 
-def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> Loaded:
+def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation) -> Loaded:
     """Agree that all ranks execute the same plans, then load: the arrays in order, and a report of all. Collective.
 
     Parameters
@@ -59,15 +59,13 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
         The arrays in order.
     agreed : Invocation
         The call in which they were planned, and on which all ranks agreed: it identifies the plans.
-    tuning : Tuning
-        The tuning constants when the plans were made.
     """
     started = time.perf_counter()
     invocation = replace(agreed, kind="execute", title=f"execute() of the plan for {_name_of(loads)}")
     options: CallOptions = loads[0].options
     with begin_call(invocation, comm=comm, timeout=options.timeout) as call:
         call.settle()
-        return Loader(call, loads, tuning).run(started)
+        return Loader(call, loads).run(started)
 
 
 def _name_of(loads: Sequence[ArrayLoad]) -> str:
@@ -84,12 +82,10 @@ class Loader:
         The call of all ranks, with the plan on which they agreed.
     loads : sequence of ArrayLoad
         The arrays, at least one. Their `staging`, `timeout`, `progress` and `verify` are the same.
-    tuning : Tuning
-        The sizes from which each optimization pays off.
     """
 
-    def __init__(self, call: Call, loads: Sequence[ArrayLoad], tuning: Tuning) -> None:
-        self._group, self._loads, self._agreed, self._tuning = call.group, list(loads), call.invocation, tuning
+    def __init__(self, call: Call, loads: Sequence[ArrayLoad]) -> None:
+        self._group, self._loads, self._agreed = call.group, list(loads), call.invocation
         self._options: CallOptions = loads[0].options
         self._name = _name_of(loads)
 
@@ -100,12 +96,12 @@ class Loader:
         schedules, staging = [load.layout.schedule for load in loads], staging_of([load.plan for load in loads])
         sent_nbytes = [schedule.max_block_size * schedule.itemsize for schedule in schedules if not schedule.is_direct]
         nbytes = None
-        if not self._is_in_memory and max(sent_nbytes, default=-1) >= self._tuning.worth_sharing_nbytes:
+        if not self._is_in_memory and max(sent_nbytes, default=-1) >= default_tuning().worth_sharing_nbytes:
             nbytes = shared_nbytes(staging) if any(schedule.is_owner(group.rank) for schedule in schedules) else 0
         requests_before, checked = counts(), [ShardFindings() for _ in loads]
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
-            source = LoadSource(loads, group.rank, self._tuning)
+            source = LoadSource(loads, group.rank)
             with ExitStack() as opened:
                 with session.errors:
                     advance = progress_of(options.progress, lambda: self._name, target.nbytes, group.rank)

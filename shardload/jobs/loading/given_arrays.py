@@ -32,7 +32,7 @@ from shardload.jobs.trees import (
     Place,
     in_array,
     is_pattern,
-    named_leaves,
+    key_text,
     node_of,
     text_of,
 )
@@ -151,7 +151,7 @@ class VerifyCall(LoadCall):
     def verify(self) -> Any:
         """Plan, and compare: what was proven of each array, in the structure of the tree. Collective."""
         loads = self.plan()
-        return self.tree.build(Loader(self.call, loads, self._tuning).verify(self._arrays(), int(self._keywords["seed"])))
+        return self.tree.build(Loader(self.call, loads).verify(self._arrays(), int(self._keywords["seed"])))
 
     def _arrays(self) -> list[Any]:
         """The caller's arrays, in the order of the tree."""
@@ -250,7 +250,8 @@ class StateCall(LoadCall):
 
 def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     """The tree `like`, with values from a file. `keywords` are the options of `load`. Collective: yes."""
-    named_arrays = list(named_leaves(like))
+    flat, structure = jax.tree_util.tree_flatten_with_path(like)
+    named_arrays = [("/".join(map(key_text, keys)).strip("/"), leaf) for keys, leaf in flat]
     leaves = dict(named_arrays)
     if len(leaves) < len(named_arrays):
         (twice, _), *_ = (Counter(name for name, _ in named_arrays)).most_common(1)
@@ -276,7 +277,7 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
                 f"{getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}. Pass a state of the shapes and types that "
                 "were saved"
             )
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
+    return jax.tree_util.tree_unflatten(structure, [values[name] for name in leaves])
 
 
 def _is_sharded(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,12 +27,12 @@ from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, choose_mode, count_readers
-from shardload.planning.region import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
+from shardload.planning.region import LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
 from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
 from shardload.planning.selection import Between, Near, Selection, positional_index, select_axes
 from shardload.planning.shards import Shards
 from shardload.planning.staging import ample_staging, least_staging
-from shardload.planning.tuning import Tuning, default_tuning
+from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES
 from shardload.transfer.cast import is_wide
 from shardload.units import format_nbytes
@@ -69,8 +69,8 @@ class PlannedRanks:
         True if the ranks send each other values by MPI.
     devices_per_rank : int
         For an abstract mesh: the number of consecutive devices of one rank.
-    tuning : Tuning
-        The sizes from which each optimization pays off.
+    n_arrays : int
+        Number of arrays that they load together.
     """
 
     rank: int
@@ -81,15 +81,26 @@ class PlannedRanks:
     memory_nbytes: int = UNKNOWN_NBYTES
     has_mpi: bool = True
     devices_per_rank: int = 1
-    tuning: Tuning = field(default_factory=default_tuning)
+    n_arrays: int = 1
 
 
 def max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) -> int:
     """Cap on the bytes of a block of an array of `nbytes`."""
-    tuning, cap = ranks.tuning, ranks.tuning.block_between_nodes_nbytes
+    tuning, cap = default_tuning(), default_tuning().block_between_nodes_nbytes
     if ranks.n_nodes == 1:
         cap = max(tuning.block_nbytes, min(tuning.large_block_nbytes, nbytes // (ranks.n * tuning.large_blocks_per_rank)))
     return min(cap, staging_nbytes // _BLOCKS_HELD)
+
+
+def blocks_for(n_arrays: int) -> int:
+    """Fewest blocks for each rank that reads, if so many arrays are loaded together.
+
+    Reading one array overlaps sending another one, so each needs fewer blocks, and each block costs Python.
+
+    >>> [blocks_for(n) for n in (1, 2, 3, 40)]
+    [4, 2, 2, 1]
+    """
+    return -(-default_tuning().blocks_per_owner // max(1, n_arrays))
 
 
 def selection_of(select: Any, info: ArrayInfo) -> Selection:
@@ -124,10 +135,10 @@ def plan_array(
     max_nbytes = max_block_nbytes(ranks, staging_nbytes, math.prod(source.selection.shape) * source.wide_itemsize)
     readers = request.options.readers
     nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
-    most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, ranks.tuning.reader_nbytes)
+    most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, default_tuning().reader_nbytes)
     n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
     schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
-    caps = {"max_nbytes": max_nbytes, "per_owner": ranks.tuning.blocks_per_owner}
+    caps = {"max_nbytes": max_nbytes, "per_owner": blocks_for(ranks.n_arrays)}
     owners = {mode: Owners(n_readers) if mode == PARALLEL else Owners() for mode in modes if mode != DIRECT}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
     ahead_nbytes = MOST_AHEAD_NBYTES if info.is_in_store else 0
@@ -187,7 +198,7 @@ def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:
         return list(plans)
     (shared,) = owners
     readers = dict(zip(nbytes, share_out(list(nbytes.values()), shared.n), strict=True))
-    per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(nbytes) // shared.n).blocks_per_owner
+    per_owner = blocks_for(len(nbytes) // shared.n)
     planned: dict[tuple[int, int], Plan] = {}
     turns = list(plans)
     for k, plan in enumerate(plans):

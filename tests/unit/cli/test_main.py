@@ -278,7 +278,7 @@ def test_plan_of_several_arrays(file: str) -> None:
     found = json.loads(ok("plan", f"{file}:/fields/*", *args, "--pad", "0", "--json"))
     assert "['density']" in [one["where"] for one in found["arrays"]] and found["nbytes"] > 0
     said = refused("plan", file, "--dataset", "fields/density", "--dataset", "fields/densty", *args)
-    assert "array 1" in said and "(nearest first): '/fields/density'" in said
+    assert "array [1]" in said and "(nearest first): '/fields/density'" in said
 
 
 def test_verify_of_several_arrays(file: str) -> None:
@@ -703,7 +703,7 @@ def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
     """Wrong if it did not say which array the spec does not fit."""
     how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
     said = refused("plan", file, *how)
-    assert "array 0, '/x' in" in said and "what is asked for counts for several arrays" in said
+    assert "array [0], '/x' in" in said and "what is asked for counts for several arrays" in said
 
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:

@@ -149,8 +149,8 @@ def test_an_error_names_its_array() -> None:
     error = SourceError("chunk 3 of '/x' in 'a.h5'", path="a.h5", dataset="/x", chunk=(3,))
     named = in_array("array ['x']", in_array("array ['x']", error, "'/x'"), "'/x'")
     assert named is error and str(error) == "array ['x']: chunk 3 of '/x' in 'a.h5'" and error.chunk == (3,)
-    memory = in_array("array 1", MemoryError("no room"), "'/y' in 'a.h5'")
-    assert type(memory) is PeerError and str(memory) == "array 1, '/y' in 'a.h5': MemoryError: no room"
+    memory = in_array("array [1]", MemoryError("no room"), "'/y' in 'a.h5'")
+    assert type(memory) is PeerError and str(memory) == "array [1], '/y' in 'a.h5': MemoryError: no room"
     assert isinstance(memory.__cause__, MemoryError)
     alone = MemoryError("no room")
     assert in_array("", alone) is alone
