@@ -145,8 +145,8 @@ def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, p
     for axis, (n, parts) in enumerate(zip(shape, cuts_of(sharding, axes), strict=True)):
         up = -(-n // parts) * parts
         if up != n and not pad:
-            good = [d for d in range(2, min(n, 64) + 1) if n % d == 0]
-            alternative = f", or use a mesh axis of {_one_of(good)}" if good else ""
+            good = [str(d) for d in range(2, min(n, 64) + 1) if n % d == 0][:5]
+            alternative = f", or use a mesh axis of {', '.join(good)}" if good else ""
             raise ConfigError(
                 f"axis {axis} of {name} has {n} elements, but {spec_text(sharding.spec)} splits it over {parts} devices. "
                 f"Pass pad=0 (or another fill value) to pad it to {up}{alternative}"
@@ -206,11 +206,6 @@ def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: Axes, cuts: Sequ
                 f"halo has rows of the nearest neighbours only. Pass at most {n // c}, or cut that axis into fewer shards"
             )
     return Halo(tuple(widths.get(axis, 0) for axis in range(ndim)), tuple(edges.get(axis, WRAP) for axis in range(ndim)))
-
-
-def _one_of(numbers: Sequence[int]) -> str:
-    shown = [str(n) for n in numbers[:5]] + (["..."] if len(numbers) > 5 else [])
-    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " or " + shown[-1]
 
 
 def layout_shards(

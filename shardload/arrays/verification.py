@@ -18,7 +18,6 @@ once.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -72,8 +71,6 @@ class VerifyReport(PrintedReport):
         Elements of padding that are the fill value.
     nbytes_reread : int
         Bytes of values read again.
-    seconds : float
-        Seconds that verifying took on this rank, without the checksums during reading and exchange.
     """
 
     how: str
@@ -84,7 +81,6 @@ class VerifyReport(PrintedReport):
     n_elements: int = 0
     n_padding: int = 0
     nbytes_reread: int = 0
-    seconds: float = 0.0
 
     def __str__(self) -> str:
         """For a person: one line."""
@@ -109,7 +105,6 @@ class ShardFindings:
 
     counted: Counter[str] = field(default_factory=Counter)
     digests: dict[int, int] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def counts(self) -> list[int]:
@@ -163,13 +158,11 @@ class Verifier:
         SourceError
             If the file cannot be read again, or gives different values each time.
         """
-        started, level = time.perf_counter(), self.options.verify
         findings = ShardFindings(Counter(n_shards=len(array.sharding.addressable_devices)))
         local = LocalShards(array, self.schedule.shards, rank)
         self._check_devices(local, pieces or {}, findings)
-        if level in (FILE, FULL) and local.numbers:
+        if self.options.verify in (FILE, FULL) and local.numbers:
             self._check_file(local, findings)
-        findings.seconds = time.perf_counter() - started
         return findings
 
     @property
@@ -287,23 +280,15 @@ def agree_all(
     VerifyError
         If replicas on different processes differ: on every rank, with the ranks that hold each version.
     """
-    started = time.perf_counter()
-    counts = [dict(zip(_COUNTED, of_array, strict=True)) for of_array in sums]
-    if level == INDEX:
-        return [VerifyReport(level, **of_array) for of_array in counts]
     pairs = zip(arrays, findings, strict=True)
     replicas = [(name, shards, finding.digests.items()) for (name, shards), finding in pairs if shards.n_replicas > 1]
-    if replicas:
+    if replicas and level != INDEX:
         check_replicas(
             group,
             replicas,
             "Suspect memory, network and device there; load again, and leave that node out if it happens again",
         )
-    seconds = time.perf_counter() - started
-    return [
-        VerifyReport(level, **of_array, seconds=finding.seconds + seconds)
-        for of_array, finding in zip(counts, findings, strict=True)
-    ]
+    return [VerifyReport(level, **dict(zip(_COUNTED, of_array, strict=True))) for of_array in sums]
 
 
 # --- which values must an array have, and where does it differ first?

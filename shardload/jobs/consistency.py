@@ -349,9 +349,6 @@ class KeptSources:
     def __enter__(self) -> KeptSources:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.close(*error)
-
     def close(self, kind: type[BaseException] | None = None, *_error: object) -> None:
         """Close all, but not after a stall (the error `kind`): a thread may hang in a read, and the library would wait."""
         if kind is None or not issubclass(kind, StallError):
@@ -362,3 +359,5 @@ class KeptSources:
                     closing_all.callback(source.close)
         self._opened.clear()
         self._files.clear()
+
+    __exit__ = close

@@ -124,22 +124,16 @@ def is_one(value: Any) -> bool:
 
 
 def is_one_spec(value: Any) -> bool:
-    """The same for `spec`: a tuple of names of mesh axes, as ``("a", None)``, is one spec."""
-    if value is None or isinstance(value, PartitionSpec):
-        return True
+    """The same for `spec`. One spec is a tuple of names of mesh axes, too, ``("a", None)``, and a dict by names of axes. It has
+    a text, which is no spec: a dict without one is a tree of specs.
+
+    >>> is_one_spec(("a", None)), is_one_spec({"lat": "a", "lon": None}), is_one_spec({"rho": ("a", None)})
+    (True, True, False)
+    """
     if is_plain_tuple(value):
         return all(map(is_entry, value))
-    return is_one(value) or is_spec_by_names(value)
-
-
-def is_spec_by_names(value: Any) -> bool:
-    """True for a spec by names of axes, ``{"lat": "a"}``; False for a tree of specs, none of which is a text.
-
-    >>> is_spec_by_names({"lat": "a", "lon": None}), is_spec_by_names({"rho": ("a", None)})
-    (True, False)
-    """
-    is_spec = isinstance(value, Mapping) and all(map(is_entry, value.values()))
-    return is_spec and any(isinstance(entry, str) for entry in value.values())
+    entries = value.values() if isinstance(value, Mapping) else ()
+    return is_one(value) or (all(map(is_entry, entries)) and any(isinstance(entry, str) for entry in entries))
 
 
 def is_tree_of_specs(value: Mapping[Any, Any], keys: Sequence[Any]) -> bool:

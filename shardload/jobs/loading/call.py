@@ -29,7 +29,7 @@ from shardload.arrays.sharding import devices_per_process
 from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import check_sent
-from shardload.engine.call import Call, begin_request
+from shardload.engine.call import begin_request
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand, some
@@ -89,7 +89,7 @@ class LoadCall:
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
         self.left_out: list[ArrayInfo] = []
         self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
-        self._call: Call | None = None
+        self.call: Any = None  # of all ranks; None for an abstract mesh, of which there is a plan only
         self._planned: dict[tuple[Any, ...], Plan] = {}
 
     def _join(self) -> ArrayTree:
@@ -141,7 +141,7 @@ class LoadCall:
             yield self._read()
             return
         comm = self._keywords.get("comm")
-        with begin_request(self.kind, self.kind, self._read, comm=comm, process=jax.process_index) as (self._call, _):
+        with begin_request(self.kind, self.kind, self._read, comm=comm, process=jax.process_index) as (self.call, _):
             yield self
 
     def invocation(self, kind: str, title: str) -> Invocation:
@@ -175,9 +175,9 @@ class LoadCall:
         ConfigError, PeerError
             If MPI and JAX do not see the same processes.
         """
-        if self._call is None:
+        if self.call is None:
             return None
-        group, machine = self._call.group, self._call.group.machine
+        group, machine = self.call.group, self.call.group.machine
         ranks = PlannedRanks(group.rank, group.size, rank_of_process(group), has_mpi=group.has_mpi)
         ranks = replace(ranks, n_nodes=machine.n_nodes, n_threads=machine.n_threads, memory_nbytes=machine.memory_nbytes)
         return replace(ranks, n_arrays=len(self.tree.places))
@@ -198,9 +198,10 @@ class LoadCall:
         `root` is the rank that runs `find`, if the ranks have agreed on it (`settle`); by default rank 0.
         """
         with collections_wait(not self.tree.is_single):
-            if self._call is None:
+            if self.call is None:
                 return self.make(self.find())
-            return self._call.plan(self.find, self._make_checked, _describe_loads, root=root)
+            loads: list[ArrayLoad] = self.call.plan(self.find, self._make_checked, _describe_loads, root=root)
+            return loads
 
     def _make_checked(self, arrays: Any) -> list[ArrayLoad]:
         """The plans. ConfigError if they send too much through JAX's coordinator, for want of MPI."""
@@ -217,21 +218,14 @@ class LoadCall:
         arrays, _ = Loader(self.call, loads).run(started)
         return self.tree.build(arrays)
 
-    @property
-    def call(self) -> Call:
-        """This call of all ranks. Not for an abstract mesh, of which there is a plan only."""
-        if self._call is None:
-            raise ConfigError("there are no ranks that could load anything")
-        return self._call
-
     def hand_out(self, loads: list[ArrayLoad]) -> Plan | TreePlan:
         """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""
         path_types = (str, os.PathLike)  # the working folder may be another one when the plan is executed
         loads = [replace(load, handle=absolute(load.handle)) if isinstance(load.handle, path_types) else load for load in loads]
         plans = [_with_names(load) for load in loads]
         executor: Executor = no_devices
-        if self._call is not None:
-            agreed, comm = self._call.invocation, self._keywords.get("comm")
+        if self.call is not None:
+            agreed, comm = self.call.invocation, self._keywords.get("comm")
             executor = partial(execute, comm, loads, agreed)
             plans = [
                 replace(plan, _executor=partial(execute, comm, [load], agreed.also(array=load.where)))
@@ -250,7 +244,7 @@ class LoadCall:
         With names of axes and coordinates if a selection may name them.
         """
         options, tuning = self.options, default_tuning()
-        if self._call is not None and self._call.group.size == 1:  # there is no other rank that would have to open the file
+        if self.call is not None and self.call.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
         caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_total_nbytes")}

@@ -295,21 +295,10 @@ class Plan(PrintedReport):
         return self.info.chunks
 
     @property
-    def decoded_dtype(self) -> np.dtype[Any] | None:
-        """Type of the decoded values, before a cast to `dtype`; None if decoding does not change the stored numbers."""
-        decoding = self._layout.source.decoding
-        return None if decoding is None else decoding.dtype
-
-    @property
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
         shards = self.schedule.shards
         return Extent(self.shape, shards.shape_global, shards.cuts, shards.halo.widths)
-
-    @property
-    def halo_text(self) -> str:
-        """The halo as text: width and edge rule of each axis that has one. Empty without a halo."""
-        return str(self.schedule.shards.halo)
 
     @property
     def nbytes(self) -> int:
@@ -507,12 +496,12 @@ def _facts(plan: Plan) -> dict[str, str]:
     info = plan.info
     shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
     nbytes_chunk = math.prod(info.chunks or ()) * np.dtype(info.dtype).itemsize if plan.staging_is_raised else 0
-    halo = plan.halo_text
+    halo, decoding = str(plan.schedule.shards.halo), plan._layout.source.decoding
     padded = f", padded to {shape_text(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
     padded += f", with halos {shape_text(plan.shape_global)}" if halo else ""
     selected = f" of {shape_text(info.shape)}" if plan.shape != info.shape else ""
-    cast = "" if plan.decoded_dtype is None else f" decoded to {plan.decoded_dtype}"
-    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
+    cast = "" if decoding is None else f" decoded to {decoding.dtype}"
+    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(info.dtype if decoding is None else decoding.dtype) else ""
     chunks = "no chunks (any part can be read)" if info.chunks is None else f"chunks {shape_text(info.chunks)}, {info.codec}"
     store = {"store": _store(plan)} if info.is_in_store else {}
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
@@ -587,7 +576,7 @@ def _table(plan: Plan, width: int) -> list[str]:
 def describe_job(plan: Plan) -> str:
     """The plan as the text that ranks compare: every rank must have planned the same."""
     schedule, shards = plan.schedule, plan.schedule.shards
-    halo = f", halo {plan.halo_text}" if plan.halo_text else ""
+    halo = f", halo {shards.halo}" if shards.has_halo else ""
     return (
         f"{plan.readers} of {plan.shape} {plan.dtype} as {plan.shape_global}, blocks {schedule.blocks}, {schedule.owners} of "
         f"{schedule.n_ranks} ranks, shards {shards.cuts} on ranks {shards.describe_ranks()}{halo}"

@@ -167,7 +167,7 @@ def padded(shape: tuple[int, ...], spec: Any, *, pad: bool, name: str = "'/densi
             (8, 30),
             P("a", "b"),
             "axis 1 of '/density' in 'a.h5' has 30 elements, but P('a', 'b') splits it over 4 devices. Pass pad=0 (or another "
-            "fill value) to pad it to 32, or use a mesh axis of 2, 3, 5, 6, 10 or ...",
+            "fill value) to pad it to 32, or use a mesh axis of 2, 3, 5, 6, 10",
         ),
         (
             (30, 8),
@@ -175,7 +175,7 @@ def padded(shape: tuple[int, ...], spec: Any, *, pad: bool, name: str = "'/densi
             "axis 0 of '/density' in 'a.h5' has 30 elements, but P(('b', 'a')) splits it over 8 devices. Pass pad=0",
         ),
         ((7,), P("a"), "to pad it to 8, or use a mesh axis of 7"),
-        ((9,), P("b"), "to pad it to 12, or use a mesh axis of 3 or 9"),
+        ((9,), P("b"), "to pad it to 12, or use a mesh axis of 3, 9"),
         (
             (1,),
             P("b"),
