@@ -116,10 +116,6 @@ class LoadReport(PrintedReport):
 
     def __str__(self) -> str:
         """For a person: one line, and for a tree one line more for each array."""
-        lines = [self._total(), *(f"  {array}" for array in self.arrays)]
-        return "\n".join(lines)
-
-    def _total(self) -> str:
         phases = ((name, phase) for name, phase in self.phases.items() if phase.nbytes)
         parts = [f"{name} {number_text(p.seconds, 3)} s, {format_nbytes(p.nbytes)}" for name, p in phases]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
@@ -127,11 +123,12 @@ class LoadReport(PrintedReport):
         requests = counted(self.n_requests, "request")
         fetched = f"; {requests}, {format_nbytes(self.nbytes_fetched)} fetched" if self.n_requests else ""
         fetched += f", {self.n_retries:,} again" if self.n_retries else ""
-        return (
+        total = (
             f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read{fetched} in the job; "
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
             f"{self.proven}"
         )
+        return "\n".join([total, *(f"  {array}" for array in self.arrays)])
 
 
 Loaded = tuple[list[jax.Array], LoadReport]
