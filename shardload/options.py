@@ -238,10 +238,9 @@ def _scale_text(scale: Any) -> str:
 
 
 def _readers(readers: Any) -> str | int:
-    is_number = _is_integer(readers) and readers >= 1
-    if not (readers in READERS if isinstance(readers, str) else is_number):
-        raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
-    return readers if isinstance(readers, str) else int(readers)
+    if _is_integer(readers) and readers >= 1:
+        return int(readers)
+    return str(_choice("readers", READERS, readers, "or a number of ranks"))
 
 
 def _memory(name: str, size: Any) -> str | int:
@@ -270,11 +269,9 @@ def filter_names(filters: Any) -> tuple[str, ...]:
     >>> filter_names("ZFP, 32008"), filter_names(["bitshuffle", 307]), filter_names(32013)
     (('32008', 'zfp'), ('307', 'bitshuffle'), ('32013',))
     """
-    parts = [filters] if isinstance(filters, str) or _is_integer(filters) else filters
-    if parts is None or isinstance(parts, (bool, bytes)) or not isinstance(parts, Collection):
-        parts = [None]
+    is_several = isinstance(filters, Collection) and not isinstance(filters, (str, bytes))
     names = set()
-    for part in parts:
+    for part in filters if is_several else [filters]:
         if not isinstance(part, str) and not (_is_integer(part) and part >= 0):
             raise ConfigError(
                 f"allow_filters is {filters!r}; expected names or numbers of filters, such as 'bitshuffle', ['zfp', 32008] "

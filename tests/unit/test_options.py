@@ -36,7 +36,7 @@ SIZES = "a size for each axis, such as (64, 64, 64)"
 BAD: dict[str, tuple[list[Any], str]] = {
     "readers": (
         ["Root", "", "4", 0, -1, True, np.True_, 2.0, None, ["root"], b"root"],
-        "'root', 'parallel', 'direct', 'auto' or a number of ranks",
+        "'auto', 'root', 'parallel' or 'direct' (or a number of ranks)",
     ),
     "verify": (["", "values", None, True, ["index"], np.array([1, 2]), 1], LEVELS),
     "timeout": ([0, -1, math.inf, math.nan, True, "900", [1], 1j], "seconds, such as 900, or None to wait for ever"),

@@ -45,7 +45,6 @@ from shardload.values.decoding import packed_by
 
 _log = logging.getLogger("shardload")
 _Numbers = Mapping[str, list[list[int]]]  # by what they say: a list for each array, or file
-_MOST_NAMED = 8  # arrays with missing chunks in one message
 
 
 def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation) -> Loaded:
@@ -267,8 +266,7 @@ class Loader:
             load, source = self._loads[k], self._loads[k].layout.source
             text = describe_missing(n_missing[k], first, load.info, source.selection, source.chunks)
             texts.append(f"{load.where}: {text}" if load.where else text)
-        more = f"; and in {len(texts) - _MOST_NAMED} more arrays" if len(texts) > _MOST_NAMED else ""
-        settle_missing("; ".join(texts[:_MOST_NAMED]) + more, missing, self._group.rank, self._loads[incomplete[0]].info)
+        settle_missing(some(texts), missing, self._group.rank, self._loads[incomplete[0]].info)
 
 
 def _sums_over_ranks(group: Group, errors: FirstError, numbers: _Numbers) -> _Numbers:

@@ -27,8 +27,8 @@ from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, choose_mode, count_readers
-from shardload.planning.region import LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
-from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
+from shardload.planning.region import Grid
+from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.shards import Shards
 from shardload.planning.staging import ample_staging, least_staging
@@ -141,16 +141,12 @@ def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: i
     file_dtype = np.dtype(info.dtype)
     dtype = _target_dtype(request.options.dtype, info, file_dtype)
     shards = lay_out_shards(request, ranks, info.shape, dtype, f"the array on rank {root}")
-    phase, most_nbytes = (0,) * len(info.shape), max_block_nbytes(ranks, request.options.staging_nbytes)
-    if from_views:  # blocks are views: one per shard, however large
-        blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
-    else:
-        # A block goes through a staging buffer, which is as long as a message may be: no run may be longer.
-        itemsize = max(dtype.itemsize, file_dtype.itemsize)
-        chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize, min(LONGEST_ROW_NBYTES, most_nbytes)), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=most_nbytes, n_owners=1)
-    source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ranks.n, Owners(root=root), max_message_nbytes=most_nbytes)
+    most_nbytes = max_block_nbytes(ranks, request.options.staging_nbytes)
+    source = SourceLayout.cut(select_axes(None, info.shape), None, file_dtype, dtype, info.codec)
+    schedule = plan_shared(source, shards, ranks.n, Owners(root=root), max_nbytes=most_nbytes)
+    if from_views:  # blocks are views: one per shard, however large, sent in messages that fit into a buffer
+        blocks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), (0,) * len(info.shape))
+        source, schedule = replace(source, chunks=blocks), replace(schedule, blocks=blocks, max_message_nbytes=most_nbytes)
     why = f"rank {root} has the array{_cost_without_mpi(ranks)}"
     return Plan(
         info,
