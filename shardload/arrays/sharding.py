@@ -262,7 +262,7 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
     Raises
     ------
     ConfigError
-        If the mesh has real devices, or its devices cannot be divided evenly among the processes.
+        If its devices cannot be divided evenly among the processes.
 
     Examples
     --------
@@ -271,11 +271,6 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
     """
     if processes is None:
         return 1
-    if not isinstance(mesh, jax.sharding.AbstractMesh):
-        raise ConfigError(
-            f"processes is {processes!r}, but the mesh has devices, which say whose they are: leave it out, or plan over a "
-            "jax.sharding.AbstractMesh"
-        )
     n_devices = math.prod(mesh.shape.values())
     is_number = isinstance(processes, (int, np.integer)) and not isinstance(processes, bool)
     if not is_number or processes < 1 or n_devices % processes:

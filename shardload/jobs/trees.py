@@ -235,10 +235,7 @@ class ArrayTree:
     @classmethod
     def of_names(cls, path: str, names: Iterable[str]) -> ArrayTree:
         """The arrays with these full names, in a dict for each group. ConfigError if one is an array and a group."""
-        try:
-            return cls(_nested((name.strip("/").split("/"), Place(path, name)) for name in names))
-        except ValueError as error:
-            raise ConfigError(f"{error} is an array, or is in one, and an array holds no other. Rename one of them") from None
+        return cls(_nested("", ((name.strip("/").split("/"), Place(path, name)) for name in names)))
 
     @property
     def is_single(self) -> bool:
@@ -324,16 +321,9 @@ class ArrayTree:
         leaves: list[Any] = list(self.places)
         for k, arrays in found.items():
             pattern = self.places[k]
-            try:
-                leaves[k] = _nested(
-                    (name.removeprefix(pattern.group).strip("/").split("/"), Place(pattern.path, name, array=array))
-                    for name, array in arrays.items()
-                )
-            except ValueError as error:
-                raise ConfigError(
-                    f"{error} in '{pattern.path}' is an array and a group in one: {pattern.dataset!r} cannot give it a place. "
-                    "Pass the names"
-                ) from None
+            names = ((name.removeprefix(pattern.group).strip("/").split("/"), name) for name in arrays)
+            places = ((keys, Place(pattern.path, name, array=arrays[name])) for keys, name in names)
+            leaves[k] = _nested(f"{pattern.dataset!r} of '{pattern.path}': ", places)
         return ArrayTree(self.build(leaves))
 
     def build(self, values: Sequence[Any]) -> Any:
@@ -360,22 +350,22 @@ def _with_groups(value: Mapping[Any, Any], keys: Sequence[Any], name: str) -> Ma
     """The same dict with a dict for each group, if it has names with slashes for keys."""
     if not any(isinstance(key, str) and "/" in key and jax.tree_util.DictKey(key) not in keys for key in value):
         return value
-    pairs = [(key.strip("/").split("/") if isinstance(key, str) else [key], part) for key, part in value.items()]
-    try:
-        return _nested(pairs)
-    except ValueError as error:
-        raise ConfigError(f"{name} names {error} twice, or an array and the group that it is in. Give each once") from None
+    pairs = ((key.strip("/").split("/") if isinstance(key, str) else [key], part) for key, part in value.items())
+    return _nested(f"{name}: ", pairs)
 
 
-def _nested(pairs: Iterable[tuple[list[Any], Any]]) -> dict[Any, Any]:
-    """Nested dicts of values, each with the keys that lead to it. ValueError names a value that has no place."""
+def _nested(where: str, pairs: Iterable[tuple[list[Any], Any]]) -> dict[Any, Any]:
+    """Nested dicts of values, each with the keys that lead to it. ConfigError (after `where`) if two have one place."""
     root: dict[Any, Any] = {}
     for (*groups, last), value in pairs:
         group_dict: Any = root
         for group in groups:
             group_dict = group_dict.setdefault(group, {}) if isinstance(group_dict, dict) else group_dict
         if not isinstance(group_dict, dict) or last in group_dict:
-            raise ValueError("'" + "/".join(map(str, (*groups, last))) + "'")
+            name = "/".join(map(str, (*groups, last)))
+            raise ConfigError(
+                f"{where}'{name}' is there twice, or is in an array, and an array holds no other. Give each a name of its own"
+            )
         group_dict[last] = dict(value) if isinstance(value, Mapping) else value
     return root
 

@@ -103,14 +103,15 @@ class LoadCall:
         """Read the arguments. ConfigError says what is wrong with them."""
         self.tree = self._join()
         self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
+        for name in ("processes", "ranks_per_node"):
+            if self._keywords.get(name) is not None and not self._is_abstract:
+                raise ConfigError(
+                    f"{name} is {self._keywords[name]!r}, but the mesh has devices, which say that: leave it out, or plan over "
+                    "a jax.sharding.AbstractMesh"
+                )
         for request in self.requests:
             devices_per_process(request.sharding.mesh, self._keywords.get("processes"))
-        per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
-        if per_node is not None and not self._is_abstract:
-            raise ConfigError(
-                f"ranks_per_node is {per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
-                "it out, or plan over a jax.sharding.AbstractMesh"
-            )
+        OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
         if self._is_abstract and self.kind != "plan":
             raise ConfigError(
                 f"{self.kind} needs a mesh of devices, found an AbstractMesh, as jax.eval_shape and jax.typeof give below "

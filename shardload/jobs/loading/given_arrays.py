@@ -8,7 +8,6 @@ on one device) is loaded whole by each process.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -252,10 +251,8 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     """The tree `like`, with values from a file. `keywords` are the options of `load`. Collective: yes."""
     flat, structure = jax.tree_util.tree_flatten_with_path(like)
     named_arrays = [("/".join(map(key_text, keys)).strip("/"), leaf) for keys, leaf in flat]
+    ArrayTree.of_names("", (name for name, _ in named_arrays))  # each has one of its own
     leaves = dict(named_arrays)
-    if len(leaves) < len(named_arrays):
-        (twice, _), *_ = (Counter(name for name, _ in named_arrays)).most_common(1)
-        raise ConfigError(f"two arrays in `like` are called '/{twice}', and a file has one of a name. Rename one of them")
     if pattern := next((name for name in leaves if is_pattern(name)), None):
         raise ConfigError(f"an array in `like` is called '/{pattern}', which stands for all arrays of a group. Rename it")
     if not isinstance(path, (str, os.PathLike)) or not leaves:

@@ -233,11 +233,10 @@ def _read_arrays(
 ) -> tuple[list[SavedArray], dict[str, Mapping[str, Any]]]:
     """Each array with its options, and the attributes of groups."""
     is_tree = isinstance(tree, Mapping) or node_of(tree) is not None  # a dict, a NamedTuple, a list, ...
-    leaves = _arrays_of(tree, keywords["dataset"]) if is_tree else {_name_of(keywords["dataset"]): tree}
-    for name, x in leaves.items():
-        if not (is_append and is_dates(x)):  # appended dates become numbers by the units of the file
-            leaves[name] = _checked(name, x)
-    names = ArrayTree.of_names("", leaves)
+    named = _arrays_of(tree, keywords["dataset"]) if is_tree else [(_name_of(keywords["dataset"]), tree)]
+    names = ArrayTree.of_names("", (name for name, _ in named))
+    # Appended dates become numbers by the units of the file.
+    leaves = {name: x if is_append and is_dates(x) else _checked(name, x) for name, x in named}
     attrs, groups = keywords["attrs"], dict[str, Mapping[str, Any]]()
     if isinstance(attrs, Mapping) and is_tree:
         for key in [key for key in attrs if str(key).endswith("/")]:
@@ -298,18 +297,14 @@ def _name_of(dataset: Any) -> str:
     return "/" + dataset.strip("/")
 
 
-def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
-    """The arrays of a tree by their full names."""
+def _arrays_of(tree: Any, dataset: Any) -> list[tuple[str, Any]]:
+    """The arrays of a tree, with their full names."""
     if dataset != OPTIONS["dataset"].default_in("save"):
         raise ConfigError(
             f"dataset is {dataset!r}, the name of an array that is passed by itself, but those of a dict or a "
             "Dataset have names of their own. Leave it out; a dict in the dict is a group: {'group': {'rho': rho}}"
         )
-    arrays: dict[str, Any] = {}
-    for name, array in _named_in(tree, ""):
-        if name in arrays:
-            raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
-        arrays[name] = array
+    arrays = list(_named_in(tree, ""))
     if not arrays:
         raise ConfigError(
             "there are no arrays to save: the dict is empty, or has None in the place of arrays, or the Dataset is empty"

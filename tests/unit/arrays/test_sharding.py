@@ -44,9 +44,7 @@ def test_processes_are_said_of_an_abstract_mesh_alone(tmp_path: Path) -> None:
     assert devices_per_process(one_device("a"), None) == 1
     write_hdf5(tmp_path / "a.h5", {"x": np.zeros((8, 8), "f4")})
     for mesh in (one_device("a", "b"), NamedSharding(one_device("a", "b"), P("a"))):
-        with pytest.raises(
-            ConfigError, match=r"processes is 1, but the mesh has devices, which say whose they are: leave it out"
-        ):
+        with pytest.raises(ConfigError, match=r"processes is 1, but the mesh has devices, which say that: leave it out"):
             shardload.plan(tmp_path / "a.h5", mesh, None if isinstance(mesh, NamedSharding) else P("a"), processes=1)
     with pytest.raises(TypeError, match="processes"):
         shardload.load(tmp_path / "a.h5", MESH, P("a"), processes=1)  # type: ignore[call-arg]
