@@ -58,7 +58,7 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     mesh_axes = [name for entry in spec for name in _entry_names(entry)]
     for k, name in enumerate(mesh_axes):
         if name not in mesh.axis_names:
-            raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r}, but the mesh has {_mesh_text(mesh)}")
+            raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r}, but the axes of the mesh are {mesh_text(mesh)}")
         if name in mesh_axes[:k]:
             raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r} twice; a mesh axis can cut one array axis")
     return NamedSharding(mesh, PartitionSpec(*spec))
@@ -129,8 +129,9 @@ def spec_text(spec: Any) -> str:
     return "P(" + ", ".join(map(repr, spec)) + ")"
 
 
-def _mesh_text(mesh: Any) -> str:
-    return ", ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items()) or "no axes"
+def mesh_text(mesh: Any) -> str:
+    """The axes of a mesh, and their sizes."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "(none)"
 
 
 def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, pad: bool, name: str) -> tuple[int, ...]:

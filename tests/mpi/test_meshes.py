@@ -173,7 +173,7 @@ def test_meshes_that_cannot_be(files: dict[str, str], comm: Any) -> None:
         load = lambda: shardload.load(path, what, spec, **{"dataset": NAME, **options})  # noqa: E731
         same_error(comm, load, ConfigError, *parts)
 
-    refused(mesh, P("q"), "P('q')", "'q'", "'a' of size", "'b' of size")
+    refused(mesh, P("q"), "P('q')", "'q'", "a=", "b=")
     refused(mesh, P(None, None, None, "a"), "4 entries", "3 axes")
     refused(mesh, None, "the spec after a mesh is None", "P('a', 'b')")
     refused(NamedSharding(mesh, P("a")), P("a"), "pass the sharding alone")

@@ -43,7 +43,7 @@ from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, execute
 from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job, no_devices
 from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn
-from shardload.jobs.loading.request import Request, mesh_of, read_requests
+from shardload.jobs.loading.request import Request, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_tree_of_specs, keys_text, naming_errors
 from shardload.options import AUTO, OPTIONS, CallOptions
 from shardload.planning.region import Region
@@ -127,7 +127,7 @@ class LoadCall:
     @property
     def _is_abstract(self) -> bool:
         meshes = jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)
-        return any(isinstance(mesh_of(mesh), AbstractMesh) for mesh in meshes)
+        return any(isinstance(getattr(mesh, "mesh", mesh), AbstractMesh) for mesh in meshes)  # or a sharding over one
 
     # --- all ranks together
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.arrays.padding import Extent, version_of
-from shardload.arrays.sharding import describe_decomposition, spec_text
+from shardload.arrays.sharding import describe_decomposition, mesh_text, spec_text
 from shardload.arrays.verification import VerifyReport
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo, some
@@ -321,7 +321,7 @@ class Plan(PrintedReport):
         """One line."""
         readers = f"{self.readers}, {self.n_readers} of {self.n_ranks} ranks read"
         array = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
-        return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding)}; {readers}>"
+        return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding.mesh)}; {readers}>"
 
     def execute(self) -> jax.Array:
         """Load the array. Collective: yes, over the ranks that planned. May be called again.
@@ -409,7 +409,7 @@ class TreePlan(PrintedReport):
         files = sorted({plan.info.path for plan in self.leaves})
         more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
         arrays, ranks = counted(len(self.where), "array"), counted(first.n_ranks, "rank")
-        return f"load {arrays} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding)}, {ranks}"
+        return f"load {arrays} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding.mesh)}, {ranks}"
 
     def _table(self) -> tuple[list[Column], list[list[str]]]:
         columns = [Column("array"), Column("shape"), Column("dtype"), Column("size", is_number=True)]
@@ -479,11 +479,6 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
     return "\n".join([*lines, "", *_table(plan, width)])
 
 
-def mesh_text(sharding: Any) -> str:
-    """The axes of a sharding's mesh."""
-    return ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items()) or "(none)"
-
-
 def shape_text(shape: Sequence[int]) -> str:
     """A shape in brackets, without a comma after a single number."""
     return "(" + ", ".join(map(str, shape)) + ")"
@@ -506,7 +501,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "file": printable(info.path),
         **store,
         "array": f"{shape_text(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(plan.nbytes)}; {chunks}",
-        "sharding": f"{plan.decomposition}: {spec_text(plan.sharding.spec)} on mesh {mesh_text(plan.sharding)}{replicas}; "
+        "sharding": f"{plan.decomposition}: {spec_text(plan.sharding.spec)} on mesh {mesh_text(plan.sharding.mesh)}{replicas}; "
         f"shard {shape_text(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
         "ranks": f"{plan.n_ranks}{f' on {plan.n_nodes:,} nodes' if plan.n_nodes > 1 else ''}, {plan.n_readers} of them read; "
         f"up to {format_nbytes(plan.staging_nbytes)} of staging memory each"

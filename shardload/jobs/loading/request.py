@@ -145,11 +145,6 @@ def _read_pattern(keywords: dict[str, Any]) -> Request:
     return replace(first, text={**first.text, **text, **{name: _tree_text(trees[name]) for name in of_arrays}})
 
 
-def mesh_of(mesh: Any) -> Any:
-    """The mesh: what the caller passed, or that of the sharding that was passed in its place."""
-    return mesh.mesh if isinstance(mesh, NamedSharding) else mesh
-
-
 def _tree_text(tree: Any) -> str:
     """A tree of values as text."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_one_spec)[0]

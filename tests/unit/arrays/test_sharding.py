@@ -74,13 +74,13 @@ def test_processes_share_the_devices_alike(processes: Any) -> None:
         (MESH, None, "the spec after a mesh is None; expected a PartitionSpec such as P('a', 'b'), P() to replicate"),
         (MESH, "a", "the spec after a mesh is 'a'; expected a PartitionSpec"),
         (MESH, NamedSharding(MESH, P("a")), "the spec after a mesh is NamedSharding("),
-        (MESH, P("x"), "P('x') names mesh axis 'x', but the mesh has 'a' of size 2, 'b' of size 4"),
-        (MESH, P("a", ("b", "x")), "P('a', ('b', 'x')) names mesh axis 'x', but the mesh has"),
-        (AbstractMesh((), ()), P("a"), "P('a') names mesh axis 'a', but the mesh has no axes"),
+        (MESH, P("x"), "P('x') names mesh axis 'x', but the axes of the mesh are a=2, b=4"),
+        (MESH, P("a", ("b", "x")), "P('a', ('b', 'x')) names mesh axis 'x', but the axes of the mesh are"),
+        (AbstractMesh((), ()), P("a"), "P('a') names mesh axis 'a', but the axes of the mesh are (none)"),
         (MESH, ("a", "a"), "P('a', 'a') names mesh axis 'a' twice; a mesh axis can cut one array axis"),
         (MESH, (("a", "b"), "b"), "names mesh axis 'b' twice"),
         (MESH, P(None, UNCONSTRAINED), "P.UNCONSTRAINED leaves the layout to the compiler"),
-        (MESH, ((("a",), "b"),), "names mesh axis ('a',), but the mesh has"),
+        (MESH, ((("a",), "b"),), "names mesh axis ('a',), but the axes of the mesh are"),
         (MESH, (0,), "P(0) names mesh axis 0, but"),  # which JAX takes for None
     ],
 )

@@ -134,7 +134,7 @@ def test_a_dry_run_writes_nothing(file: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out.h5")
     printed = ok("copy", file, out, "--dry-run", "--chunks", "6,8,2", "--staging", "8MiB")
     text = " ".join(printed.split())
-    assert f"copy of 2 arrays, 15.0 KiB, to '{out}' on 1 rank, 1 round" in text
+    assert f"copy of 2 arrays, 15.0 KiB, to '{out}' on 1 rank" in text
     assert "/rho: 12 x 8 x 20 float32, chunks 1 x 8 x 20 -> 6 x 8 x 2" in text
     assert "each chunk of the source is decoded once" in text
     assert "of 8.0 MiB" in text

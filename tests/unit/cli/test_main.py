@@ -376,7 +376,7 @@ def test_examples_can_be_pasted(command: str) -> None:
     ("typed", "code", "text"),
     [
         ("--mesh a4 --spec a", 2, "Type --mesh a=4,b=2"),
-        ("--mesh a=4 --spec z", 1, "P('z') names mesh axis 'z', but the mesh has 'a' of size 4"),
+        ("--mesh a=4 --spec z", 1, "P('z') names mesh axis 'z', but the axes of the mesh are a=4"),
         ("--mesh a=4 --spec a,a", 1, "P('a', 'a') names mesh axis 'a' twice"),
         ("--mesh a=4 --spec a=a,a=-", 2, "each once: --spec lat=a,lon=b"),
         ("--mesh a=4 --spec a --select x", 2, "--select"),
