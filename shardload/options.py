@@ -439,7 +439,10 @@ _DECLARED = (
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),
         partial(_choice, "how of verify", VERIFY), None, is_kept=False, choices=VERIFY,
     ),
-    Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), is_kept=False),
+    Option(
+        "seed", 0, "Seed for the random regions of how='file'.", ("verify",),
+        partial(_count, "seed", 0, "an integer, 0 or more"), is_kept=False,
+    ),
     Option("root", 0, "The rank that has the array.", ("scatter",), is_kept=False),
     Option(
         "comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", (*_PLANNED, *_WRITES), text=None,
@@ -566,7 +569,6 @@ OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option
 # For signatures: ``staging: str | int = DEFAULTS.staging``.
 DEFAULTS = SimpleNamespace(**{option.name: option.default for option in _DECLARED})
 _KEPT = tuple(option for option in _DECLARED if option.is_kept)
-_NAMES = frozenset(option.name for option in _KEPT)
 # Of which a caller of `load` may pass prefix trees, and a caller of `save`. (The tree of names is another matter.)
 PER_LOADED_ARRAY = tuple(option for option in _KEPT if option.is_per_array and option.name != "dataset")
 PER_SAVED_ARRAY = tuple(option for option in _DECLARED if option.is_per_array and not option.is_kept and "save" in option.calls)
@@ -737,8 +739,7 @@ class Options(CallOptions):
         ConfigError
             It names the option, the value found and the values expected.
         """
-        unknown = options.keys() - _NAMES
-        if unknown:
+        if unknown := options.keys() - {option.name for option in _KEPT}:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
         return cls(**{option.name: option.check(options.get(option.name, option.default)) for option in _KEPT})
 

@@ -202,7 +202,10 @@ class Verifier:
                 for content in contents:
                     if content.source is None:
                         value = fill_value(self.options.pad, layout.dtype, content.fill)
-                        for region in self._padding_regions(content.place):
+                        parts = content.place.split(max(1, self._most_nbytes // layout.dtype.itemsize))
+                        if self.options.verify == FILE:
+                            parts = sample_regions(content.place, None, layout.dtype.itemsize, self.seed, 1)
+                        for region in parts:
                             padding = np.full(region.shape, value, layout.dtype)
                             self._compare(local, number, region, padding, "the padding")
                             findings.counted["n_padding"] += region.size
@@ -243,12 +246,6 @@ class Verifier:
         blocks = plan_blocks(layout.chunks, itemsize, max_nbytes=self._most_nbytes, within=true.shape, max_cells=most_cells)
         for _, region in blocks.cut(true):
             yield region
-
-    def _padding_regions(self, tail: Region) -> Iterator[Region]:
-        itemsize = self.layout.dtype.itemsize
-        if self.options.verify == FILE:
-            return sample_regions(tail, None, itemsize, self.seed, 1)
-        return tail.split(max(1, self._most_nbytes // itemsize))
 
 
 def agree_all(

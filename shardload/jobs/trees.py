@@ -233,9 +233,9 @@ class ArrayTree:
         return tree
 
     @classmethod
-    def of_names(cls, path: str, names: Iterable[str]) -> ArrayTree:
+    def of_names(cls, names: Iterable[str]) -> ArrayTree:
         """The arrays with these full names, in a dict for each group. ConfigError if one is an array and a group."""
-        return cls(_nested("", ((name.strip("/").split("/"), Place(path, name)) for name in names)))
+        return cls(_nested("", ((name.strip("/").split("/"), Place("", name)) for name in names)))
 
     @property
     def is_single(self) -> bool:

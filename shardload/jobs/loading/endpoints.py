@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.assemble import assemble, early_devices, put_shard
 from shardload.arrays.padding import remember
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round, Session
@@ -212,7 +212,8 @@ class ShardedArray:
         self.nbytes = len(self.needed[0]) * math.prod(shards.shard_shape) * dtype.itemsize
         self.device_seconds, self.counters = 0.0, Counters()
         self.pieces: ShardPieces
-        self._early: EarlyPieces
+        self._devices: dict[Region, Any]
+        self._early: dict[Region, jax.Array]
         self.array: jax.Array
 
     def make_room(self, room: list[Array]) -> None:
@@ -220,13 +221,13 @@ class ShardedArray:
         plan, shards = self.load.plan, self.load.layout.schedule.shards
         self.pieces = ShardPieces(shards, plan.shape, room, self._rank)
         self.pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
-        self._early = EarlyPieces(plan.shape_global, plan.sharding)
+        self._devices, self._early = early_devices(plan.sharding, plan.shape_global), {}
 
     def start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
         shard = self.pieces.completed(piece)
-        if shard is not None:
-            self._early.start(shard.region, shard.data)
+        if shard is not None and (device := self._devices.get(shard.region)) is not None:
+            self._early[shard.region] = put_shard(shard.data, device, self.load.plan.sharding)
 
     def fill(self) -> None:
         """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_in_memory`)."""

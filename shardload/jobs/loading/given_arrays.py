@@ -133,9 +133,7 @@ class VerifyCall(LoadCall):
         for where, array in leaves:
             _check_values(f"x{text_of(where)}", array)
         OPTIONS["how"].check(self._keywords["how"])  # `Options` would call it by the other name
-        seed = self._keywords["seed"]
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+        OPTIONS["seed"].check(self._keywords["seed"])
         tree = super()._join()
         tree.spread("x", self._x)
         if tree.is_single and leaves[0][0]:
@@ -251,7 +249,7 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     """The tree `like`, with values from a file. `keywords` are the options of `load`. Collective: yes."""
     flat, structure = jax.tree_util.tree_flatten_with_path(like)
     named_arrays = [("/".join(map(key_text, keys)).strip("/"), leaf) for keys, leaf in flat]
-    ArrayTree.of_names("", (name for name, _ in named_arrays))  # each has one of its own
+    ArrayTree.of_names((name for name, _ in named_arrays))  # each has one of its own
     leaves = dict(named_arrays)
     if pattern := next((name for name in leaves if is_pattern(name)), None):
         raise ConfigError(f"an array in `like` is called '/{pattern}', which stands for all arrays of a group. Rename it")

@@ -252,19 +252,9 @@ class Plan(PrintedReport):
         return self.schedule.shards.shape_global
 
     @property
-    def shape_padded(self) -> tuple[int, ...]:
-        """The shape with padding, without halos."""
-        return self.extent.shape_without_halo
-
-    @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of the shard that one device holds."""
         return self.schedule.shards.shard_shape
-
-    @property
-    def n_replicas(self) -> int:
-        """Number of devices that hold each shard."""
-        return self.schedule.shards.n_replicas
 
     @property
     def n_ranks(self) -> int:
@@ -488,15 +478,16 @@ def _facts(plan: Plan) -> dict[str, str]:
     info = plan.info
     shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
     nbytes_chunk = math.prod(info.chunks or ()) * np.dtype(info.dtype).itemsize if plan.staging_is_raised else 0
-    halo, decoding = str(plan.schedule.shards.halo), plan._layout.source.decoding
-    padded = f", padded to {shape_text(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
+    shards, decoding, padded_shape = plan.schedule.shards, plan._layout.source.decoding, plan.extent.shape_without_halo
+    halo = str(shards.halo)
+    padded = f", padded to {shape_text(padded_shape)}" if padded_shape != plan.shape else ""
     padded += f", with halos {shape_text(plan.shape_global)}" if halo else ""
     selected = f" of {shape_text(info.shape)}" if plan.shape != info.shape else ""
     cast = "" if decoding is None else f" decoded to {decoding.dtype}"
     cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(info.dtype if decoding is None else decoding.dtype) else ""
     chunks = "no chunks (any part can be read)" if info.chunks is None else f"chunks {shape_text(info.chunks)}, {info.codec}"
     store = {"store": _store(plan)} if info.is_in_store else {}
-    replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
+    replicas = f", {shards.n_replicas} replicas" if shards.n_replicas > 1 else ""
     return {
         "file": printable(info.path),
         **store,

@@ -144,7 +144,9 @@ class SaveRequest:
         options = Options.check(**{option.name: keywords[option.name] for option in PER_SAVE})
         is_append = call == "append"
         mode, dim = "w" if is_append else OPTIONS["mode"].check(keywords["mode"]), OPTIONS["dim"].check(keywords["dim"])
-        target = _target(path)
+        target = check_path("path", path, "the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays")
+        target = os.path.expanduser(target)
+        check_target(target)
         target = (target.rstrip("/") or "/") if is_append else target
         target = absolute(target) if options.background else target  # the program may go to another folder meanwhile
         kind = "" if is_append else format_for(target, keywords["format"])
@@ -220,21 +222,13 @@ class SaveRequest:
         )
 
 
-def _target(path: Any) -> str:
-    """The path of the new file, as loads read it."""
-    expected = "the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays"
-    target = os.path.expanduser(check_path("path", path, expected))
-    check_target(target)
-    return target
-
-
 def _read_arrays(
     tree: Any, keywords: Mapping[str, Any], is_append: bool
 ) -> tuple[list[SavedArray], dict[str, Mapping[str, Any]]]:
     """Each array with its options, and the attributes of groups."""
     is_tree = isinstance(tree, Mapping) or node_of(tree) is not None  # a dict, a NamedTuple, a list, ...
     named = _arrays_of(tree, keywords["dataset"]) if is_tree else [(_name_of(keywords["dataset"]), tree)]
-    names = ArrayTree.of_names("", (name for name, _ in named))
+    names = ArrayTree.of_names((name for name, _ in named))
     # Appended dates become numbers by the units of the file.
     leaves = {name: x if is_append and is_dates(x) else _checked(name, x) for name, x in named}
     attrs, groups = keywords["attrs"], dict[str, Mapping[str, Any]]()

@@ -84,7 +84,7 @@ def test_what_is_one_value() -> None:
 
 def test_names_with_slashes_and_defaults() -> None:
     """Wrong if a name with a slash were no group, one of two values for a name were lost, or a default went elsewhere."""
-    tree = ArrayTree.of_names("a.h5", ["/rho", "/g/vel", "/g/h/id"])  # JAX's order: g/h/id, g/vel, rho
+    tree = ArrayTree.of_names(["/rho", "/g/vel", "/g/h/id"])  # JAX's order: g/h/id, g/vel, rho
     assert [place.dataset for place in tree.places] == ["/g/h/id", "/g/vel", "/rho"]
     for same in ({"g/vel": 1, "rho": 2}, {"g": {"vel": 1}, "/rho": 2}, MappingProxyType({"g": {"vel": 1}, "rho": 2})):
         assert tree.spread("chunks", same, lambda value: not isinstance(value, Mapping), default=0) == [0, 1, 2]
@@ -99,7 +99,7 @@ def test_names_with_slashes_and_defaults() -> None:
     with pytest.raises(ConfigError, match=r"only chunks has \['x'\]"):
         tree.spread("chunks", {"x": 1}, default=0)
     with pytest.raises(ConfigError, match=r"^'rho/x' is there twice, or is in an array"):
-        ArrayTree.of_names("a.h5", ["/rho", "/rho/x"])
+        ArrayTree.of_names(["/rho", "/rho/x"])
 
 
 def test_a_selection_by_names_of_axes_or_a_tree_of_selections() -> None:
