@@ -47,7 +47,7 @@ _WHY_NOT = (
     "If the array was changed since it was loaded, or is of another file, that is why. Else load it again; if it differs then, "
     "suspect the memory and the devices of this node, or the storage of the file"
 )
-_COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
+COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,7 +109,7 @@ class ShardFindings:
     @property
     def counts(self) -> list[int]:
         """The counts to sum over the ranks."""
-        return [self.counted[name] for name in _COUNTED]
+        return [self.counted[name] for name in COUNTED]
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def agree_all(
             replicas,
             "Suspect memory, network and device there; load again, and leave that node out if it happens again",
         )
-    return [VerifyReport(level, **dict(zip(_COUNTED, of_array, strict=True))) for of_array in sums]
+    return [VerifyReport(level, **dict(zip(COUNTED, of_array, strict=True))) for of_array in sums]
 
 
 # --- which values must an array have, and where does it differ first?

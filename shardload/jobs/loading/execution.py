@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.padding import loaded_as
-from shardload.arrays.verification import ShardFindings, Verifier, VerifyReport, agree_all
+from shardload.arrays.verification import COUNTED, ShardFindings, Verifier, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import Call, begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
@@ -31,7 +31,7 @@ from shardload.errors import PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.jobs.consistency import State, check_same, check_same_objects, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, kept_sources, moves_of
-from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, join_proven, phases_of, staging_of
+from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, phases_of, staging_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
 from shardload.options import FILE, FULL, INDEX, CallOptions, Options
@@ -228,6 +228,7 @@ class Loader:
         warn_of_packed(packed, self._group.rank)
         device = Phase(sum(sharded.device_seconds for sharded in target.arrays), target.nbytes)
         n_missing, n_decoded, nbytes_read, n_checksums = map(sum, zip(*costs, strict=True))
+        n_proven = map(sum, zip(*sums["proven"], strict=True))
         reports = [
             ArrayReport(keys_text(load.where), str(load.info), decoded, nbytes, missing, verified)
             for load, (missing, decoded, nbytes, _), verified in zip(self._loads, costs, proven, strict=True)
@@ -239,7 +240,7 @@ class Loader:
             nbytes_read,
             phases_of(counters, device),
             counters.peak_nbytes,
-            join_proven(proven, n_parts + n_checksums),
+            VerifyReport(self._options.verify, n_parts=n_parts + n_checksums, **dict(zip(COUNTED, n_proven, strict=True))),
             n_missing,
             tuple(reports),
             n_requests,

@@ -211,7 +211,9 @@ class StateCall(LoadCall):
     """
 
     def __init__(self, path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
-        self._text = _text_of(leaves)
+        # The same on all ranks: a rank that refuses a leaf would do so alone.
+        texts = (f"'/{name}' {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}" for name, leaf in leaves.items())
+        self._text = "; ".join(texts)
         self._whole = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("process",)), PartitionSpec())  # until ranks are known
         shardings = [leaf.sharding if _is_sharded(leaf) else self._whole for leaf in leaves.values()]
         options = {
@@ -277,12 +279,6 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
 
 def _is_sharded(leaf: Any) -> bool:
     return isinstance(getattr(leaf, "sharding", None), NamedSharding)
-
-
-def _text_of(leaves: Mapping[str, Any]) -> str:
-    """The leaves of `like`, which must be the same on all ranks: a rank that refuses one would do so alone."""
-    kinds = (f"'/{name}' {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}" for name, leaf in leaves.items())
-    return "; ".join(kinds)
 
 
 @plain_jax()

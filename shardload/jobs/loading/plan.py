@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -150,13 +150,6 @@ def phases_of(counters: Counters, device: Phase) -> dict[str, Phase]:
         "exchange": Phase(counters.copy_seconds, counters.nbytes_copied + counters.nbytes_received),
         "device": device,
     }
-
-
-def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
-    """What was proven of all arrays of a job: the sums of the counts. `n_parts` is the count of parts in the whole job."""
-    names = [field.name for field in fields(VerifyReport) if field.name not in ("how", "n_parts")]
-    sums = {name: sum(getattr(report, name) for report in proven) for name in names}
-    return VerifyReport(proven[0].how, n_parts=n_parts, **sums)
 
 
 @dataclass(frozen=True, eq=False)
