@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardload.planning.region import BLOCKS_PER_OWNER
-
 
 @dataclass(frozen=True)
 class Tuning:
@@ -45,8 +43,6 @@ class Tuning:
     large_block_nbytes, large_blocks_per_rank : int
         Inside a machine, blocks of a large array are larger, up to the first number, if each rank then still has as many as
         the second: a block costs each rank that needs some of it a control message, and waking up for it.
-    blocks_per_owner : int
-        Fewest blocks for each rank that reads: enough that reading overlaps sending. (Of one array: see `planner.blocks_for`.)
     reader_nbytes : int
         On several nodes, fewest bytes for each rank that shares the reads: below that it costs more to open the file there than
         it helps.
@@ -66,7 +62,6 @@ class Tuning:
     large_block_nbytes: int = 16 << 20
     large_blocks_per_rank: int = 4
     block_between_nodes_nbytes: int = 16 << 20
-    blocks_per_owner: int = BLOCKS_PER_OWNER
     reader_nbytes: int = 2 << 20
 
 

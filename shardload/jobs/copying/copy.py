@@ -342,7 +342,8 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
             has_others = is_as_stored and not request.dataset and len(arrays) > 1  # that the new format may hold
             fix = ". Or name the arrays to copy, those alone, with dataset=" if has_others else ""
             raise ConfigError(f"{error}{fix}") from None
-        return [array.for_others() for array in arrays if not array.is_text], notes
+        copied = [array for array in arrays if not array.is_text]  # of which other ranks need no labels and attributes
+        return [replace(a, info=replace(a.info, labels=None), spec=replace(a.spec, attrs={})) for a in copied], notes
 
     def make(arrays_and_notes: tuple[list[SourceArray], list[str]]) -> tuple[Sink, CopyPlan]:
         arrays, notes = arrays_and_notes

@@ -127,10 +127,6 @@ class SourceArray:
     spec: ArraySpec
     state: State
 
-    def for_others(self) -> SourceArray:
-        """What the other ranks know of it."""
-        return replace(self, info=replace(self.info, labels=None), spec=replace(self.spec, attrs={}))
-
     def layout(self, slab: Region | None = None) -> SourceLayout:
         """How a slab of the new array, or all of it, lies in the source."""
         selection = self.selection if slab is None else Selection(self.selection.to_file(slab), self.selection.kept)

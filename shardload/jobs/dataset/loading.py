@@ -190,13 +190,9 @@ class DatasetCall(LoadCall):
             if info.dataset in data and (None in coord.dims or set(coord.dims) <= set(info.dims))
         }
         apart = [name for name in {coord.dataset: None for coord in coords} if name in contents and name not in of_data]
-        for left_out, why in (
-            (refused, "they hold no numbers"),
-            (twice, "they have an axis twice"),
-            (apart, "they are coordinates, but of no variable, or not along its axes"),
-        ):
-            if left_out:
-                warn_once(f"'{contents.path}': left out, because {why}: {some(left_out)}", LeftOutWarning, 0)
+        if left_out := [*refused, *twice, *apart]:
+            why = "hold no numbers, have an axis twice, or are coordinates of no variable along its axes"
+            warn_once(f"'{contents.path}': left out, because they {why}: {some(left_out)}", LeftOutWarning, 0)
         if not data:
             names = some(list(contents)) or "none"
             raise ConfigError(f"'{contents.path}' has no data variables in its group '{group}/'; its arrays are {names}")

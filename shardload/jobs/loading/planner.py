@@ -27,7 +27,7 @@ from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, choose_mode, count_readers
-from shardload.planning.region import Grid
+from shardload.planning.region import BLOCKS_PER_OWNER, Grid
 from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.shards import Shards
@@ -99,7 +99,7 @@ def blocks_for(n_arrays: int) -> int:
     >>> [blocks_for(n) for n in (1, 2, 3, 40)]
     [4, 2, 2, 1]
     """
-    return -(-default_tuning().blocks_per_owner // max(1, n_arrays))
+    return -(-BLOCKS_PER_OWNER // max(1, n_arrays))
 
 
 def plan_array(
