@@ -27,7 +27,7 @@ from shardload.units import format_nbytes, parse_nbytes, scalar_of, shown
 if TYPE_CHECKING:
     import numpy as np
 
-    from shardload.formats.access import Access, Limits
+    from shardload.formats.access import Access
     from shardload.storage.remote.address import StorageOptions
 
 AUTO = "auto"
@@ -671,23 +671,18 @@ class CallOptions:
             verb = "Start fewer processes on a node, or pass"
         raise ConfigError(f"{purpose}, but staging is {cap_text}. {verb} staging='{-(-needed >> 20)}MiB' or more{fix}")
 
-    @property
-    def limits(self) -> Limits | None:
-        """The limits of helper processes; None if this process reads by itself.
-
-        Memory: all that `staging` allows. Time for one reply of a helper process: a quarter of `timeout`. So the error that
-        names the chunk comes before the StallError, even if it takes two replies to find out which chunk it is.
-        """
-        from shardload.formats.access import Limits
-
-        return Limits(self.staging_nbytes, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
-
     @cached_property
     def access(self) -> Access:
-        """What the caller allows the formats to do."""
-        from shardload.formats.access import Access
+        """What the caller allows the formats to do.
 
-        return Access(self.allow_external, frozenset(self.allow_filters), self.limits, storage=self.storage)
+        Helper processes get all memory that `staging` allows, and a quarter of `timeout` for one reply. So the error that names
+        the chunk comes before the StallError, even if it takes two replies to find out which chunk it is.
+        """
+        from shardload.formats.access import Access, Limits
+
+        seconds = None if self.timeout is None else self.timeout / 4
+        limits = Limits(self.staging_nbytes, seconds) if self.untrusted else None
+        return Access(self.allow_external, frozenset(self.allow_filters), limits, storage=self.storage)
 
     @property
     def checksums(self) -> bool:

@@ -159,15 +159,9 @@ def found_by_name(
     if words := [word for word in words if len(word.split()) == 1]:
         coordinates = [*names_in(as_text(properties.attrs.get("coordinates"))), *words]
         properties = replace(properties, attrs={**properties.attrs, "coordinates": " ".join(coordinates)})
-    if kind != "hdf5":
-        notes += _only_in_hdf5(name, properties)
+    if kind != "hdf5":  # which alone has more than names of axes: labels, and a name as a dimension scale
+        labels = enumerate(zip(properties.axis_labels, properties.dims, strict=False))
+        notes += [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in labels if label not in ("", dim)]
+        if properties.scale_name not in (None, "", name.rpartition("/")[2], properties.stored_name):
+            notes.append(f"the name {properties.scale_name!r} of '{name}' as a dimension scale")
     return properties, [f"{note} was left out" for note in notes]
-
-
-def _only_in_hdf5(name: str, properties: Properties) -> list[str]:
-    """What HDF5 says of axes beside their names: labels, and a name as a dimension scale."""
-    labels = zip(properties.axis_labels, properties.dims, strict=False)
-    notes = [f"the label {label!r} of axis {k} of '{name}'" for k, (label, dim) in enumerate(labels) if label not in ("", dim)]
-    if properties.scale_name not in (None, "", name.rpartition("/")[2], properties.stored_name):
-        notes.append(f"the name {properties.scale_name!r} of '{name}' as a dimension scale")
-    return notes

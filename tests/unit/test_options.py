@@ -146,9 +146,9 @@ def test_edge(edge: Any) -> None:
 
 def test_helpers_may_take_what_staging_and_timeout_allow() -> None:
     """Wrong if a stall were noticed before the helper that is at fault for it."""
-    assert Options.check(staging="64MiB", timeout=100).limits is None
-    assert Options.check(staging="64MiB", timeout=100, untrusted=True).limits == Limits(64 << 20, 25.0)
-    assert Options.check(timeout=None, untrusted=True).limits == Limits(256 << 20, None)
+    assert Options.check(staging="64MiB", timeout=100).access.untrusted is None
+    assert Options.check(staging="64MiB", timeout=100, untrusted=True).access.untrusted == Limits(64 << 20, 25.0)
+    assert Options.check(timeout=None, untrusted=True).access.untrusted == Limits(256 << 20, None)
 
 
 # --- pad

@@ -279,13 +279,16 @@ class LoadCall:
         """A `FoundArray` for each place; for a pattern those below its group, by name, and the arrays that are left out."""
         arrays = list[Any]()
         labeller = self._labeller(finder)
+
+        def look(path: Any, select: Any, info: ArrayInfo, source: Source | None) -> tuple[ArrayInfo, Region | None]:
+            return look_at(info.labels if labeller is None else labeller.label(path, info, source).labels, select, info)
+
         if not self.tree.is_single:
             finder.expect((place.path, place.dataset) for place in self.tree.places if not place.is_pattern)
         for place, where, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
             with naming_errors(where):
                 if not place.is_pattern:
-                    look = partial(_look, labeller, place.path, request.options.select)
-                    arrays.append(finder.find(place.path, place.dataset, look))
+                    arrays.append(finder.find(place.path, place.dataset, partial(look, place.path, request.options.select)))
                     continue
                 arrays_below, left_out = finder.find_below(place.path, place.group)
                 if labeller is not None:
@@ -406,13 +409,6 @@ def _read_names(brief: Labels | None, handle: Any, info: ArrayInfo, access: Acce
     if brief is not None:
         check_same_version(str(info), brief.read_in, labels.read_in, info, SINCE_LABELS)
     return labels
-
-
-def _look(
-    labeller: Labeller | None, path: Any, select: Any, info: ArrayInfo, source: Source | None
-) -> tuple[ArrayInfo, Region | None]:
-    """See `look_at`."""
-    return look_at(info.labels if labeller is None else labeller.label(path, info, source).labels, select, info)
 
 
 def look_at(labels: Any, select: Any, info: ArrayInfo, _: Source | None = None) -> tuple[ArrayInfo, Region | None]:

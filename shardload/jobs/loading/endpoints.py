@@ -85,24 +85,9 @@ class ArrayLoad:
         """How it lies in its file and over the ranks."""
         return self.plan._layout
 
-    @property
-    def is_open(self) -> bool:
-        """True if the caller has the array open or in memory on every rank."""
-        return is_open(self.handle)
-
     def naming_errors(self) -> AbstractContextManager[None]:
         """Let errors that are raised inside name this array, if there are others."""
         return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
-
-    @property
-    def is_in_memory(self) -> bool:
-        """True if every rank has all values in memory, as they are to be loaded: they came with the metadata."""
-        return self.handle is not None and self.values is not None and not self.layout.source.casts
-
-    @property
-    def read_in(self) -> State:
-        """The state of the file in which values that are in memory already were read; None if that is not known."""
-        return None if self.values is None else self.values.read_in
 
     def contents(self, source: Source) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks. Closes the source."""
@@ -166,13 +151,13 @@ class LoadSource(FileSource):
                 if load.layout.schedule.is_owner(self._rank):
                     source = kept.open(k)
                     self.contents[k] = source.opened_in()
-                if load.is_open:
+                if is_open(load.handle):
                     self.contents[k] = load.contents(kept.open_again(k))
             sources.append(source)
         for load in self._loads:  # one rank may have read a small array in another file than the one that is open here
             if load.values is not None and load.info.path in kept.file_states:
                 with load.naming_errors():
-                    check_same_version(load.name, load.read_in, kept.file_states[load.info.path], load.info)
+                    check_same_version(load.name, load.values.read_in, kept.file_states[load.info.path], load.info)
         opened.push(lambda kind, *_: kept.check_unchanged() if kind is None else None)
         return sources
 
@@ -230,7 +215,7 @@ class ShardedArray:
             self._early[shard.region] = put_shard(shard.data, device, self.load.plan.sharding)
 
     def fill(self) -> None:
-        """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_in_memory`)."""
+        """Fill the pieces from values that this process has in memory: no rank sends any (`Loader`)."""
         layout, source, counters = self.load.layout, self.load.values, self.counters
         started = time.perf_counter()
         whole = Region.whole(self.load.plan.shape)

@@ -29,7 +29,7 @@ from shardload.engine.call import Call, begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
-from shardload.jobs.consistency import State, check_same, check_same_objects, to_sums, version_in, version_of_state
+from shardload.jobs.consistency import State, check_same, check_same_objects, is_open, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, kept_sources, moves_of
 from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, phases_of, staging_of
 from shardload.jobs.progress import progress_of
@@ -139,7 +139,7 @@ class Loader:
         with errors:
             for k, load in enumerate(loads):
                 with load.naming_errors():
-                    states[k] = load.contents(kept.open_again(k)) if load.is_open else None
+                    states[k] = load.contents(kept.open_again(k)) if is_open(load.handle) else None
         sums = _sums_over_ranks(group, errors, {"states": list(map(to_sums, states))})
         for load, state in zip(loads, sums["states"], strict=True):
             check_same(load.name, state, load.info.path, load.info.dataset, is_open=True)
@@ -154,8 +154,9 @@ class Loader:
 
     @cached_property
     def _is_in_memory(self) -> bool:
-        """True if every rank has all values already."""
-        return all(load.is_in_memory for load in self._loads)
+        """True if every rank has all values already, as they are to be loaded: they came with the metadata."""
+        came = (load.handle is not None and load.values is not None for load in self._loads)
+        return all(came) and not any(load.layout.source.casts for load in self._loads)
 
     @cached_property
     def _paths_of_several(self) -> list[str]:
@@ -210,8 +211,8 @@ class Loader:
         ((n_parts, n_requests, nbytes_fetched, n_retries, n_objects),) = sums["job"]
         for load, array, state in zip(self._loads, arrays, sums["states"], strict=True):
             if any(state):  # some rank had the file open
-                check_same(load.name, state, load.info.path, load.info.dataset, is_open=load.is_open)
-            read_in = load.read_in if len(arrays) == 1 else None
+                check_same(load.name, state, load.info.path, load.info.dataset, is_open=is_open(load.handle))
+            read_in = load.values.read_in if len(arrays) == 1 and load.values is not None else None
             provenance = loaded_as(array)
             if provenance is not None:
                 provenance.version = version_in(state) if read_in is None else version_of_state(read_in)

@@ -26,7 +26,7 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.cost import Cost, choose_mode, count_readers
+from shardload.planning.cost import Cost, choose_mode
 from shardload.planning.region import BLOCKS_PER_OWNER, Grid
 from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, SourceLayout, plan_direct, plan_shared
 from shardload.planning.selection import Selection, select_axes
@@ -114,8 +114,9 @@ def plan_array(
     max_nbytes = max_block_nbytes(ranks, staging_nbytes, math.prod(source.selection.shape) * source.wide_itemsize)
     readers = request.options.readers
     nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
-    most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, default_tuning().reader_nbytes)
-    n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
+    # All share the reads, but on several nodes not of fewer bytes each than are worth opening the file there.
+    worth = ranks.n if ranks.n_nodes == 1 else max(1, -(-nbytes // default_tuning().reader_nbytes))
+    n_readers = min(readers if isinstance(readers, int) else worth, ranks.n)
     schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
     caps = {"max_nbytes": max_nbytes, "per_owner": blocks_for(ranks.n_arrays)}
     owners = {mode: Owners(n_readers) if mode == PARALLEL else Owners() for mode in modes if mode != DIRECT}

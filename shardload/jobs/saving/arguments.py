@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -176,11 +176,6 @@ class SaveRequest:
     def names(self) -> list[str]:
         """The names of the arrays, in their order."""
         return [array.name for array in self.arrays]
-
-    def in_order_of(self, names: Sequence[str]) -> Self:
-        """The same arguments, with the arrays in the order of their names in a list."""
-        places = {name: k for k, name in enumerate(names)}
-        return replace(self, arrays=sorted(self.arrays, key=lambda array: places.get(array.name, len(places))))
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`. The order of a dict, or of a Dataset, means nothing."""
