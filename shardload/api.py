@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from shardload.arrays.padding import Extent, check_exists, cut_out, extent_of, make_mask, to_numpy
+from shardload.arrays.padding import Extent, cut_out, extent_of, make_mask, to_numpy
 from shardload.arrays.sharding import refuse_unreduced
 from shardload.errors import ConfigError
 from shardload.jobs.loading.call import LoadCall
@@ -807,7 +807,10 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
 
             return unpad_labelled(x, plan, unpad_one)
         extent = _extent(name, x, plan)
-        check_exists(x, name)
+        if x.is_deleted():
+            raise ConfigError(
+                f"{name} was deleted (donated to a jitted function?), so it has no values. Call unpad before that"
+            )
         return to_numpy(x, extent, name) if numpy else cut_out(x, extent, sharding, name)
 
     return _each(unpad_one, x, plan)

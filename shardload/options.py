@@ -27,7 +27,7 @@ from shardload.units import format_nbytes, parse_nbytes, scalar_of, shown
 if TYPE_CHECKING:
     import numpy as np
 
-    from shardload.formats.access import Access, Limits
+    from shardload.formats.access import Access
     from shardload.storage.remote.address import StorageOptions
 
 AUTO = "auto"
@@ -238,10 +238,9 @@ def _scale_text(scale: Any) -> str:
 
 
 def _readers(readers: Any) -> str | int:
-    is_number = _is_integer(readers) and readers >= 1
-    if not (readers in READERS if isinstance(readers, str) else is_number):
-        raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
-    return readers if isinstance(readers, str) else int(readers)
+    if _is_integer(readers) and readers >= 1:
+        return int(readers)
+    return str(_choice("readers", READERS, readers, "or a number of ranks"))
 
 
 def _memory(name: str, size: Any) -> str | int:
@@ -270,11 +269,9 @@ def filter_names(filters: Any) -> tuple[str, ...]:
     >>> filter_names("ZFP, 32008"), filter_names(["bitshuffle", 307]), filter_names(32013)
     (('32008', 'zfp'), ('307', 'bitshuffle'), ('32013',))
     """
-    parts = [filters] if isinstance(filters, str) or _is_integer(filters) else filters
-    if parts is None or isinstance(parts, (bool, bytes)) or not isinstance(parts, Collection):
-        parts = [None]
+    is_several = isinstance(filters, Collection) and not isinstance(filters, (str, bytes))
     names = set()
-    for part in parts:
+    for part in filters if is_several else [filters]:
         if not isinstance(part, str) and not (_is_integer(part) and part >= 0):
             raise ConfigError(
                 f"allow_filters is {filters!r}; expected names or numbers of filters, such as 'bitshuffle', ['zfp', 32008] "
@@ -442,7 +439,10 @@ _DECLARED = (
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",),
         partial(_choice, "how of verify", VERIFY), None, is_kept=False, choices=VERIFY,
     ),
-    Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), is_kept=False),
+    Option(
+        "seed", 0, "Seed for the random regions of how='file'.", ("verify",),
+        partial(_count, "seed", 0, "an integer, 0 or more"), is_kept=False,
+    ),
     Option("root", 0, "The rank that has the array.", ("scatter",), is_kept=False),
     Option(
         "comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", (*_PLANNED, *_WRITES), text=None,
@@ -569,7 +569,6 @@ OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option
 # For signatures: ``staging: str | int = DEFAULTS.staging``.
 DEFAULTS = SimpleNamespace(**{option.name: option.default for option in _DECLARED})
 _KEPT = tuple(option for option in _DECLARED if option.is_kept)
-_NAMES = frozenset(option.name for option in _KEPT)
 # Of which a caller of `load` may pass prefix trees, and a caller of `save`. (The tree of names is another matter.)
 PER_LOADED_ARRAY = tuple(option for option in _KEPT if option.is_per_array and option.name != "dataset")
 PER_SAVED_ARRAY = tuple(option for option in _DECLARED if option.is_per_array and not option.is_kept and "save" in option.calls)
@@ -672,23 +671,18 @@ class CallOptions:
             verb = "Start fewer processes on a node, or pass"
         raise ConfigError(f"{purpose}, but staging is {cap_text}. {verb} staging='{-(-needed >> 20)}MiB' or more{fix}")
 
-    @property
-    def limits(self) -> Limits | None:
-        """The limits of helper processes; None if this process reads by itself.
-
-        Memory: all that `staging` allows. Time for one reply of a helper process: a quarter of `timeout`. So the error that
-        names the chunk comes before the StallError, even if it takes two replies to find out which chunk it is.
-        """
-        from shardload.formats.access import Limits
-
-        return Limits(self.staging_nbytes, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
-
     @cached_property
     def access(self) -> Access:
-        """What the caller allows the formats to do."""
-        from shardload.formats.access import Access
+        """What the caller allows the formats to do.
 
-        return Access(self.allow_external, frozenset(self.allow_filters), self.limits, storage=self.storage)
+        Helper processes get all memory that `staging` allows, and a quarter of `timeout` for one reply. So the error that names
+        the chunk comes before the StallError, even if it takes two replies to find out which chunk it is.
+        """
+        from shardload.formats.access import Access, Limits
+
+        seconds = None if self.timeout is None else self.timeout / 4
+        limits = Limits(self.staging_nbytes, seconds) if self.untrusted else None
+        return Access(self.allow_external, frozenset(self.allow_filters), limits, storage=self.storage)
 
     @property
     def checksums(self) -> bool:
@@ -740,8 +734,7 @@ class Options(CallOptions):
         ConfigError
             It names the option, the value found and the values expected.
         """
-        unknown = options.keys() - _NAMES
-        if unknown:
+        if unknown := options.keys() - {option.name for option in _KEPT}:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
         return cls(**{option.name: option.check(options.get(option.name, option.default)) for option in _KEPT})
 

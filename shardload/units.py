@@ -107,21 +107,6 @@ def number_text(value: float, digits: int) -> str:
     return f"{value:,.0f}" if "e+" in text else text
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Integers, short.
-
-    >>> ranges([5, 0, 1, 2]), ranges([])
-    ('0-2,5', '')
-    """
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
 def shown(value: Any, most: int = 200) -> str:
     """A wrong argument in a message: its `repr`, but arrays by shape and type, and not more than `most` characters.
 

@@ -133,7 +133,7 @@ def shared_tmp_path(comm: Any) -> Iterator[Path]:
 @pytest.fixture
 def tune() -> Iterator[Callable[..., Any]]:
     """Let jobs go by other sizes until the test ends: ``tune(inline_nbytes=-1)``."""
-    from shardload.planning.tuning import tuned
+    from tests.tuning import tuned
 
     with ExitStack() as stack:
         yield lambda **changes: stack.enter_context(tuned(**changes))

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
-from shardload.planning.tuning import tuned
+from shardload.planning import tuning
 
-__all__ = ["as_large", "as_usual", "tune"]
+__all__ = ["as_large", "as_usual", "tune", "tuned"]
 
 _for_good = ExitStack()
+
+
+@contextmanager
+def tuned(**changes: Any) -> Iterator[tuning.Tuning]:
+    """Let all jobs of this process go by these sizes meanwhile, in any thread."""
+    before = tuning._default
+    tuning._default = replace(before, **changes)
+    try:
+        yield tuning._default
+    finally:
+        tuning._default = before
 
 
 def tune(**changes: Any) -> None:

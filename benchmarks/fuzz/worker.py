@@ -29,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import shardload
 from benchmarks.fuzz.files import Case, make_case, make_kinds
-from shardload.planning.tuning import tuned
+from tests.tuning import tuned
 
 Array = np.ndarray[Any, Any]
 MEMORY_NBYTES = 256 << 20  # that a case may take: far more than files of 10 KiB need

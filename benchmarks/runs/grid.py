@@ -31,10 +31,10 @@ from benchmarks.throttle import Cluster, Limits
 from benchmarks.throttle.links import Links, check_rate
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import list_arrays
-from shardload.jobs.loading.planner import PlannedRanks, plan_array, selection_of
+from shardload.jobs.described import selection_of
+from shardload.jobs.loading.planner import PlannedRanks, plan_array
 from shardload.jobs.loading.request import Request
 from shardload.options import Options
-from shardload.planning.tuning import Tuning
 from tests.jobs.launch import job_command, job_environment
 
 LAYOUTS = ("hdf5-contiguous", "hdf5-gzip-planes", "hdf5-gzip-cubes", "zarr-zstd-cubes", "zarr-sharded")
@@ -153,7 +153,7 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
         names = [None if name == "-" else name for name in cell["spec"].split(",")]
         sharding = NamedSharding(AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b")), P(*names))
         options = Options.check()
-        request, ranks = Request(sharding, options, {}), PlannedRanks(0, n, n_nodes=cell["nodes"], tuning=Tuning())
+        request, ranks = Request(sharding, options, {}), PlannedRanks(0, n, n_nodes=cell["nodes"])
         plan = plan_array(request, ranks, info, selection_of(options.select, info))
         auto = plan.readers if plan.readers != "parallel" else f"parallel {plan.n_readers}"
         cells.append({**cell, "auto": auto})

@@ -11,9 +11,10 @@ again. (Donating the array does not write into the piece either; a test checks t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -66,32 +67,17 @@ def addressable_shards(array: jax.Array) -> Sequence[DeviceShard | jax.Shard]:
     return [DeviceShard(device, index, array.addressable_data(0))]
 
 
-class EarlyPieces:
-    """Sends each piece to its device as soon as it is complete, while other pieces are still being read.
+def early_devices(sharding: NamedSharding, shape_global: tuple[int, ...]) -> dict[Region, Any]:
+    """The device to which each piece of this process can go as soon as it is complete, while others are still being read.
 
-    It does nothing on CPU, where JAX uses a piece without a copy. A region that several local devices hold goes to the first of
-    them; JAX copies it from there.
-
-    Parameters
-    ----------
-    shape_global : tuple of int
-        Shape of the global array.
-    sharding : NamedSharding
-        Its sharding.
+    None on CPU, where JAX uses a piece without a copy. A region that several local devices hold goes to the first of them; JAX
+    copies it from there.
     """
-
-    def __init__(self, shape_global: tuple[int, ...], sharding: NamedSharding) -> None:
-        self._sharding, self._devices = sharding, dict[Region, Any]()
-        for device, region in device_regions(sharding, shape_global).items():
-            if not has_host_memory(device):
-                self._devices.setdefault(region, device)
-        self.arrays: dict[Region, jax.Array] = {}
-
-    def start(self, region: Region, data: Array) -> None:
-        """Begin to copy a complete piece to its device. The piece must not be written after this."""
-        device = self._devices.get(region) if self._devices else None
-        if device is not None and region not in self.arrays:
-            self.arrays[region] = put_shard(data, device, self._sharding)
+    devices: dict[Region, Any] = {}
+    for device, region in device_regions(sharding, shape_global).items():
+        if not has_host_memory(device):
+            devices.setdefault(region, device)
+    return devices
 
 
 def put_shard(data: Any, device: Any, sharding: NamedSharding) -> jax.Array:
@@ -106,7 +92,7 @@ def assemble(
     sharding: NamedSharding,
     dtype: np.dtype[Any],
     pieces: Iterable[tuple[Region, Array]],
-    early: EarlyPieces | None = None,
+    early: Mapping[Region, jax.Array] = MappingProxyType({}),
 ) -> jax.Array:
     """Make the global array from this process's pieces. Not collective, but every process of the mesh must do it.
 
@@ -120,7 +106,7 @@ def assemble(
         Dtype of the pieces and of the array.
     pieces : iterable of (Region, ndarray)
         Each distinct region that this process's devices hold, once, with its values. Replicas share a piece.
-    early : EarlyPieces, optional
+    early : mapping of Region to jax.Array, optional
         The pieces that are already on their way to a device.
 
     Returns
@@ -146,9 +132,8 @@ def assemble(
             return np.broadcast_to(np.zeros((), dtype), region.shape)
         if region not in piece_of:
             raise ShardloadError(_not_held(region, piece_of, sharding, shape_global))
-        return early_arrays.get(region, piece_of[region])
+        return early.get(region, piece_of[region])
 
-    early_arrays = {} if early is None else early.arrays
     devices_here = sharding.addressable_devices
     with plain_jax():
         array = jax.make_array_from_callback(shape_global, sharding, answer, dtype=dtype)
@@ -161,9 +146,9 @@ def has_host_memory(device: Any) -> bool:
     return bool(device.platform == "cpu")
 
 
-def device_values(data: jax.Array, region: Region, shard_region: Region) -> Array:
-    """The values of `region` on the device. `data` is the shard, which holds `shard_region`. On CPU they are a view."""
-    is_on_host = has_host_memory(next(iter(data.devices())))
+def device_values(data: Any, region: Region, shard_region: Region) -> Array:
+    """The values of `region`. `data` is the shard, which holds `shard_region`. In memory of the host they are a view."""
+    is_on_host = isinstance(data, np.ndarray) or has_host_memory(next(iter(data.devices())))
     return view_of(np.asarray(data), region, shard_region) if is_on_host else copy_from_device(data, region, shard_region)
 
 

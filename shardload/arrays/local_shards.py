@@ -20,7 +20,7 @@ from shardload.errors import ShardloadError, VerifyError
 from shardload.planning.region import Array, Region
 from shardload.planning.schedule import Block
 from shardload.planning.shards import Shards, plan_shards
-from shardload.transfer.buffers import Piece, StagedBlock, view_of
+from shardload.transfer.buffers import Piece, StagedBlock
 from shardload.transfer.checksum import checksum
 from shardload.transfer.counters import Counters
 from shardload.transfer.moves import ArrayMove
@@ -69,9 +69,7 @@ class LocalShards:
 
     def view(self, number: int, region: Region, copy: int = 0) -> Array:
         """The values of a region of a shard, as one of the devices that hold it has them."""
-        data = self._copies[number][copy][1]
-        whole = self.regions[number]
-        return view_of(data, region, whole) if isinstance(data, np.ndarray) else device_values(data, region, whole)
+        return device_values(self._copies[number][copy][1], region, self.regions[number])
 
     def shard_with(self, region: Region) -> int:
         """The shard that has all of a region."""

@@ -156,12 +156,6 @@ def _lengths(array: jax.Array, axes: tuple[int, ...]) -> tuple[tuple[int, int], 
     return tuple((array.shape[k], cut[k]) for k in axes)
 
 
-def check_exists(array: jax.Array, name: str) -> None:
-    """Raise ConfigError if the values of an array were deleted."""
-    if array.is_deleted():
-        raise ConfigError(f"{name} was deleted (donated to a jitted function?), so it has no values. Call unpad before that")
-
-
 def extent_of(array: jax.Array, extent: Extent | Sequence[int] | None, name: str) -> Extent:
     """The extent of an array.
 

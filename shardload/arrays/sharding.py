@@ -58,7 +58,7 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     mesh_axes = [name for entry in spec for name in _entry_names(entry)]
     for k, name in enumerate(mesh_axes):
         if name not in mesh.axis_names:
-            raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r}, but the mesh has {_mesh_text(mesh)}")
+            raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r}, but the axes of the mesh are {mesh_text(mesh)}")
         if name in mesh_axes[:k]:
             raise ConfigError(f"{spec_text(spec)} names mesh axis {name!r} twice; a mesh axis can cut one array axis")
     return NamedSharding(mesh, PartitionSpec(*spec))
@@ -131,8 +131,9 @@ def spec_text(spec: Any) -> str:
     return "P(" + ", ".join(map(repr, spec)) + ")"
 
 
-def _mesh_text(mesh: Any) -> str:
-    return ", ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items()) or "no axes"
+def mesh_text(mesh: Any) -> str:
+    """The axes of a mesh, and their sizes."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "(none)"
 
 
 def padded_shape(
@@ -151,8 +152,8 @@ def padded_shape(
     for axis, (n, parts) in enumerate(zip(shape, cuts_of(sharding, axes), strict=True)):
         up = -(-n // parts) * parts
         if up != n and not pad:
-            good = [d for d in range(2, min(n, 64) + 1) if n % d == 0]
-            alternative = f", or use a mesh axis of {_one_of(good)}" if good else ""
+            good = [str(d) for d in range(2, min(n, 64) + 1) if n % d == 0][:5]
+            alternative = f", or use a mesh axis of {', '.join(good)}" if good else ""
             raise ConfigError(
                 f"axis {axis} of {name} has {n} elements, but {spec_text(sharding.spec)} splits it over {parts} devices. "
                 f"Pass pad={fill} (or another fill value) to pad it to {up}{alternative}"
@@ -214,11 +215,6 @@ def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: MeshAxes, cuts: 
     return Halo(tuple(widths.get(axis, 0) for axis in range(ndim)), tuple(edges.get(axis, WRAP) for axis in range(ndim)))
 
 
-def _one_of(numbers: Sequence[int]) -> str:
-    texts = [str(n) for n in numbers[:5]] + (["..."] if len(numbers) > 5 else [])
-    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
-
-
 def layout_shards(
     sharding: NamedSharding,
     axes: MeshAxes,
@@ -273,7 +269,7 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
     Raises
     ------
     ConfigError
-        If the mesh has real devices, or its devices cannot be divided evenly among the processes.
+        If its devices cannot be divided evenly among the processes.
 
     Examples
     --------
@@ -282,11 +278,6 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
     """
     if processes is None:
         return 1
-    if not isinstance(mesh, jax.sharding.AbstractMesh):
-        raise ConfigError(
-            f"processes is {processes!r}, but the mesh has devices, which say whose they are: leave it out, or plan over a "
-            "jax.sharding.AbstractMesh"
-        )
     n_devices = math.prod(mesh.shape.values())
     is_number = isinstance(processes, (int, np.integer)) and not isinstance(processes, bool)
     if not is_number or processes < 1 or n_devices % processes:

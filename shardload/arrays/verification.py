@@ -18,7 +18,6 @@ once.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -48,7 +47,7 @@ _WHY_NOT = (
     "If the array was changed since it was loaded, or is of another file, that is why. Else load it again; if it differs then, "
     "suspect the memory and the devices of this node, or the storage of the file"
 )
-_COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
+COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbytes_reread")
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,8 +71,6 @@ class VerifyReport(PrintedReport):
         Elements of padding that are the fill value.
     nbytes_reread : int
         Bytes of values read again.
-    seconds : float
-        Seconds that verifying took on this rank, without the checksums during reading and exchange.
     """
 
     how: str
@@ -84,7 +81,6 @@ class VerifyReport(PrintedReport):
     n_elements: int = 0
     n_padding: int = 0
     nbytes_reread: int = 0
-    seconds: float = 0.0
 
     def __str__(self) -> str:
         """For a person: one line."""
@@ -109,12 +105,11 @@ class ShardFindings:
 
     counted: Counter[str] = field(default_factory=Counter)
     digests: dict[int, int] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def counts(self) -> list[int]:
         """The counts to sum over the ranks."""
-        return [self.counted[name] for name in _COUNTED]
+        return [self.counted[name] for name in COUNTED]
 
 
 @dataclass(frozen=True)
@@ -163,13 +158,11 @@ class Verifier:
         SourceError
             If the file cannot be read again, or gives different values each time.
         """
-        started, level = time.perf_counter(), self.options.verify
         findings = ShardFindings(Counter(n_shards=len(array.sharding.addressable_devices)))
         local = LocalShards(array, self.schedule.shards, rank)
         self._check_devices(local, pieces or {}, findings)
-        if level in (FILE, FULL) and local.numbers:
+        if self.options.verify in (FILE, FULL) and local.numbers:
             self._check_file(local, findings)
-        findings.seconds = time.perf_counter() - started
         return findings
 
     @property
@@ -209,7 +202,10 @@ class Verifier:
                 for content in contents:
                     if content.source is None:
                         value = fill_value(self.options.pad, layout.dtype, content.fill)
-                        for region in self._padding_regions(content.place):
+                        parts = content.place.split(max(1, self._most_nbytes // layout.dtype.itemsize))
+                        if self.options.verify == FILE:
+                            parts = sample_regions(content.place, None, layout.dtype.itemsize, self.seed, 1)
+                        for region in parts:
                             padding = np.full(region.shape, value, layout.dtype)
                             self._compare(local, number, region, padding, "the padding")
                             findings.counted["n_padding"] += region.size
@@ -251,12 +247,6 @@ class Verifier:
         for _, region in blocks.cut(true):
             yield region
 
-    def _padding_regions(self, tail: Region) -> Iterator[Region]:
-        itemsize = self.layout.dtype.itemsize
-        if self.options.verify == FILE:
-            return sample_regions(tail, None, itemsize, self.seed, 1)
-        return tail.split(max(1, self._most_nbytes // itemsize))
-
 
 def agree_all(
     group: Group,
@@ -287,23 +277,15 @@ def agree_all(
     VerifyError
         If replicas on different processes differ: on every rank, with the ranks that hold each version.
     """
-    started = time.perf_counter()
-    counts = [dict(zip(_COUNTED, of_array, strict=True)) for of_array in sums]
-    if level == INDEX:
-        return [VerifyReport(level, **of_array) for of_array in counts]
     pairs = zip(arrays, findings, strict=True)
     replicas = [(name, shards, finding.digests.items()) for (name, shards), finding in pairs if shards.n_replicas > 1]
-    if replicas:
+    if replicas and level != INDEX:
         check_replicas(
             group,
             replicas,
             "Suspect memory, network and device there; load again, and leave that node out if it happens again",
         )
-    seconds = time.perf_counter() - started
-    return [
-        VerifyReport(level, **of_array, seconds=finding.seconds + seconds)
-        for of_array, finding in zip(counts, findings, strict=True)
-    ]
+    return [VerifyReport(level, **dict(zip(COUNTED, of_array, strict=True))) for of_array in sums]
 
 
 # --- which values must an array have, and where does it differ first?

@@ -13,7 +13,7 @@ from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import LeftOutWarning, printable
 from shardload.formats.concatenation import Concatenation
 from shardload.formats.lookup import split_path
-from shardload.jobs.copying.copy import CopyReport, copy
+from shardload.jobs.copying.copy import copy
 from shardload.jobs.joining.join import concat, join
 from shardload.jobs.joining.request import is_one_file
 from shardload.system.terminal import width_of, wrap
@@ -46,7 +46,11 @@ def run_copy(
     if rank:
         return
     if as_json:
-        print(_as_json(report), file=out)
+        document: dict[str, Any] = {"ok": True, "plan": report.plan.to_dict()}
+        if report.written is not None:
+            document |= {"written": asdict(report.written), "seconds": report.seconds, "chunks_decoded": report.n_decoded}
+            document |= {"chunks_resumed": report.n_resumed, "notes": report.notes}
+        print(json.dumps(document, indent=2), file=out)
         return
     for note in report.notes:
         say_note(note)
@@ -65,14 +69,6 @@ def source_of(file: str, along: str | int | None, dataset: Any, allow_external: 
     path, name = split_path(file)
     names = dataset if name is None else name
     return concat(path, along, dataset=names, allow_external=allow_external), names
-
-
-def _as_json(report: CopyReport) -> str:
-    document: dict[str, Any] = {"ok": True, "plan": report.plan.to_dict()}
-    if report.written is not None:
-        document |= {"written": asdict(report.written), "seconds": report.seconds, "chunks_decoded": report.n_decoded}
-        document |= {"chunks_resumed": report.n_resumed, "notes": report.notes}
-    return json.dumps(document, indent=2)
 
 
 def run_join(out: IO[str], files: Sequence[str], *, axis: str | int | None, as_json: bool, **options: Any) -> None:

@@ -45,7 +45,7 @@ from shardload.comm.mpi import launched, library_name, mpi_problem, task, thread
 from shardload.errors import ShardloadError, printable
 from shardload.system.gpus import gpu_files, visible_gpus
 from shardload.system.terminal import WIDTH, Column, fit_table, own_stdout, width_of, wrap
-from shardload.units import counted, first_ranks, format_nbytes, ranges
+from shardload.units import counted, first_ranks, format_nbytes
 
 # Variables that show how the job was started, or that change its behaviour.
 _VARIABLES = (
@@ -346,5 +346,6 @@ _ALWAYS = ("host", "rank", "jax_process", "devices", "node")  # columns of the t
 
 def _shown(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(value) if any(isinstance(part, str) for part in value) else ranges(value)
+        is_run = len(value) > 1 and isinstance(value[0], int) and value == [*range(value[0], value[0] + len(value))]
+        return f"{value[0]}-{value[-1]}" if is_run else ", ".join(map(str, value))
     return "-" if value is None else str(value)

@@ -35,7 +35,9 @@ def run(out: IO[str], file: str, as_json: bool, **trust: Any) -> None:
     if (leftover := find_leftover(path)) is not None:
         arrays = _arrays_in(path, access)[0] if leftover.is_whole else []
         lines = [*_leftover_lines(leftover, width), *(_table(leftover.path, arrays, width) if leftover.is_whole else [])]
-        print(_leftover_json(leftover, arrays) if as_json else "\n".join(lines), file=out)
+        document = {"path": leftover.path, "save_of": leftover.target, "what": leftover.kind, "is_whole": leftover.is_whole}
+        document |= {"commands": dict(leftover.commands), "arrays": [_described(array) for array in arrays]}
+        print(to_json(document) if as_json else "\n".join(lines), file=out)
         return
     arrays, name, is_one = _arrays_in(file, access)
     if is_one and arrays[0].labels is None and not arrays[0].refused:
@@ -104,12 +106,6 @@ def _elsewhere(path: str, arrays: Sequence[ArrayInfo], access: Access, width: in
         if owners := [f"{name} ({', '.join(attrs)})" for name, attrs in groups.items() if attrs]:
             texts.append(f"attributes of groups: {some(owners)}; shardload info {without_secrets(path)}:/GROUP shows them")
     return [line for text in texts for line in wrap(printable(text), width)]
-
-
-def _leftover_json(leftover: Leftover, arrays: Sequence[ArrayInfo]) -> str:
-    document = {"path": leftover.path, "save_of": leftover.target, "what": leftover.kind, "is_whole": leftover.is_whole}
-    document |= {"commands": dict(leftover.commands), "arrays": [_described(array) for array in arrays]}
-    return to_json(document)
 
 
 def _leftover_lines(leftover: Leftover, width: int) -> list[str]:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.errors import ConfigError, ShardloadError, ShardloadWarning, StallError
-from shardload.options import TIMEOUT, CallOptions
+from shardload.options import TIMEOUT
 from shardload.system.caller import warn_once
 from shardload.system.steps import steps_told_to
 
 Plan = TypeVar("Plan")
+Arguments = TypeVar("Arguments")
 
 
 class Call:
@@ -160,30 +161,17 @@ def warn_all(text: str, category: type[ShardloadWarning], group: Group) -> None:
         raise category(text)
 
 
-class CheckedArguments(Protocol):
-    """What a call was asked for, read and checked."""
-
-    @property
-    def options(self) -> CallOptions:
-        """The options of the call."""
-
-    def invocation(self, kind: str, title: str, /) -> Invocation:
-        """What must be the same on every rank."""
-
-
-Arguments = TypeVar("Arguments", bound=CheckedArguments)
-
-
 @contextmanager
 def begin_request(
     kind: str, title: str, read: Callable[[], Arguments], *, comm: Any, process: Callable[[], int] | None = None
 ) -> Iterator[tuple[Call, Arguments]]:
     """Read the arguments of a call, and begin it. Collective: yes.
 
-    `read` returns the checked arguments. Gives the call and these, or None for them if they are wrong: then `Call.plan` raises
-    the error on all ranks, and calls nothing that takes them.
+    `read` returns the checked arguments: their `options` (`CallOptions`), and an `invocation` of the kind and title of a call,
+    which must be the same on every rank. Gives the call and these arguments, or None for them if they are wrong: then
+    `Call.plan` raises the error on all ranks, and calls nothing that takes them.
     """
-    request: Arguments | None = None
+    request: Any = None
     error: BaseException | None = None
     timeout: float | None = TIMEOUT
     invocation = Invocation(kind, title, {})
@@ -197,4 +185,4 @@ def begin_request(
         error = ConfigError(f"the arguments could not be read: {type(failure).__name__}: {failure}")
     with begin_call(invocation, error, comm=comm, timeout=timeout, process=process) as call:
         del error  # see `begin_call`
-        yield call, cast(Arguments, request)  # None is never looked at
+        yield call, request

@@ -98,11 +98,6 @@ class Chunk:
     values_crc: int = -1
     nbytes_stored: int = 0
 
-    @property
-    def row(self) -> WrittenChunk:
-        """What another rank needs to read it back."""
-        return WrittenChunk(self.array, self.number, self.offset, self.nbytes_stored, self.crc, self.values_crc)
-
 
 @dataclass(frozen=True)
 class WriteCounts:
@@ -354,7 +349,8 @@ class FileTarget:
         if not self._errors:
             self._n_chunks += len(chunks)
             if self._verify != INDEX:
-                self._rows.append(np.array([chunk.row for chunk in chunks], dtype=np.int64).reshape(-1, N_FIELDS))
+                rows = [WrittenChunk(c.array, c.number, c.offset, c.nbytes_stored, c.crc, c.values_crc) for c in chunks]
+                self._rows.append(np.array(rows, dtype=np.int64).reshape(-1, N_FIELDS))
 
     def _offsets_of(self, chunks: Sequence[Chunk]) -> list[int]:
         """The offsets of chunks in the file, from rank 0. Raises what went wrong on any rank. Collective."""

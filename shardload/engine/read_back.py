@@ -38,6 +38,7 @@ from shardload.transfer.checksum import checksum
 _ANY_FILTER = Access(allow_filters=frozenset({"all"}))
 _AT_ONCE_NBYTES = 1 << 20
 _TASK_NBYTES = 8 << 20
+_AS_IT_WAS = "Nothing was saved, and what had this name before is as it was"
 
 
 class WrittenChunk(NamedTuple):
@@ -150,7 +151,8 @@ class ReadBack:
         except OSError as error:
             chunk_name, index = self._place(chunk)
             raise SourceError(
-                f"{chunk_name} cannot be read back: {error.strerror or error}. What had this name before is as it was",
+                f"{chunk_name}, which rank {self._writer} wrote, cannot be read back on rank {self._reader}: "
+                f"{error.strerror or error}. {_AS_IT_WAS}",
                 path=self._sink.path,
                 dataset=self._encoders[chunk.array].name,
                 chunk=index,
@@ -164,23 +166,13 @@ class ReadBack:
         crc_found, n_read = 0, 0
         while n_read < chunk.nbytes:
             buffer = self._scratch.bytes("read back", _AT_ONCE_NBYTES)[: chunk.nbytes - n_read]
-            try:
-                stored.read_into(buffer, chunk.offset + n_read)
-            except OSError:
-                if stored.nbytes >= chunk.offset + n_read + len(buffer):
-                    raise
-                n_read = max(0, stored.nbytes - chunk.offset)
-                break
+            stored.read_into(buffer, chunk.offset + n_read)
             crc_found, n_read = int(deflate.crc32(buffer.data, crc_found)), n_read + len(buffer)
-        if crc_found != chunk.crc or n_read != chunk.nbytes:
-            difference = f"CRC-32 {crc_found:08x} in place of {chunk.crc:08x}"
-            if n_read < chunk.nbytes:
-                difference = f"{n_read} of {chunk.nbytes} bytes are there"
+        if crc_found != chunk.crc:
             raise VerifyError(
                 f"{self._place(chunk)[0]}, {chunk.nbytes} bytes at {chunk.offset}, was written by rank {self._writer}, and "
-                f"rank {self._reader} reads something else there: {difference}. Nothing was saved, and what had this name "
-                "before is as it was. If it happens again, suspect the storage, or that its nodes do not see each other's "
-                "writes",
+                f"rank {self._reader} reads something else there: CRC-32 {crc_found:08x} in place of {chunk.crc:08x}. "
+                f"{_AS_IT_WAS}. If it happens again, suspect the storage, or that its nodes do not see each other's writes",
                 rank=self._reader,
             )
 
@@ -228,7 +220,7 @@ class ReadBack:
         except Exception as error:
             raise SourceError(
                 f"the new file of '{self._sink.path}' cannot be read: {part} of '{name}': {type(error).__name__}: {error}. "
-                "Nothing was saved, and what had this name before is as it was",
+                f"{_AS_IT_WAS}",
                 path=self._sink.path,
                 dataset=name,
             ) from error
@@ -247,9 +239,9 @@ class ReadBack:
         if checksum_of_values(values) != chunk.values_crc:
             raise VerifyError(
                 f"{region} of '{name}' in '{self._sink.path}', which rank {self._writer} wrote, is decoded by the format's "
-                f"library on rank {self._reader} as other values than those that were to be saved. Nothing was saved, and what "
-                "had this name before is as it was. This is a defect in shardload or in a compressor; please report it with "
-                f"the array's type {spec.dtype}, its chunks {spec.chunks} and its compression {spec.compression}",
+                f"library on rank {self._reader} as other values than those that were to be saved. {_AS_IT_WAS}. This is a "
+                f"defect in shardload or in a compressor; please report it with the array's type {spec.dtype}, its chunks "
+                f"{spec.chunks} and its compression {spec.compression}",
                 rank=self._reader,
                 index=region.start,
             )

@@ -206,18 +206,15 @@ def as_planned(source: Source, info: ArrayInfo) -> Source:
     info : ArrayInfo
         What all ranks know of the array.
     """
-    opened_info = source.info
-    if (opened_info.shape, opened_info.dtype, opened_info.chunks) != (info.shape, info.dtype, info.chunks):
-        difference = f"has shape {opened_info.shape}, {opened_info.dtype}, chunks {opened_info.chunks}"
-        expected = f"{info.shape}, {info.dtype}, {info.chunks}"
     # As text, because NaN is not equal to itself.
-    elif repr(opened_info.packing) != repr(info.packing):
-        difference, expected = f"is packed by {dict(opened_info.packing)}", f"{dict(info.packing)}"
-    else:
+    found, expected = (
+        f"shape {each.shape}, {each.dtype}, chunks {each.chunks}, packing {dict(each.packing)}" for each in (source.info, info)
+    )
+    if found == expected:
         return source
     source.close()
     raise SourceError(
-        f"{opened_info} {difference} here, and rank 0 found {expected}: the file has changed, or this rank sees another file",
+        f"{source.info} has {found} here, and rank 0 found {expected}: the file has changed, or this rank sees another file",
         path=info.path,
         dataset=info.dataset,
     )
@@ -349,9 +346,6 @@ class KeptSources:
     def __enter__(self) -> KeptSources:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.close(*error)
-
     def close(self, kind: type[BaseException] | None = None, *_error: object) -> None:
         """Close all, but not after a stall (the error `kind`): a thread may hang in a read, and the library would wait."""
         if kind is None or not issubclass(kind, StallError):
@@ -362,3 +356,5 @@ class KeptSources:
                     closing_all.callback(source.close)
         self._opened.clear()
         self._files.clear()
+
+    __exit__ = close

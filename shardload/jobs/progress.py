@@ -52,19 +52,16 @@ def progress_of(
 
 @contextmanager
 def _shown(progress: Progress, name: str, total: int, is_bytes: bool) -> Iterator[Callable[[int], None]]:
-    done = 0
-    if callable(progress):
+    is_notebook, is_terminal = _is_notebook(), sys.stderr is not None and (sys.stderr.isatty() or launcher_has_terminal())
+    if callable(progress) or (progress is None and not is_notebook and not is_terminal):
+        tell, done = progress if callable(progress) else _line_at_times(name, is_bytes), 0
 
         def call(n: int) -> None:
             nonlocal done
             done += n
-            progress(done, total)
+            tell(done, total)
 
         yield call
-        return
-    is_notebook, is_terminal = _is_notebook(), sys.stderr is not None and (sys.stderr.isatty() or launcher_has_terminal())
-    if progress is None and not is_notebook and not is_terminal:
-        yield _print_at_times(name, total, is_bytes)
         return
     from rich.console import Console  # imported late: a job without a terminal never needs it
     from rich.markup import escape
@@ -83,14 +80,12 @@ def _shown(progress: Progress, name: str, total: int, is_bytes: bool) -> Iterato
         yield lambda n: bar.advance(task, n)
 
 
-def _print_at_times(name: str, total: int, is_bytes: bool) -> Callable[[int], None]:
-    """A function that prints a line each 30 s, for the log of a job."""
-    done, began = 0, time.monotonic()
-    last_print = began
+def _line_at_times(name: str, is_bytes: bool) -> Callable[[int, int], None]:
+    """A function of what is done and the total, which prints a line each 30 s, for the log of a job."""
+    began = last_print = time.monotonic()
 
-    def call(n: int) -> None:
-        nonlocal done, last_print
-        done += n
+    def tell(done: int, total: int) -> None:
+        nonlocal last_print
         now = time.monotonic()
         if now - last_print >= _SECONDS_OF_A_LINE and sys.stderr is not None:
             last_print = now
@@ -102,7 +97,7 @@ def _print_at_times(name: str, total: int, is_bytes: bool) -> Callable[[int], No
                 flush=True,
             )
 
-    return call
+    return tell
 
 
 def launcher_has_terminal() -> bool:

@@ -75,12 +75,8 @@ def text_of(where: Where) -> str:
 
 
 def where_text(where: Where) -> str:
-    """The array at a place of a tree, for messages: ``array ['gas']``, ``array 3`` of a list; empty for the root."""
-    if not where:
-        return ""
-    if len(where) == 1 and isinstance(where[0], jax.tree_util.SequenceKey):
-        return f"array {where[0].idx}"
-    return f"array {text_of(where)}"
+    """The array at a place of a tree, for messages: ``array ['gas']``, ``array [3]`` of a list; empty for the root."""
+    return f"array {text_of(where)}" if where else ""
 
 
 def in_array(where: str, error: BaseException, name: str = "") -> BaseException:
@@ -107,13 +103,8 @@ def in_array(where: str, error: BaseException, name: str = "") -> BaseException:
 
 
 def keys_text(where: str) -> str:
-    """The keys alone of what `where_text` returns.
-
-    >>> keys_text("array ['gas']"), keys_text("array 3")
-    ("['gas']", '[3]')
-    """
-    keys = where.removeprefix("array ")
-    return f"[{keys}]" if keys.isdecimal() else keys
+    """The keys alone of what `where_text` returns."""
+    return where.removeprefix("array ")
 
 
 @contextmanager
@@ -124,10 +115,7 @@ def naming_errors(where: str, name: str = "") -> Iterator[None]:
     except StallError:
         raise
     except Exception as error:
-        named = in_array(where, error, name)
-        if named is error:
-            raise
-        raise named from error
+        raise in_array(where, error, name)  # noqa: B904 - it has its cause
 
 
 def is_one(value: Any) -> bool:
@@ -136,22 +124,16 @@ def is_one(value: Any) -> bool:
 
 
 def is_one_spec(value: Any) -> bool:
-    """The same for `spec`: a tuple of names of mesh axes, as ``("a", None)``, is one spec."""
-    if value is None or isinstance(value, PartitionSpec):
-        return True
+    """The same for `spec`. One spec is a tuple of names of mesh axes, too, ``("a", None)``, and a dict by names of axes. It has
+    a text, which is no spec: a dict without one is a tree of specs.
+
+    >>> is_one_spec(("a", None)), is_one_spec({"lat": "a", "lon": None}), is_one_spec({"rho": ("a", None)})
+    (True, True, False)
+    """
     if is_plain_tuple(value):
         return all(map(is_entry, value))
-    return is_one(value) or is_spec_by_names(value)
-
-
-def is_spec_by_names(value: Any) -> bool:
-    """True for a spec by names of axes, ``{"lat": "a"}``; False for a tree of specs, none of which is a text.
-
-    >>> is_spec_by_names({"lat": "a", "lon": None}), is_spec_by_names({"rho": ("a", None)})
-    (True, False)
-    """
-    is_spec = isinstance(value, Mapping) and all(map(is_entry, value.values()))
-    return is_spec and any(isinstance(entry, str) for entry in value.values())
+    entries = value.values() if isinstance(value, Mapping) else ()
+    return is_one(value) or (all(map(is_entry, entries)) and any(isinstance(entry, str) for entry in entries))
 
 
 def is_tree_of_specs(value: Mapping[Any, Any], keys: Sequence[Any]) -> bool:
@@ -184,21 +166,6 @@ def node_of(tree: Any) -> list[tuple[Any, Any]] | None:
     """The children of a node, each with its key; None for a leaf."""
     node = _node(tree)
     return None if node is None else node[0]
-
-
-def named_leaves(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree, each with the name of its array in a file: the keys that lead to it, with ``/`` between them.
-
-    >>> list(named_leaves({"opt": (1, {"mu": 2})}))
-    [('opt/0', 1), ('opt/1/mu', 2)]
-    """
-    children = node_of(tree)
-    if children is None:
-        if tree is not None:
-            yield above, tree
-        return
-    for key, child in children:
-        yield from named_leaves(child, f"{above}/{key_text(key)}".lstrip("/"))
 
 
 def key_text(key: Any) -> str:
@@ -249,15 +216,10 @@ class ArrayTree:
         ------
         ConfigError
             If the two have other keys at the same place, or there is no name in them.
+        TypeError, ValueError
+            If JAX cannot sort the keys of a dict, because they are of several types.
         """
-        try:
-            tree = cls(_join(path, dataset, ()))
-        except ConfigError:
-            raise
-        except (TypeError, ValueError) as error:  # keys that cannot be sorted
-            raise ConfigError(
-                f"dataset or path is a tree that JAX cannot read: {error} The keys of a dict must be of one type"
-            ) from None
+        tree = cls(_join(path, dataset, ()))
         if not tree.places:
             raise ConfigError(
                 f"dataset is {dataset!r}, a tree without a name: there is nothing to load. Pass a name, a dict or list of "
@@ -266,12 +228,9 @@ class ArrayTree:
         return tree
 
     @classmethod
-    def of_names(cls, path: str, names: Iterable[str]) -> ArrayTree:
+    def of_names(cls, names: Iterable[str]) -> ArrayTree:
         """The arrays with these full names, in a dict for each group. ConfigError if one is an array and a group."""
-        try:
-            return cls(_nested((name.strip("/").split("/"), Place(path, name)) for name in names))
-        except ValueError as error:
-            raise ConfigError(f"{error} is an array, or is in one, and an array holds no other. Rename one of them") from None
+        return cls(_nested("", ((name.strip("/").split("/"), Place("", name)) for name in names)))
 
     @property
     def is_single(self) -> bool:
@@ -357,16 +316,9 @@ class ArrayTree:
         leaves: list[Any] = list(self.places)
         for k, arrays in found.items():
             pattern = self.places[k]
-            try:
-                leaves[k] = _nested(
-                    (name.removeprefix(pattern.group).strip("/").split("/"), Place(pattern.path, name, array=array))
-                    for name, array in arrays.items()
-                )
-            except ValueError as error:
-                raise ConfigError(
-                    f"{error} in '{pattern.path}' is an array and a group in one: {pattern.dataset!r} cannot give it a place. "
-                    "Pass the names"
-                ) from None
+            names = ((name.removeprefix(pattern.group).strip("/").split("/"), name) for name in arrays)
+            places = ((keys, Place(pattern.path, name, array=arrays[name])) for keys, name in names)
+            leaves[k] = _nested(f"{pattern.dataset!r} of '{pattern.path}': ", places)
         return ArrayTree(self.build(leaves))
 
     def build(self, values: Sequence[Any]) -> Any:
@@ -393,22 +345,22 @@ def _with_groups(value: Mapping[Any, Any], keys: Sequence[Any], name: str) -> Ma
     """The same dict with a dict for each group, if it has names with slashes for keys."""
     if not any(isinstance(key, str) and "/" in key and jax.tree_util.DictKey(key) not in keys for key in value):
         return value
-    pairs = [(key.strip("/").split("/") if isinstance(key, str) else [key], part) for key, part in value.items()]
-    try:
-        return _nested(pairs)
-    except ValueError as error:
-        raise ConfigError(f"{name} names {error} twice, or an array and the group that it is in. Give each once") from None
+    pairs = ((key.strip("/").split("/") if isinstance(key, str) else [key], part) for key, part in value.items())
+    return _nested(f"{name}: ", pairs)
 
 
-def _nested(pairs: Iterable[tuple[list[Any], Any]]) -> dict[Any, Any]:
-    """Nested dicts of values, each with the keys that lead to it. ValueError names a value that has no place."""
+def _nested(where: str, pairs: Iterable[tuple[list[Any], Any]]) -> dict[Any, Any]:
+    """Nested dicts of values, each with the keys that lead to it. ConfigError (after `where`) if two have one place."""
     root: dict[Any, Any] = {}
     for (*groups, last), value in pairs:
         group_dict: Any = root
         for group in groups:
             group_dict = group_dict.setdefault(group, {}) if isinstance(group_dict, dict) else group_dict
         if not isinstance(group_dict, dict) or last in group_dict:
-            raise ValueError("'" + "/".join(map(str, (*groups, last))) + "'")
+            name = "/".join(map(str, (*groups, last)))
+            raise ConfigError(
+                f"{where}'{name}' is there twice, or is in an array, and an array holds no other. Give each a name of its own"
+            )
         group_dict[last] = dict(value) if isinstance(value, Mapping) else value
     return root
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from shardload.planning.region import Grid, Region, aligned
 from shardload.planning.shards import Shards
-from shardload.planning.staging import Item, n_rounds_of, plan_rounds
+from shardload.planning.staging import Item, plan_rounds
 
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab
@@ -278,21 +278,8 @@ def plan_copy_rounds(
         yield items, False
 
 
-def count_rounds(arrays: Sequence[SlabLayout], n_ranks: int, round_nbytes: int) -> int:
-    """The number of rounds of the rank that has most of them.
-
-    >>> array = plan_slab_layout(CopiedArray((9,), (2,), Grid((9,), (2,), (0,)), True, 64), 2, 128)
-    >>> array.slabs.n_cells, count_rounds([array], 2, 128)
-    (3, 3)
-    """
-    n_together = sum(array.slabs.n_cells for array in arrays if array.is_together)
-    # Slabs are dealt out from large to small, so rank 0, which gets the first one, has the most and the largest. They are not
-    # gone through: a file may declare any number of them.
-    return n_together + n_rounds_of(_share(arrays, n_ranks, 0), round_nbytes)
-
-
 def _share(arrays: Sequence[SlabLayout], n_ranks: int, rank: int) -> Iterator[tuple[int, range, int]]:
-    """What a rank copies alone: slabs of each array, largest slabs first. All ranks in turn get a slab."""
+    """What a rank copies alone: slabs of each array, largest slabs first. All ranks in turn get a slab, rank 0 the first."""
     n_dealt = 0
     alone = [number for number, array in enumerate(arrays) if not array.is_together]
     for number in sorted(alone, key=lambda number: -arrays[number].slab_nbytes):

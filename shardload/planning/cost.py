@@ -99,15 +99,6 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, *, staging_nbytes: int =
     )
 
 
-def count_readers(nbytes: int, n_ranks: int, n_nodes: int, reader_nbytes: int = 2 << 20) -> int:
-    """How many ranks share the reads of an array: all, but on several nodes not for fewer than `reader_nbytes` each.
-
-    >>> count_readers(16 << 20, 16, 1), count_readers(16 << 20, 16, 4), count_readers(1 << 30, 16, 4), count_readers(0, 4, 2)
-    (16, 8, 16, 1)
-    """
-    return n_ranks if n_nodes == 1 else max(1, min(n_ranks, -(-nbytes // reader_nbytes)))
-
-
 def choose_mode(costs: Mapping[str, Cost], n_ranks: int, *, is_one_node: bool = True) -> tuple[str, str]:
     """Return the way to choose, and the reason as text.
 

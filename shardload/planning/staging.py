@@ -224,23 +224,6 @@ def plan_rounds(arrays: Iterable[tuple[int, range, int]], round_nbytes: int) -> 
         yield items
 
 
-def n_rounds_of(arrays: Iterable[tuple[int, range, int]], round_nbytes: int) -> int:
-    """How many rounds `plan_rounds` gives, without going through them.
-
-    >>> n_rounds_of([(0, range(3), 100), (1, range(0, 10, 5), 50), (2, range(2**62), 500)], 200)
-    4611686018427387906
-    """
-    n_rounds, left_nbytes = 0, 0
-    for _, units, nbytes in arrays:
-        n_in_last = min(len(units), max(0, left_nbytes // max(1, nbytes)))
-        n_left, left_nbytes = len(units) - n_in_last, left_nbytes - n_in_last * nbytes
-        if n_left:
-            n_in_round = max(1, round_nbytes // max(1, nbytes))
-            n_rounds += -(-n_left // n_in_round)
-            left_nbytes = round_nbytes - ((n_left - 1) % n_in_round + 1) * nbytes
-    return n_rounds
-
-
 @dataclass(frozen=True)
 class RoundMemory:
     """How a rank uses its staging memory.

@@ -1,17 +1,11 @@
 """Which sizes and rates decide how a load is done, and why these?
 
-They change how fast a load is, never what is loaded. A job reads them once, when it is made, and passes them down, so that all
-of it uses the same sizes. They must be the same on every rank of a job.
+They change how fast a load is, never what is loaded. They must be the same on every rank of a job. Only tests use other ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
-
-from shardload.planning.region import BLOCKS_PER_OWNER
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,6 @@ class Tuning:
     large_block_nbytes, large_blocks_per_rank : int
         Inside a machine, blocks of a large array are larger, up to the first number, if each rank then still has as many as
         the second: a block costs each rank that needs some of it a control message, and waking up for it.
-    blocks_per_owner : int
-        Fewest blocks for each rank that reads: enough that reading overlaps sending. (See `for_many`.)
     reader_nbytes : int
         On several nodes, fewest bytes for each rank that shares the reads: below that it costs more to open the file there than
         it helps.
@@ -70,42 +62,12 @@ class Tuning:
     large_block_nbytes: int = 16 << 20
     large_blocks_per_rank: int = 4
     block_between_nodes_nbytes: int = 16 << 20
-    blocks_per_owner: int = BLOCKS_PER_OWNER
     reader_nbytes: int = 2 << 20
-
-    def for_many(self, n_arrays: int) -> Tuning:
-        """The sizes for each array of a job that has so many.
-
-        Reading one array overlaps sending another one, so each needs fewer blocks, and each block costs Python.
-
-        >>> [Tuning().for_many(n).blocks_per_owner for n in (1, 2, 3, 40)]
-        [4, 2, 2, 1]
-        """
-        return replace(self, blocks_per_owner=-(-self.blocks_per_owner // max(1, n_arrays)))
 
 
 _default = Tuning()
 
 
 def default_tuning() -> Tuning:
-    """The sizes that a job made now would use."""
+    """The sizes that jobs go by."""
     return _default
-
-
-@contextmanager
-def tuned(**changes: Any) -> Iterator[Tuning]:
-    """Make jobs that are made meanwhile, by any thread, use other sizes. For tests and measurements.
-
-    >>> with tuned(inline_nbytes=0):
-    ...     default_tuning().inline_nbytes
-    0
-    >>> default_tuning() == Tuning()
-    True
-    """
-    global _default
-    before = _default
-    _default = replace(before, **changes)
-    try:
-        yield _default
-    finally:
-        _default = before

@@ -231,7 +231,9 @@ class _Rules:
             numbers = list(np.ravel(self.numbers(key))) if key in self._packing else []
             fills[key] = [number for number in numbers if number == number]
             has_fill |= bool(fills[key]) or (key in self._packing and self._dtype.kind not in "iu")  # also without a number
-        stored_as = self._stored_as()
+        # ``_Unsigned`` may give integers a sign, or take it away.
+        kind = {("i", "true"): "u", ("u", "false"): "i"}.get((self._dtype.kind, self.text("_Unsigned") or ""))
+        stored_as = self._dtype if kind is None else np.dtype(f"{kind}{self._dtype.itemsize}")
         if stored_as != self._dtype:  # only `_FillValue` is converted, as in xarray
             fill_values = fills["_FillValue"]
             converted = [np.asarray(number).astype(self._dtype).view(stored_as)[()] for number in fill_values]
@@ -239,11 +241,6 @@ class _Rules:
             fills["missing_value"] = [number for number in fills["missing_value"] if number not in fill_values]
             fills["_FillValue"] = [number.item() for number in converted] if stored_as.kind == "u" else converted
         return stored_as, [*fills["missing_value"], *fills["_FillValue"]], has_fill
-
-    def _stored_as(self) -> np.dtype[Any]:
-        """The true type of the stored numbers: ``_Unsigned`` may give integers a sign, or take it away."""
-        kind = {("i", "true"): "u", ("u", "false"): "i"}.get((self._dtype.kind, self.text("_Unsigned") or ""))
-        return self._dtype if kind is None else np.dtype(f"{kind}{self._dtype.itemsize}")
 
     def check(self, work: np.dtype[Any], is_masked: bool) -> None:
         """Raise ConfigError if the values would not be numbers, or lose their imaginary part."""

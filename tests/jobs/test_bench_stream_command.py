@@ -91,7 +91,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["--batch", "64"], 1, "which make no batch of 64"),
     (["--along", "day"], 1, "day"),
     (["--pool", "some"], 1, "pool"),
-    (["--spec", "-,x"], 1, "names mesh axis 'x', but the mesh has 'lat' of size 1"),
+    (["--spec", "-,x"], 1, "names mesh axis 'x', but the axes of the mesh are lat=1"),
 ]
 
 

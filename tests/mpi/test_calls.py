@@ -32,7 +32,7 @@ from shardload.jobs import consistency
 from shardload.jobs.loading import endpoints
 from shardload.jobs.loading.call import LoadCall
 from shardload.planning.schedule import Schedule
-from shardload.planning.tuning import Tuning, tuned
+from shardload.planning.tuning import Tuning
 from tests.mpi.sources import NAME, SOURCES
 from tests.mpi.support import (
     DECOMPOSITIONS,
@@ -48,6 +48,7 @@ from tests.mpi.support import (
     unit,
 )
 from tests.ports import catches_sigterm, listeners
+from tests.tuning import tuned
 from tests.unit.files import raising, write_hdf5
 
 # --- what a path can be -----------------------------------------------------------------------------------------------

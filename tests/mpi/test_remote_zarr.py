@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
 from shardload.formats.zarr.references import ReferenceFolder
-from shardload.planning.tuning import tuned
 from tests.mpi.servers import SharedServer
 from tests.mpi.sources import NAME
 from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, on_root, ramp, same_error, unit, warned_once
 from tests.servers import Request
+from tests.tuning import tuned
 
 pytest.importorskip("obstore")
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
@@ -81,7 +81,7 @@ def test_chunks_of_a_shard_are_fetched_together(bucket, monkeypatch, readers, sp
     bucket.asked()
     check(plan.execute(), ramp(CUBES), mesh_of(), spec)
     asked = [request for request in bucket.asked() if "/c/" in request.key]
-    n_copies = plan.n_replicas if readers == "direct" else 1
+    n_copies = plan.schedule.shards.n_replicas if readers == "direct" else 1
     index_nbytes = 2 * 4 * (16 * 512 + 4)
     assert len(asked) <= 40
     assert sum(request.nbytes for request in asked) <= 1.05 * n_copies * 4 * np.prod(CUBES) + index_nbytes

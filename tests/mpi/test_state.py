@@ -165,7 +165,7 @@ def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> No
         refused({"fields": {"rho": rho}, "time": 0.0}, f"{option} is {value!r}", "'/time'", **{option: value})
     refused({"time": 0.0}, "leave out mesh", mesh=mesh_of())
     refused((), "a tree with leaves")
-    refused({"time": 0.0, "opt": {"0": {"count": 0}}, "opt/0": {"count": 0}}, "in `like` are called '/opt/0/count'")
+    refused({"time": 0.0, "opt": {"0": {"count": 0}}, "opt/0": {"count": 0}}, "'opt/0/count' is there twice")
 
 
 def test_a_number_is_not_changed_by_what_like_has_in_its_place(comm: Any, shared_tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ jax.tree_util.register_pytree_with_keys(
 def test_two_arrays_of_one_name(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the second one were saved alone, without a word; or if a pattern were Python's error."""
     path, twins = shared_tmp_path / "state.h5", Twins(np.arange(2), np.arange(3))
-    same_error(comm, lambda: shardload.save(path, {"a": twins}), ConfigError, "two arrays are called '/a/1'")
-    same_error(comm, lambda: shardload.save(path, twins), ConfigError, "two arrays are called '/1'")
+    same_error(comm, lambda: shardload.save(path, {"a": twins}), ConfigError, "'a/1' is there twice")
+    same_error(comm, lambda: shardload.save(path, twins), ConfigError, "'1' is there twice")
     star = {"a": {"*": put(ramp((unit(),), "float32"), mesh_of(), P("a"))}}
     same_error(comm, lambda: shardload.load(path, like=star), ConfigError, "called '/a/*', which stands for all arrays")
 

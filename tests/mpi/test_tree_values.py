@@ -255,7 +255,7 @@ def test_the_third_of_five_cannot_be_decoded(
     refuse_reads(monkeypatch)
     names = ["x0", "x1", name, "x2", "x3"]
     call = lambda: shardload.load(str(path), mesh_of(), P(), dataset=names, decode=True, untrusted=untrusted)  # noqa: E731
-    same_error(comm, call, SourceError if "holds" in says[0] else ConfigError, "array 2", f"'/{name}' in", *says)
+    same_error(comm, call, SourceError if "holds" in says[0] else ConfigError, "array [2]", f"'/{name}' in", *says)
 
 
 def test_a_wrong_element_of_a_decoded_tree_is_found(comm: Any, file: str) -> None:

@@ -212,7 +212,7 @@ def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
     same_error(comm, call(exchanged), ConfigError, "array ['gas'][0]", "x has shape")
     y = shardload.load(snap[0], mesh_of(), P("b"), dataset=["gas/mask", "gas/rho"], select=(slice(0, unit()), 0))
     other = {"dataset": ["gas/rho", "gas/mask"], "select": [(slice(0, unit()), 0, slice(0, 3)), (slice(0, unit()), 0)]}
-    same_error(comm, lambda: shardload.verify(y, snap[0], **other), ConfigError, "array 0")
+    same_error(comm, lambda: shardload.verify(y, snap[0], **other), ConfigError, "array [0]")
     wrong = {**x, "vel": jax.device_put(x["vel"] + 1, x["vel"].sharding)}
     same_error(comm, call(wrong), VerifyError, "array ['vel']", "'/stars/vel'")
     same_error(comm, call({"vel": x["vel"]}), ConfigError, "x does not match dataset", "x has no ['gas']")
@@ -251,7 +251,7 @@ BAD = [
     ({"dataset": "star/*"}, ("no arrays below '/star'", "nearest first): '/stars/*'")),
     ({"dataset": "gas/rho/*"}, ("'/gas/rho'", "is an array, not a group")),
     ({"dataset": ["gas/rho", "gas/mask"], "spec": P(None, None, None)},
-     ("array 1", "P(None, None, None) has 3 entries", "counts for several arrays: pass trees")),
+     ("array [1]", "P(None, None, None) has 3 entries", "counts for several arrays: pass trees")),
     pytest.param(
         {"dataset": {"p": "stars/pos", "r": "gas/rho"}, "spec": P("a")},
         ("array ['p']", "Pass pad=np.nan", "counts for several arrays: pass trees"), marks=pytest.mark.mpi(min_size=2),

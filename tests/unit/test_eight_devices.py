@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.arrays import assemble as assembling
 from shardload.arrays import local_shards
-from shardload.arrays.assemble import EarlyPieces, assemble, copy_from_device
+from shardload.arrays.assemble import assemble, copy_from_device, early_devices, put_shard
 from shardload.arrays.sharding import layout_shards, read_sharding, read_spec, verify_layout
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region
@@ -317,18 +317,15 @@ def assemble_takes_pieces_that_left_early() -> None:
         pieces = pieces_of(sharding, table)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(assembling, "has_host_memory", lambda device: False)
-            early = EarlyPieces(table.shape, sharding)
-        for region, data in list(pieces.items())[::2]:
-            early.start(region, data.copy())
-        assert len(early.arrays) == -(-len(pieces) // 2)
+            devices = early_devices(sharding, table.shape)
+        assert devices.keys() == pieces.keys()
+        early = {region: put_shard(pieces[region].copy(), devices[region], sharding) for region in list(pieces)[::2]}
         array = assemble(table.shape, sharding, table.dtype, pieces.items(), early)
         assert array.sharding == sharding
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), table[shard.index], err_msg=f"{spec} {shard.device}")
             assert shard.data.sharding.memory_kind == sharding.memory_kind or memory is None
-        quiet = EarlyPieces(table.shape, sharding)
-        quiet.start(next(iter(pieces)), table)
-        assert not quiet.arrays, "on CPU JAX uses the piece itself"
+        assert not early_devices(sharding, table.shape), "on CPU JAX uses the piece itself"
 
 
 # --- loading

@@ -36,7 +36,7 @@ SIZES = "a size for each axis, such as "
 BAD: dict[str, tuple[list[Any], str]] = {
     "readers": (
         ["Root", "", "4", 0, -1, True, np.True_, 2.0, None, ["root"], b"root"],
-        "'root', 'parallel', 'direct', 'auto' or a number of ranks",
+        "'auto', 'root', 'parallel' or 'direct' (or a number of ranks)",
     ),
     "verify": (["", "values", None, True, ["index"], np.array([1, 2]), 1], LEVELS),
     "timeout": ([0, -1, math.inf, math.nan, True, "900", [1], 1j], "seconds, such as 900, or None to wait for ever"),
@@ -146,9 +146,9 @@ def test_edge(edge: Any) -> None:
 
 def test_helpers_may_take_what_staging_and_timeout_allow() -> None:
     """Wrong if a stall were noticed before the helper that is at fault for it."""
-    assert Options.check(staging="64MiB", timeout=100).limits is None
-    assert Options.check(staging="64MiB", timeout=100, untrusted=True).limits == Limits(64 << 20, 25.0)
-    assert Options.check(timeout=None, untrusted=True).limits == Limits(256 << 20, None)
+    assert Options.check(staging="64MiB", timeout=100).access.untrusted is None
+    assert Options.check(staging="64MiB", timeout=100, untrusted=True).access.untrusted == Limits(64 << 20, 25.0)
+    assert Options.check(timeout=None, untrusted=True).access.untrusted == Limits(256 << 20, None)
 
 
 # --- pad

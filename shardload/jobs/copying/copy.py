@@ -42,7 +42,7 @@ from shardload.jobs.consistency import SINCE_FOUND, ArrayToRead, KeptSources, ch
 from shardload.jobs.copying.request import CopyRequest, SourceArray, find, new_sink
 from shardload.jobs.progress import progress_of
 from shardload.options import AUTO, CHECKSUM, DEFAULTS, TIMEOUT, Progress
-from shardload.planning.copying import CopiedArray, SlabLayout, count_rounds, plan_copy_rounds, plan_slab_layout
+from shardload.planning.copying import CopiedArray, SlabLayout, plan_copy_rounds, plan_slab_layout
 from shardload.planning.region import Grid, Region
 from shardload.planning.saving import page_nbytes, plan_rows
 from shardload.planning.schedule import Owners, SourceLayout, plan_direct, plan_shared
@@ -76,8 +76,8 @@ class CopyPlan(PrintedReport):
         How a rank uses its staging memory.
     staging_nbytes : int
         The cap.
-    n_ranks, n_rounds : int
-        Ranks, and rounds of the rank that has most.
+    n_ranks : int
+        Ranks.
     notes : tuple of str
         What is left out.
     """
@@ -88,7 +88,6 @@ class CopyPlan(PrintedReport):
     memory: RoundMemory
     staging_nbytes: int
     n_ranks: int
-    n_rounds: int
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,8 +98,7 @@ class CopyPlan(PrintedReport):
     def __str__(self) -> str:
         """Text for people, of several lines."""
         arrays, ranks = counted(len(self.sources), "array"), counted(self.n_ranks, "rank")
-        rounds = counted(self.n_rounds, "round")
-        lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{printable(self.target)}' on {ranks}, {rounds}"]
+        lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{printable(self.target)}' on {ranks}"]
         for array, slab_layout in zip(self.sources, self.arrays, strict=True):
             slabs = slab_layout.slabs
             way = "all ranks read a slab together" if slab_layout.is_together else "each slab is read by one rank"
@@ -143,7 +141,7 @@ class CopyPlan(PrintedReport):
             for array, slab_layout in zip(self.sources, self.arrays, strict=True)
         ]
         sizes = {"nbytes": self.nbytes, "staging_nbytes": self.staging_nbytes, "memory_nbytes": self.memory.nbytes}
-        return {"arrays": arrays, **sizes, "n_ranks": self.n_ranks, "n_rounds": self.n_rounds, "notes": self.notes}
+        return {"arrays": arrays, **sizes, "n_ranks": self.n_ranks, "notes": self.notes}
 
 
 def _text(shape: Sequence[int] | None) -> str:
@@ -180,8 +178,7 @@ def plan_copy(
     n_threads = threads_that_write(machine.n_threads, staging, is_remote(request.target))
     memory = plan_memory(staging, largest, largest, reading, n_threads)
     slabs = tuple(plan_slab_layout(unit, n_ranks, memory.round_nbytes) for unit in units)
-    n_rounds = count_rounds(slabs, n_ranks, memory.round_nbytes)
-    return CopyPlan(without_secrets(request.target), arrays, slabs, memory, staging, n_ranks, n_rounds, tuple(notes))
+    return CopyPlan(without_secrets(request.target), arrays, slabs, memory, staging, n_ranks, tuple(notes))
 
 
 def _runs(layout: SourceLayout) -> Grid:
@@ -345,7 +342,8 @@ def _plan(call: Call, request: CopyRequest) -> tuple[Sink, CopyPlan]:
             has_others = is_as_stored and not request.dataset and len(arrays) > 1  # that the new format may hold
             fix = ". Or name the arrays to copy, those alone, with dataset=" if has_others else ""
             raise ConfigError(f"{error}{fix}") from None
-        return [array.for_others() for array in arrays if not array.is_text], notes
+        copied = [array for array in arrays if not array.is_text]  # of which other ranks need no labels and attributes
+        return [replace(a, info=replace(a.info, labels=None), spec=replace(a.spec, attrs={})) for a in copied], notes
 
     def make(arrays_and_notes: tuple[list[SourceArray], list[str]]) -> tuple[Sink, CopyPlan]:
         arrays, notes = arrays_and_notes

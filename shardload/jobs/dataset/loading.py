@@ -194,13 +194,9 @@ class DatasetCall(LoadCall):
             if info.dataset in data and (None in coord.dims or set(coord.dims) <= set(info.dims))
         }
         apart = [name for name in {coord.dataset: None for coord in coords} if name in contents and name not in of_data]
-        for left_out, why in (
-            (refused, "they hold no numbers"),
-            (twice, "they have an axis twice"),
-            (apart, "they are coordinates, but of no variable, or not along its axes"),
-        ):
-            if left_out:
-                warn_once(f"'{contents.path}': left out, because {why}: {some(left_out)}", LeftOutWarning, 0)
+        if left_out := [*refused, *twice, *apart]:
+            why = "hold no numbers, have an axis twice, or are coordinates of no variable along its axes"
+            warn_once(f"'{contents.path}': left out, because they {why}: {some(left_out)}", LeftOutWarning, 0)
         if not data:
             names = some(list(contents)) or "none"
             raise ConfigError(f"'{contents.path}' has no data variables in its group '{group}/'; its arrays are {names}")
@@ -260,7 +256,7 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
         stand_ins = {name: np.broadcast_to(np.zeros((), p.dtype), p.shape) for name, p in plan.plans.items()}
         coords_of_file = to_xarray(stand_ins, plan).drop_vars(list(data))
     try:
-        unpadded = _decoded(xarray, coords_of_file)
+        unpadded = xarray.decode_cf(coords_of_file, mask_and_scale=False)
     except (ArithmeticError, TypeError, ValueError) as error:
         info = next(iter(plan.plans.values())).info
         what = str(error).partition(" Try opening")[0]  # it is not this user who opens it
@@ -283,18 +279,6 @@ def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:
             indexes[name] = PaddedIndex(indexes[name], dataset.sizes[name])
     decoded = xarray.Dataset(data, xarray.Coordinates(coords, indexes=indexes), dataset.attrs)
     return decoded.set_coords([name for name in dataset.coords if name in data])
-
-
-def _decoded(xarray: Any, coords: Any) -> Any:
-    """Coordinates with decoded dates. xarray decodes none of an axis without elements, in a calendar that NumPy has not: such
-    a coordinate is decoded with some, which are cut off again.
-    """
-    for name, variable in coords.variables.items():
-        if variable.size == 0 and "calendar" in variable.attrs:
-            longer = xarray.Variable(variable.dims, np.zeros([n or 1 for n in variable.shape], variable.dtype), variable.attrs)
-            dates = xarray.decode_cf(xarray.Dataset({name: longer})).variables[name].to_base_variable()
-            coords = coords.assign_coords({name: dates[tuple(slice(n) for n in variable.shape)]})
-    return xarray.decode_cf(coords, mask_and_scale=False)
 
 
 def unpad_labelled(tree: Any, plan: Any, unpad_one: Callable[[str, Any, Any], Any]) -> Any:

@@ -616,11 +616,9 @@ class JoinedParts:
 
     def check_unchanged(self, title: str) -> None:
         """Raise SourceError if a part is not the one that was looked at: values that are kept of it may be old."""
-        urls = [path for path in self.versions if is_remote(path)]
-        asked = call_together([partial(_version_at, url, self._access) for url in urls], "shardload-states")
-        versions_now = dict(zip(urls, asked, strict=True))
-        for path, version in self.versions.items():
-            if (versions_now[path] if path in versions_now else state_of(path)) != version:
+        versions_now = call_together([partial(_version_at, path, self._access) for path in self.versions], "shardload-states")
+        for (path, version), version_now in zip(self.versions.items(), versions_now, strict=True):
+            if version_now != version:
                 raise SourceError(
                     f"'{path}' has changed while it was joined, or was replaced. '{title}' was not made, because what it says "
                     "of that part may be old. Join the files again when nothing writes to them any more",
@@ -651,10 +649,10 @@ class JoinedParts:
         return {key: value for key, value in next(iter(attrs.values())).items() if key not in differing}
 
 
-def _version_at(url: str, access: Access) -> tuple[int, ...] | None:
-    """The version of an object now. SourceError if the store refuses that."""
-    with as_source_error(url):
-        return open_remote(url, access.storage).version("")
+def _version_at(path: str, access: Access) -> tuple[int, ...] | None:
+    """The version of a file or an object now. SourceError if the store refuses that."""
+    with as_source_error(path):
+        return open_remote(path, access.storage).version("") if is_remote(path) else state_of(path)
 
 
 def _digest_of(file: OpenFile, member: _Member) -> bytes:

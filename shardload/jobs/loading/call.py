@@ -29,7 +29,7 @@ from shardload.arrays.sharding import devices_per_process
 from shardload.comm.group import Invocation
 from shardload.comm.launch import rank_of_process
 from shardload.comm.store import check_sent
-from shardload.engine.call import Call, begin_request
+from shardload.engine.call import begin_request
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
 from shardload.formats.contract.array import ArrayInfo, Labels, OnDemand, some
@@ -38,11 +38,12 @@ from shardload.formats.labelling import COORDINATE_NBYTES, SMALL_NBYTES, Labelle
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import SINCE_LABELS, check_same_version, check_unchanged
+from shardload.jobs.described import selection_of
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, execute
 from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job, no_devices
-from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
-from shardload.jobs.loading.request import Request, mesh_of, read_requests
+from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn
+from shardload.jobs.loading.request import Request, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_tree_of_specs, keys_text, naming_errors
 from shardload.options import AUTO, OPTIONS, CallOptions
 from shardload.planning.region import Region
@@ -89,8 +90,7 @@ class LoadCall:
         self.tree, self.requests = ArrayTree.join(kind, None), list[Request]()
         self.left_out: list[ArrayInfo] = []
         self._path, self._mesh, self._spec, self._keywords = path, mesh, spec, keywords
-        self._tuning = default_tuning()
-        self._call: Call | None = None
+        self.call: Any = None  # of all ranks; None for an abstract mesh, of which there is a plan only
         self._planned: dict[tuple[Any, ...], Plan] = {}
 
     def _join(self) -> ArrayTree:
@@ -103,14 +103,15 @@ class LoadCall:
         """Read the arguments. ConfigError says what is wrong with them."""
         self.tree = self._join()
         self.requests = read_requests(self.tree, self._mesh, self._spec, self._keywords)
+        for name in ("processes", "ranks_per_node"):
+            if self._keywords.get(name) is not None and not self._is_abstract:
+                raise ConfigError(
+                    f"{name} is {self._keywords[name]!r}, but the mesh has devices, which say that: leave it out, or plan over "
+                    "a jax.sharding.AbstractMesh"
+                )
         for request in self.requests:
             devices_per_process(request.sharding.mesh, self._keywords.get("processes"))
-        per_node = OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
-        if per_node is not None and not self._is_abstract:
-            raise ConfigError(
-                f"ranks_per_node is {per_node!r}, but the mesh has devices, and the job knows its nodes: leave "
-                "it out, or plan over a jax.sharding.AbstractMesh"
-            )
+        OPTIONS["ranks_per_node"].check(self._keywords.get("ranks_per_node"))
         if self._is_abstract and self.kind != "plan":
             raise ConfigError(
                 f"{self.kind} needs a mesh of devices, found an AbstractMesh, as jax.eval_shape and jax.typeof give below "
@@ -126,7 +127,7 @@ class LoadCall:
     @property
     def _is_abstract(self) -> bool:
         meshes = jax.tree_util.tree_leaves(self._mesh, is_leaf=is_one)
-        return any(isinstance(mesh_of(mesh), AbstractMesh) for mesh in meshes)
+        return any(isinstance(getattr(mesh, "mesh", mesh), AbstractMesh) for mesh in meshes)  # or a sharding over one
 
     # --- all ranks together
 
@@ -142,7 +143,7 @@ class LoadCall:
             yield self._read()
             return
         comm = self._keywords.get("comm")
-        with begin_request(self.kind, self.kind, self._read, comm=comm, process=jax.process_index) as (self._call, _):
+        with begin_request(self.kind, self.kind, self._read, comm=comm, process=jax.process_index) as (self.call, _):
             yield self
 
     def invocation(self, kind: str, title: str) -> Invocation:
@@ -176,11 +177,12 @@ class LoadCall:
         ConfigError, PeerError
             If MPI and JAX do not see the same processes.
         """
-        if self._call is None:
+        if self.call is None:
             return None
-        group, machine = self._call.group, self._call.group.machine
-        ranks = PlannedRanks(group.rank, group.size, rank_of_process(group), has_mpi=group.has_mpi, tuning=self._tuning)
-        return replace(ranks, n_nodes=machine.n_nodes, n_threads=machine.n_threads, memory_nbytes=machine.memory_nbytes)
+        group, machine = self.call.group, self.call.group.machine
+        ranks = PlannedRanks(group.rank, group.size, rank_of_process(group), has_mpi=group.has_mpi)
+        ranks = replace(ranks, n_nodes=machine.n_nodes, n_threads=machine.n_threads, memory_nbytes=machine.memory_nbytes)
+        return replace(ranks, n_arrays=len(self.tree.places))
 
     def ranks_for(self, request: Request) -> PlannedRanks:
         """The ranks that an array is planned for."""
@@ -189,7 +191,7 @@ class LoadCall:
         devices_per_rank = devices_per_process(request.sharding.mesh, self._keywords.get("processes"))
         n = request.sharding.mesh.size // devices_per_rank
         n_nodes = -(-n // min(n, self._keywords.get("ranks_per_node") or n))
-        ranks = PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=devices_per_rank, tuning=self._tuning)
+        ranks = PlannedRanks(0, n, n_nodes=n_nodes, devices_per_rank=devices_per_rank, n_arrays=len(self.tree.places))
         return replace(ranks, n_threads=MOST_THREADS)  # their cores are not known: memory is that of ranks with many
 
     def plan(self, root: int | None = None) -> list[ArrayLoad]:
@@ -198,9 +200,10 @@ class LoadCall:
         `root` is the rank that runs `find`, if the ranks have agreed on it (`settle`); by default rank 0.
         """
         with nullcontext() if self.tree.is_single else collections_wait():
-            if self._call is None:
+            if self.call is None:
                 return self.make(self.find())
-            return self._call.plan(self.find, self._make_checked, _describe_loads, root=root)
+            loads: list[ArrayLoad] = self.call.plan(self.find, self._make_checked, _describe_loads, root=root)
+            return loads
 
     def _make_checked(self, arrays: Any) -> list[ArrayLoad]:
         """The plans. ConfigError if they send too much through JAX's coordinator, for want of MPI."""
@@ -214,15 +217,8 @@ class LoadCall:
         """Do `plan`, and load what is planned: the arrays in the structure of the tree. Collective."""
         started = time.perf_counter()
         loads = self.plan(root)
-        arrays, _ = Loader(self.call, loads, self._tuning).run(started)
+        arrays, _ = Loader(self.call, loads).run(started)
         return self.tree.build(arrays)
-
-    @property
-    def call(self) -> Call:
-        """This call of all ranks. Not for an abstract mesh, of which there is a plan only."""
-        if self._call is None:
-            raise ConfigError("there are no ranks that could load anything")
-        return self._call
 
     def hand_out(self, loads: list[ArrayLoad]) -> Plan | TreePlan:
         """The plan for the caller, with the executor that can do it later; each array of a tree has one of its own, too."""
@@ -230,11 +226,11 @@ class LoadCall:
         loads = [replace(load, handle=absolute(load.handle)) if isinstance(load.handle, path_types) else load for load in loads]
         plans = [_with_names(load) for load in loads]
         executor: Executor = no_devices
-        if self._call is not None:
-            agreed, comm = self._call.invocation, self._keywords.get("comm")
-            executor = partial(execute, comm, loads, agreed, self._tuning)
+        if self.call is not None:
+            agreed, comm = self.call.invocation, self._keywords.get("comm")
+            executor = partial(execute, comm, loads, agreed)
             plans = [
-                replace(plan, _executor=partial(execute, comm, [load], agreed.also(array=load.where), self._tuning))
+                replace(plan, _executor=partial(execute, comm, [load], agreed.also(array=load.where)))
                 for load, plan in zip(loads, plans, strict=True)
             ]
         if self.tree.is_single:
@@ -249,8 +245,8 @@ class LoadCall:
 
         With names of axes and coordinates if a selection may name them.
         """
-        options, tuning = self.options, self._tuning
-        if self._call is not None and self._call.group.size == 1:  # there is no other rank that would have to open the file
+        options, tuning = self.options, default_tuning()
+        if self.call is not None and self.call.group.size == 1:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
         caps = {name: min(getattr(tuning, name), most_nbytes) for name in ("small_nbytes", "small_total_nbytes")}
@@ -283,13 +279,16 @@ class LoadCall:
         """A `FoundArray` for each place; for a pattern those below its group, by name, and the arrays that are left out."""
         arrays = list[Any]()
         labeller = self._labeller(finder)
+
+        def look(path: Any, select: Any, info: ArrayInfo, source: Source | None) -> tuple[ArrayInfo, Region | None]:
+            return look_at(info.labels if labeller is None else labeller.label(path, info, source).labels, select, info)
+
         if not self.tree.is_single:
             finder.expect((place.path, place.dataset) for place in self.tree.places if not place.is_pattern)
         for place, where, request in zip(self.tree.places, self.tree.where, self.requests, strict=True):
             with naming_errors(where):
                 if not place.is_pattern:
-                    look = partial(_look, labeller, place.path, request.options.select)
-                    arrays.append(finder.find(place.path, place.dataset, look))
+                    arrays.append(finder.find(place.path, place.dataset, partial(look, place.path, request.options.select)))
                     continue
                 arrays_below, left_out = finder.find_below(place.path, place.group)
                 if labeller is not None:
@@ -307,7 +306,6 @@ class LoadCall:
             arrays = self._grow(arrays)
         if self.tree.is_single:
             return [self.plan_file(self.requests[0], self.tree.places[0], "", arrays[0])]
-        self._tuning = self._tuning.for_many(len(arrays))
         if any(request.by_name for request in self.requests):
             self._check_names([info.dims for info, *_ in arrays])
         loads, n_of_request = list[ArrayLoad](), Counter(map(id, self.requests))
@@ -411,13 +409,6 @@ def _read_names(brief: Labels | None, handle: Any, info: ArrayInfo, access: Acce
     if brief is not None:
         check_same_version(str(info), brief.read_in, labels.read_in, info, SINCE_LABELS)
     return labels
-
-
-def _look(
-    labeller: Labeller | None, path: Any, select: Any, info: ArrayInfo, source: Source | None
-) -> tuple[ArrayInfo, Region | None]:
-    """See `look_at`."""
-    return look_at(info.labels if labeller is None else labeller.label(path, info, source).labels, select, info)
 
 
 def look_at(labels: Any, select: Any, info: ArrayInfo, _: Source | None = None) -> tuple[ArrayInfo, Region | None]:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.assemble import assemble, early_devices, put_shard
 from shardload.arrays.padding import remember
 from shardload.engine.file_source import FileMove, FileSource
 from shardload.engine.session import Round, Session
@@ -29,7 +29,6 @@ from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.trees import naming_errors
 from shardload.options import Options, fill_value
 from shardload.planning.region import Region
-from shardload.planning.tuning import Tuning
 from shardload.system.interruption import FirstError
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece
@@ -86,24 +85,9 @@ class ArrayLoad:
         """How it lies in its file and over the ranks."""
         return self.plan._layout
 
-    @property
-    def is_open(self) -> bool:
-        """True if the caller has the array open or in memory on every rank."""
-        return is_open(self.handle)
-
     def naming_errors(self) -> AbstractContextManager[None]:
         """Let errors that are raised inside name this array, if there are others."""
         return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
-
-    @property
-    def is_in_memory(self) -> bool:
-        """True if every rank has all values in memory, as they are to be loaded: they came with the metadata."""
-        return self.handle is not None and self.values is not None and not self.layout.source.casts
-
-    @property
-    def read_in(self) -> State:
-        """The state of the file in which values that are in memory already were read; None if that is not known."""
-        return None if self.values is None else self.values.read_in
 
     def contents(self, source: Source) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks. Closes the source."""
@@ -141,8 +125,6 @@ class LoadSource(FileSource):
         The arrays.
     rank : int
         This rank.
-    tuning : Tuning
-        Sizes at which the way of reading changes.
 
     Attributes
     ----------
@@ -152,8 +134,8 @@ class LoadSource(FileSource):
         The open arrays.
     """
 
-    def __init__(self, loads: Sequence[ArrayLoad], rank: int, tuning: Tuning) -> None:
-        super().__init__(rank, loads[0].options.checksums, tuning)
+    def __init__(self, loads: Sequence[ArrayLoad], rank: int) -> None:
+        super().__init__(rank, loads[0].options.checksums)
         self._loads = loads
         self.contents: list[State] = [None] * len(loads)
         self.kept = kept_sources(loads, rank)
@@ -169,13 +151,13 @@ class LoadSource(FileSource):
                 if load.layout.schedule.is_owner(self._rank):
                     source = kept.open(k)
                     self.contents[k] = source.opened_in
-                if load.is_open:
+                if is_open(load.handle):
                     self.contents[k] = load.contents(kept.open_again(k))
             sources.append(source)
         for load in self._loads:  # one rank may have read a small array in another file than the one that is open here
             if load.values is not None and load.info.path in kept.file_states:
                 with load.naming_errors():
-                    check_same_version(load.name, load.read_in, kept.file_states[load.info.path], load.info)
+                    check_same_version(load.name, load.values.read_in, kept.file_states[load.info.path], load.info)
         opened.push(lambda kind, *_: kept.check_unchanged() if kind is None else None)
         return sources
 
@@ -215,7 +197,8 @@ class ShardedArray:
         self.nbytes = len(self.needed[0]) * math.prod(shards.shard_shape) * dtype.itemsize
         self.device_seconds, self.counters = 0.0, Counters()
         self.pieces: ShardPieces
-        self._early: EarlyPieces
+        self._devices: dict[Region, Any]
+        self._early: dict[Region, jax.Array]
         self.array: jax.Array
 
     def make_room(self, room: list[Array]) -> None:
@@ -223,16 +206,16 @@ class ShardedArray:
         plan, shards = self.load.plan, self.load.layout.schedule.shards
         self.pieces = ShardPieces(shards, plan.shape, room, self._rank)
         self.pieces.fill(partial(fill_value, self.load.options.pad, plan.dtype))
-        self._early = EarlyPieces(plan.shape_global, plan.sharding)
+        self._devices, self._early = early_devices(plan.sharding, plan.shape_global), {}
 
     def start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
         shard = self.pieces.completed(piece)
-        if shard is not None:
-            self._early.start(shard.region, shard.data)
+        if shard is not None and (device := self._devices.get(shard.region)) is not None:
+            self._early[shard.region] = put_shard(shard.data, device, self.load.plan.sharding)
 
     def fill(self) -> None:
-        """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_in_memory`)."""
+        """Fill the pieces from values that this process has in memory: no rank sends any (`Loader`)."""
         layout, source, counters = self.load.layout, self.load.values, self.counters
         started = time.perf_counter()
         whole = Region.whole(self.load.plan.shape)

@@ -23,20 +23,20 @@ import jax
 import numpy as np
 
 from shardload.arrays.padding import loaded_as
-from shardload.arrays.verification import ShardFindings, Verifier, VerifyReport, agree_all
+from shardload.arrays.verification import COUNTED, ShardFindings, Verifier, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation
 from shardload.engine.call import Call, begin_call
 from shardload.engine.session import Round, Session, shared_nbytes
 from shardload.errors import PackedWarning
 from shardload.formats.contract.array import ArrayInfo, some
-from shardload.jobs.consistency import State, check_same, check_same_objects, to_sums, version_in, version_of_state
+from shardload.jobs.consistency import State, check_same, check_same_objects, is_open, to_sums, version_in, version_of_state
 from shardload.jobs.loading.endpoints import ArrayLoad, DeviceTarget, LoadSource, kept_sources, moves_of
-from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, join_proven, phases_of, staging_of
+from shardload.jobs.loading.plan import ArrayReport, Loaded, LoadReport, Phase, phases_of, staging_of
 from shardload.jobs.progress import progress_of
 from shardload.jobs.trees import keys_text
 from shardload.options import FILE, FULL, INDEX, CallOptions, Options
 from shardload.planning.region import Region
-from shardload.planning.tuning import Tuning
+from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import Counts, counts
 from shardload.system.caller import warn_once
 from shardload.system.interruption import FirstError
@@ -45,10 +45,9 @@ from shardload.values.decoding import packed_by
 
 _log = logging.getLogger("shardload")
 _Numbers = Mapping[str, list[list[int]]]  # by what they say: a list for each array, or file
-_MOST_NAMED = 8  # arrays with missing chunks in one message
 
 
-def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: Tuning) -> Loaded:
+def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation) -> Loaded:
     """Agree that all ranks execute the same plans, then load: the arrays in order, and a report of all. Collective.
 
     Parameters
@@ -59,15 +58,13 @@ def execute(comm: Any, loads: Sequence[ArrayLoad], agreed: Invocation, tuning: T
         The arrays in order.
     agreed : Invocation
         The call in which they were planned, and on which all ranks agreed: it identifies the plans.
-    tuning : Tuning
-        The tuning constants when the plans were made.
     """
     started = time.perf_counter()
     invocation = replace(agreed, kind="execute", title=f"execute() of the plan for {_name_of(loads)}")
     options: CallOptions = loads[0].options
     with begin_call(invocation, comm=comm, timeout=options.timeout) as call:
         call.settle()
-        return Loader(call, loads, tuning).run(started)
+        return Loader(call, loads).run(started)
 
 
 def _name_of(loads: Sequence[ArrayLoad]) -> str:
@@ -84,12 +81,10 @@ class Loader:
         The call of all ranks, with the plan on which they agreed.
     loads : sequence of ArrayLoad
         The arrays, at least one. Their `staging`, `timeout`, `progress` and `verify` are the same.
-    tuning : Tuning
-        The sizes from which each optimization pays off.
     """
 
-    def __init__(self, call: Call, loads: Sequence[ArrayLoad], tuning: Tuning) -> None:
-        self._group, self._loads, self._agreed, self._tuning = call.group, list(loads), call.invocation, tuning
+    def __init__(self, call: Call, loads: Sequence[ArrayLoad]) -> None:
+        self._group, self._loads, self._agreed = call.group, list(loads), call.invocation
         self._options: CallOptions = loads[0].options
         self._name = _name_of(loads)
 
@@ -100,12 +95,12 @@ class Loader:
         schedules, staging = [load.layout.schedule for load in loads], staging_of([load.plan for load in loads])
         sent_nbytes = [schedule.max_block_size * schedule.itemsize for schedule in schedules if not schedule.is_direct]
         nbytes = None
-        if not self._is_in_memory and max(sent_nbytes, default=-1) >= self._tuning.worth_sharing_nbytes:
+        if not self._is_in_memory and max(sent_nbytes, default=-1) >= default_tuning().worth_sharing_nbytes:
             nbytes = shared_nbytes(staging) if any(schedule.is_owner(group.rank) for schedule in schedules) else 0
         requests_before, checked = counts(), [ShardFindings() for _ in loads]
         with Session(group, f"{self._agreed.digest:016x}", shared_nbytes=nbytes, checksums=options.checksums) as session:
             target = DeviceTarget(loads, group.rank, session.errors)
-            source = LoadSource(loads, group.rank, self._tuning)
+            source = LoadSource(loads, group.rank)
             with ExitStack() as opened:
                 with session.errors:
                     advance = progress_of(options.progress, lambda: self._name, target.nbytes, group.rank)
@@ -144,7 +139,7 @@ class Loader:
         with errors:
             for k, load in enumerate(loads):
                 with load.naming_errors():
-                    states[k] = load.contents(kept.open_again(k)) if load.is_open else None
+                    states[k] = load.contents(kept.open_again(k)) if is_open(load.handle) else None
         sums = _sums_over_ranks(group, errors, {"states": list(map(to_sums, states))})
         for load, state in zip(loads, sums["states"], strict=True):
             check_same(load.name, state, load.info.path, load.info.dataset, is_open=True)
@@ -159,8 +154,9 @@ class Loader:
 
     @cached_property
     def _is_in_memory(self) -> bool:
-        """True if every rank has all values already."""
-        return all(load.is_in_memory for load in self._loads)
+        """True if every rank has all values already, as they are to be loaded: they came with the metadata."""
+        came = (load.handle is not None and load.values is not None for load in self._loads)
+        return all(came) and not any(load.layout.source.casts for load in self._loads)
 
     @cached_property
     def _paths_of_several(self) -> list[str]:
@@ -215,8 +211,8 @@ class Loader:
         ((n_parts, n_requests, nbytes_fetched, n_retries, n_objects),) = sums["job"]
         for load, array, state in zip(self._loads, arrays, sums["states"], strict=True):
             if any(state):  # some rank had the file open
-                check_same(load.name, state, load.info.path, load.info.dataset, is_open=load.is_open)
-            read_in = load.read_in if len(arrays) == 1 else None
+                check_same(load.name, state, load.info.path, load.info.dataset, is_open=is_open(load.handle))
+            read_in = load.values.read_in if len(arrays) == 1 and load.values is not None else None
             provenance = loaded_as(array)
             if provenance is not None:
                 provenance.version = version_in(state) if read_in is None else version_of_state(read_in)
@@ -233,6 +229,7 @@ class Loader:
         warn_of_packed(packed, self._group.rank)
         device = Phase(sum(sharded.device_seconds for sharded in target.arrays), target.nbytes)
         n_missing, n_decoded, nbytes_read, n_checksums = map(sum, zip(*costs, strict=True))
+        n_proven = map(sum, zip(*sums["proven"], strict=True))
         reports = [
             ArrayReport(keys_text(load.where), str(load.info), decoded, nbytes, missing, verified)
             for load, (missing, decoded, nbytes, _), verified in zip(self._loads, costs, proven, strict=True)
@@ -244,7 +241,7 @@ class Loader:
             nbytes_read,
             phases_of(counters, device),
             counters.peak_nbytes,
-            join_proven(proven, n_parts + n_checksums),
+            VerifyReport(self._options.verify, n_parts=n_parts + n_checksums, **dict(zip(COUNTED, n_proven, strict=True))),
             n_missing,
             tuple(reports),
             n_requests,
@@ -271,8 +268,7 @@ class Loader:
             load, source = self._loads[k], self._loads[k].layout.source
             text = describe_missing(n_missing[k], first, load.info, source.selection, source.chunks)
             texts.append(f"{load.where}: {text}" if load.where else text)
-        more = f"; and in {len(texts) - _MOST_NAMED} more arrays" if len(texts) > _MOST_NAMED else ""
-        settle_missing("; ".join(texts[:_MOST_NAMED]) + more, missing, self._group.rank, self._loads[incomplete[0]].info)
+        settle_missing(some(texts), missing, self._group.rank, self._loads[incomplete[0]].info)
 
 
 def _sums_over_ranks(group: Group, errors: FirstError, numbers: _Numbers) -> _Numbers:

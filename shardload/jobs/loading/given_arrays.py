@@ -8,7 +8,6 @@ on one device) is loaded whole by each process.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,7 @@ from shardload.jobs.trees import (
     Place,
     in_array,
     is_pattern,
-    named_leaves,
+    key_text,
     node_of,
     text_of,
 )
@@ -134,9 +133,7 @@ class VerifyCall(LoadCall):
         for where, array in leaves:
             _check_values(f"x{text_of(where)}", array)
         OPTIONS["how"].check(self._keywords["how"])  # `Options` would call it by the other name
-        seed = self._keywords["seed"]
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+        OPTIONS["seed"].check(self._keywords["seed"])
         tree = super()._join()
         tree.spread("x", self._x)
         if tree.is_single and leaves[0][0]:
@@ -151,7 +148,7 @@ class VerifyCall(LoadCall):
     def verify(self) -> Any:
         """Plan, and compare: what was proven of each array, in the structure of the tree. Collective."""
         loads = self.plan()
-        return self.tree.build(Loader(self.call, loads, self._tuning).verify(self._arrays(), int(self._keywords["seed"])))
+        return self.tree.build(Loader(self.call, loads).verify(self._arrays(), int(self._keywords["seed"])))
 
     def _arrays(self) -> list[Any]:
         """The caller's arrays, in the order of the tree."""
@@ -214,7 +211,9 @@ class StateCall(LoadCall):
     """
 
     def __init__(self, path: Any, leaves: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
-        self._text = _text_of(leaves)
+        # The same on all ranks: a rank that refuses a leaf would do so alone.
+        texts = (f"'/{name}' {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}" for name, leaf in leaves.items())
+        self._text = "; ".join(texts)
         self._whole = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("process",)), PartitionSpec())  # until ranks are known
         shardings = [leaf.sharding if _is_sharded(leaf) else self._whole for leaf in leaves.values()]
         options = {
@@ -250,11 +249,10 @@ class StateCall(LoadCall):
 
 def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
     """The tree `like`, with values from a file. `keywords` are the options of `load`. Collective: yes."""
-    named_arrays = list(named_leaves(like))
+    flat, structure = jax.tree_util.tree_flatten_with_path(like)
+    named_arrays = [("/".join(map(key_text, keys)).strip("/"), leaf) for keys, leaf in flat]
+    ArrayTree.of_names((name for name, _ in named_arrays))  # each has one of its own
     leaves = dict(named_arrays)
-    if len(leaves) < len(named_arrays):
-        (twice, _), *_ = (Counter(name for name, _ in named_arrays)).most_common(1)
-        raise ConfigError(f"two arrays in `like` are called '/{twice}', and a file has one of a name. Rename one of them")
     if pattern := next((name for name in leaves if is_pattern(name)), None):
         raise ConfigError(f"an array in `like` is called '/{pattern}', which stands for all arrays of a group. Rename it")
     if not isinstance(path, (str, os.PathLike)) or not leaves:
@@ -277,17 +275,11 @@ def load_state(path: Any, like: Any, keywords: Mapping[str, Any]) -> Any:
                 f"{getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}. Pass a state of the shapes and types that "
                 "were saved"
             )
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [values[name] for name in leaves])
+    return jax.tree_util.tree_unflatten(structure, [values[name] for name in leaves])
 
 
 def _is_sharded(leaf: Any) -> bool:
     return isinstance(getattr(leaf, "sharding", None), NamedSharding)
-
-
-def _text_of(leaves: Mapping[str, Any]) -> str:
-    """The leaves of `like`, which must be the same on all ranks: a rank that refuses one would do so alone."""
-    kinds = (f"'/{name}' {getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}" for name, leaf in leaves.items())
-    return "; ".join(kinds)
 
 
 @plain_jax()

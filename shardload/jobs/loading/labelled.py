@@ -149,12 +149,10 @@ def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
         )
     wrapped = [_wrap_tree(xarray, child, plans[key], (*where, key)) for key, child in children or ()]
     names = [getattr(key, "key", key) for key in keys]
-    if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in names):
+    of_arrays = all(isinstance(array, xarray.DataArray) for array in wrapped)
+    if not of_arrays or not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in names):
         return rebuilt(tree, wrapped)
-    if not all(isinstance(array, xarray.DataArray) for array in wrapped):
-        return rebuilt(tree, wrapped)
-    plans_in_order = [plans[key] for key in keys]
-    return _dataset(xarray, dict(zip(names, wrapped, strict=True)), dict(zip(names, plans_in_order, strict=True)))
+    return _dataset(xarray, dict(zip(names, wrapped, strict=True)), {getattr(key, "key", key): plans[key] for key in keys})
 
 
 def _dataset(xarray: Any, wrapped: dict[str, Any], plans: Mapping[str, Plan]) -> Any:

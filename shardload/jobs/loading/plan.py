@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.arrays.padding import Extent, version_of
-from shardload.arrays.sharding import describe_decomposition, spec_text
+from shardload.arrays.sharding import describe_decomposition, mesh_text, spec_text
 from shardload.arrays.verification import VerifyReport
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo, some
@@ -116,10 +116,6 @@ class LoadReport(PrintedReport):
 
     def __str__(self) -> str:
         """For a person: one line, and for a tree one line more for each array."""
-        lines = [self._total(), *(f"  {array}" for array in self.arrays)]
-        return "\n".join(lines)
-
-    def _total(self) -> str:
         phases = ((name, phase) for name, phase in self.phases.items() if phase.nbytes)
         parts = [f"{name} {number_text(p.seconds, 3)} s, {format_nbytes(p.nbytes)}" for name, p in phases]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
@@ -127,11 +123,12 @@ class LoadReport(PrintedReport):
         requests = counted(self.n_requests, "request")
         fetched = f"; {requests}, {format_nbytes(self.nbytes_fetched)} fetched" if self.n_requests else ""
         fetched += f", {self.n_retries:,} again" if self.n_retries else ""
-        return (
+        total = (
             f"{number_text(self.seconds, 3)} s; {decoded} and {format_nbytes(self.nbytes_read)} read{fetched} in the job; "
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
             f"{self.proven}"
         )
+        return "\n".join([total, *(f"  {array}" for array in self.arrays)])
 
 
 Loaded = tuple[list[jax.Array], LoadReport]
@@ -153,13 +150,6 @@ def phases_of(counters: Counters, device: Phase) -> dict[str, Phase]:
         "exchange": Phase(counters.copy_seconds, counters.nbytes_copied + counters.nbytes_received),
         "device": device,
     }
-
-
-def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
-    """What was proven of all arrays of a job: the sums of the counts. `n_parts` is the count of parts in the whole job."""
-    names = [field.name for field in fields(VerifyReport) if field.name not in ("how", "n_parts")]
-    sums = {name: sum(getattr(report, name) for report in proven) for name in names}
-    return VerifyReport(proven[0].how, n_parts=n_parts, **sums)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,19 +245,9 @@ class Plan(PrintedReport):
         return self.schedule.shards.shape_global
 
     @property
-    def shape_padded(self) -> tuple[int, ...]:
-        """The shape with padding, without halos."""
-        return self.extent.shape_without_halo
-
-    @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of the shard that one device holds."""
         return self.schedule.shards.shard_shape
-
-    @property
-    def n_replicas(self) -> int:
-        """Number of devices that hold each shard."""
-        return self.schedule.shards.n_replicas
 
     @property
     def n_ranks(self) -> int:
@@ -295,21 +275,10 @@ class Plan(PrintedReport):
         return self.info.chunks
 
     @property
-    def decoded_dtype(self) -> np.dtype[Any] | None:
-        """Type of the decoded values, before a cast to `dtype`; None if decoding does not change the stored numbers."""
-        decoding = self._layout.source.decoding
-        return None if decoding is None else decoding.dtype
-
-    @property
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
         shards = self.schedule.shards
         return Extent(self.shape, shards.shape_global, shards.cuts, shards.halo.widths)
-
-    @property
-    def halo_text(self) -> str:
-        """The halo as text: width and edge rule of each axis that has one. Empty without a halo."""
-        return str(self.schedule.shards.halo)
 
     @property
     def nbytes(self) -> int:
@@ -335,7 +304,7 @@ class Plan(PrintedReport):
         """One line."""
         readers = f"{self.readers}, {self.n_readers} of {self.n_ranks} ranks read"
         array = f"{shape_text(self.shape_global)} {self.dtype} as {self.decomposition} {spec_text(self.sharding.spec)}"
-        return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding)}; {readers}>"
+        return f"<Plan of {printable(str(self.info))}: {array} on mesh {mesh_text(self.sharding.mesh)}; {readers}>"
 
     def execute(self) -> jax.Array:
         """Load the array. Collective: yes, over the ranks that planned. May be called again.
@@ -423,7 +392,7 @@ class TreePlan(PrintedReport):
         files = sorted({plan.info.path for plan in self.leaves})
         more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
         arrays, ranks = counted(len(self.where), "array"), counted(first.n_ranks, "rank")
-        return f"load {arrays} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding)}, {ranks}"
+        return f"load {arrays} of {printable(files[0])}{more} on mesh {mesh_text(first.sharding.mesh)}, {ranks}"
 
     def _table(self) -> tuple[list[Column], list[list[str]]]:
         columns = [Column("array"), Column("shape"), Column("dtype"), Column("size", is_number=True)]
@@ -493,11 +462,6 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
     return "\n".join([*lines, "", *_table(plan, width)])
 
 
-def mesh_text(sharding: Any) -> str:
-    """The axes of a sharding's mesh."""
-    return ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items()) or "(none)"
-
-
 def shape_text(shape: Sequence[int]) -> str:
     """A shape in brackets, without a comma after a single number."""
     return "(" + ", ".join(map(str, shape)) + ")"
@@ -507,20 +471,21 @@ def _facts(plan: Plan) -> dict[str, str]:
     info = plan.info
     shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
     nbytes_chunk = math.prod(info.chunks or ()) * np.dtype(info.dtype).itemsize if plan.staging_is_raised else 0
-    halo = plan.halo_text
-    padded = f", padded to {shape_text(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
+    shards, decoding, padded_shape = plan.schedule.shards, plan._layout.source.decoding, plan.extent.shape_without_halo
+    halo = str(shards.halo)
+    padded = f", padded to {shape_text(padded_shape)}" if padded_shape != plan.shape else ""
     padded += f", with halos {shape_text(plan.shape_global)}" if halo else ""
     selected = f" of {shape_text(info.shape)}" if plan.shape != info.shape else ""
-    cast = "" if plan.decoded_dtype is None else f" decoded to {plan.decoded_dtype}"
-    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
+    cast = "" if decoding is None else f" decoded to {decoding.dtype}"
+    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(info.dtype if decoding is None else decoding.dtype) else ""
     chunks = "no chunks (any part can be read)" if info.chunks is None else f"chunks {shape_text(info.chunks)}, {info.codec}"
     store = {"store": _store(plan)} if info.is_in_store else {}
-    replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
+    replicas = f", {shards.n_replicas} replicas" if shards.n_replicas > 1 else ""
     return {
         "file": printable(info.path),
         **store,
         "array": f"{shape_text(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(plan.nbytes)}; {chunks}",
-        "sharding": f"{plan.decomposition}: {spec_text(plan.sharding.spec)} on mesh {mesh_text(plan.sharding)}{replicas}; "
+        "sharding": f"{plan.decomposition}: {spec_text(plan.sharding.spec)} on mesh {mesh_text(plan.sharding.mesh)}{replicas}; "
         f"shard {shape_text(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
         "ranks": f"{plan.n_ranks}{f' on {plan.n_nodes:,} nodes' if plan.n_nodes > 1 else ''}, {plan.n_readers} of them read; "
         f"up to {format_nbytes(plan.staging_nbytes)} of staging memory each"
@@ -587,7 +552,7 @@ def _table(plan: Plan, width: int) -> list[str]:
 def describe_job(plan: Plan) -> str:
     """The plan as the text that ranks compare: every rank must have planned the same."""
     schedule, shards = plan.schedule, plan.schedule.shards
-    halo = f", halo {plan.halo_text}" if plan.halo_text else ""
+    halo = f", halo {shards.halo}" if shards.has_halo else ""
     return (
         f"{plan.readers} of {plan.shape} {plan.dtype} as {plan.shape_global}, blocks {schedule.blocks}, {schedule.owners} of "
         f"{schedule.n_ranks} ranks, shards {shards.cuts} on ranks {shards.describe_ranks()}{halo}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,17 +26,16 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.cost import Cost, choose_mode, count_readers
-from shardload.planning.region import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
-from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
-from shardload.planning.selection import Between, Near, Selection, positional_index, select_axes
+from shardload.planning.cost import Cost, choose_mode
+from shardload.planning.region import BLOCKS_PER_OWNER, Grid
+from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, SourceLayout, plan_direct, plan_shared
+from shardload.planning.selection import Selection, select_axes
 from shardload.planning.shards import Shards
 from shardload.planning.staging import ample_staging, least_staging
-from shardload.planning.tuning import Tuning, default_tuning
+from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES
 from shardload.transfer.cast import is_wide
 from shardload.units import format_nbytes
-from shardload.values.dates import has_dates, in_numbers
 from shardload.values.decoding import decoding_of
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
@@ -69,8 +68,8 @@ class PlannedRanks:
         True if the ranks send each other values by MPI.
     devices_per_rank : int
         For an abstract mesh: the number of consecutive devices of one rank.
-    tuning : Tuning
-        The sizes from which each optimization pays off.
+    n_arrays : int
+        Number of arrays that they load together.
     """
 
     rank: int
@@ -81,35 +80,26 @@ class PlannedRanks:
     memory_nbytes: int = UNKNOWN_NBYTES
     has_mpi: bool = True
     devices_per_rank: int = 1
-    tuning: Tuning = field(default_factory=default_tuning)
+    n_arrays: int = 1
 
 
 def max_block_nbytes(ranks: PlannedRanks, staging_nbytes: int, nbytes: int = 0) -> int:
     """Cap on the bytes of a block of an array of `nbytes`."""
-    tuning, cap = ranks.tuning, ranks.tuning.block_between_nodes_nbytes
+    tuning, cap = default_tuning(), default_tuning().block_between_nodes_nbytes
     if ranks.n_nodes == 1:
         cap = max(tuning.block_nbytes, min(tuning.large_block_nbytes, nbytes // (ranks.n * tuning.large_blocks_per_rank)))
     return min(cap, staging_nbytes // _BLOCKS_HELD)
 
 
-def selection_of(select: Any, info: ArrayInfo) -> Selection:
-    """The elements that a selection means in an array. ConfigError if the array has no such elements."""
-    try:
-        return select_axes(_index_of(select, info) if isinstance(select, Mapping) else select, info.shape, info.dims)
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+def blocks_for(n_arrays: int) -> int:
+    """Fewest blocks for each rank that reads, if so many arrays are loaded together.
 
+    Reading one array overlaps sending another one, so each needs fewer blocks, and each block costs Python.
 
-def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
-    """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
-    # Of that axis alone: an array that has its name may lie along another one.
-    coords = {name: coord for name, coord in info.coords.items() if coord.dims in ((name,), (None,))}
-    parts = dict(select)
-    for name, part in parts.items():
-        values = coords[name].values if name in coords else None
-        if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
-            parts[name] = in_numbers(part, name, coords[name].attrs, values.dtype)
-    return positional_index(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
+    >>> [blocks_for(n) for n in (1, 2, 3, 40)]
+    [4, 2, 2, 1]
+    """
+    return -(-BLOCKS_PER_OWNER // max(1, n_arrays))
 
 
 def plan_array(
@@ -124,10 +114,11 @@ def plan_array(
     max_nbytes = max_block_nbytes(ranks, staging_nbytes, math.prod(source.selection.shape) * source.wide_itemsize)
     readers = request.options.readers
     nbytes = math.prod(source.selection.shape) * source.file_dtype.itemsize
-    most_readers = count_readers(nbytes, ranks.n, ranks.n_nodes, ranks.tuning.reader_nbytes)
-    n_readers = min(readers, ranks.n) if isinstance(readers, int) else most_readers
+    # All share the reads, but on several nodes not of fewer bytes each than are worth opening the file there.
+    worth = ranks.n if ranks.n_nodes == 1 else max(1, -(-nbytes // default_tuning().reader_nbytes))
+    n_readers = min(readers if isinstance(readers, int) else worth, ranks.n)
     schedules = {DIRECT: plan_direct(source, shards, ranks.n, max_nbytes=max_nbytes)}
-    caps = {"max_nbytes": max_nbytes, "per_owner": ranks.tuning.blocks_per_owner}
+    caps = {"max_nbytes": max_nbytes, "per_owner": blocks_for(ranks.n_arrays)}
     owners = {mode: Owners(n_readers) if mode == PARALLEL else Owners() for mode in modes if mode != DIRECT}
     schedules |= {mode: plan_shared(source, shards, ranks.n, owners[mode], **caps) for mode in owners}
     ahead_nbytes = MOST_AHEAD_NBYTES if info.is_in_store else 0
@@ -151,16 +142,12 @@ def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: i
     file_dtype = np.dtype(info.dtype)
     dtype = _target_dtype(request.options.dtype, info, file_dtype)
     shards = lay_out_shards(request, ranks, info.shape, dtype, f"the array on rank {root}")
-    phase, most_nbytes = (0,) * len(info.shape), max_block_nbytes(ranks, request.options.staging_nbytes)
-    if from_views:  # blocks are views: one per shard, however large
-        blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
-    else:
-        # A block goes through a staging buffer, which is as long as a message may be: no run may be longer.
-        itemsize = max(dtype.itemsize, file_dtype.itemsize)
-        chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize, min(LONGEST_ROW_NBYTES, most_nbytes)), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=most_nbytes, n_owners=1)
-    source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ranks.n, Owners(root=root), max_message_nbytes=most_nbytes)
+    most_nbytes = max_block_nbytes(ranks, request.options.staging_nbytes)
+    source = SourceLayout.cut(select_axes(None, info.shape), None, file_dtype, dtype, info.codec)
+    schedule = plan_shared(source, shards, ranks.n, Owners(root=root), max_nbytes=most_nbytes)
+    if from_views:  # blocks are views: one per shard, however large, sent in messages that fit into a buffer
+        blocks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), (0,) * len(info.shape))
+        source, schedule = replace(source, chunks=blocks), replace(schedule, blocks=blocks, max_message_nbytes=most_nbytes)
     why = f"rank {root} has the array{_cost_without_mpi(ranks)}"
     return Plan(
         info,
@@ -187,7 +174,7 @@ def read_in_turn(ranks: PlannedRanks, plans: Sequence[Plan]) -> list[Plan]:
         return list(plans)
     (shared,) = owners
     readers = dict(zip(nbytes, share_out(list(nbytes.values()), shared.n), strict=True))
-    per_owner = replace(ranks.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(nbytes) // shared.n).blocks_per_owner
+    per_owner = blocks_for(len(nbytes) // shared.n)
     planned: dict[tuple[int, int], Plan] = {}
     turns = list(plans)
     for k, plan in enumerate(plans):

@@ -6,12 +6,12 @@ arrays here; arrays for which the caller passed the same share a `Request`. Noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, read_sharding
 from shardload.errors import ConfigError
@@ -140,22 +140,12 @@ def _read_pattern(keywords: dict[str, Any]) -> Request:
     trees = {name: value for name, value in keywords.items() if name in _IS_ONE}
     leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=_IS_ONE[name]) or [None] for name, value in trees.items()}
     first = _read(keywords | {name: values[0] for name, values in leaves.items()})
-    text = {"sharding": f"{_tree_text(keywords['mesh'], _mesh_text)}, {_tree_text(keywords['spec'], repr)}"}
     of_arrays = [option.name for option in PER_LOADED_ARRAY if option.text and option.name in trees]
-    text |= {name: _tree_text(trees[name], repr) for name in of_arrays}
-    return replace(first, text={**first.text, **text})
+    text = {"sharding": f"{first.text['sharding']}; {_tree_text(keywords['spec'])}"}
+    return replace(first, text={**first.text, **text, **{name: _tree_text(trees[name]) for name in of_arrays}})
 
 
-def mesh_of(mesh: Any) -> Any:
-    """The mesh: what the caller passed, or that of the sharding that was passed in its place."""
-    return mesh.mesh if isinstance(mesh, NamedSharding) else mesh
-
-
-def _tree_text(tree: Any, text: Callable[[Any], str]) -> str:
+def _tree_text(tree: Any) -> str:
     """A tree of values as text."""
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_one_spec)[0]
-    return "; ".join(f"{text_of(where)} {text(value)}".strip() for where, value in leaves)
-
-
-def _mesh_text(mesh: Mesh | NamedSharding) -> str:
-    return describe_sharding(mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, PartitionSpec()))
+    return "; ".join(f"{text_of(where)} {value!r}".strip() for where, value in leaves)

@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -144,7 +144,9 @@ class SaveRequest:
         options = Options.check(**{option.name: keywords[option.name] for option in PER_SAVE})
         is_append = call == "append"
         mode, dim = "w" if is_append else OPTIONS["mode"].check(keywords["mode"]), OPTIONS["dim"].check(keywords["dim"])
-        target = _target(path)
+        target = check_path("path", path, "the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays")
+        target = os.path.expanduser(target)
+        check_target(target)
         target = (target.rstrip("/") or "/") if is_append else target
         target = absolute(target) if options.background else target  # the program may go to another folder meanwhile
         kind = "" if is_append else format_for(target, keywords["format"])
@@ -152,8 +154,6 @@ class SaveRequest:
             keywords["plan"] = keywords["plan"].plans
         if keywords["shape"] is not None and keywords["plan"] is not None:
             raise ConfigError("both shape and plan are given; pass one of them")
-        if not isinstance(tree, Mapping) and not is_labelled(tree) and node_of(tree) is not None:  # a NamedTuple, a list, ...
-            tree = _by_name(tree, "")
         labels: dict[str, Labels] = {}
         attrs_of_file: Mapping[str, Any] = {}
         if is_labelled(tree):
@@ -176,11 +176,6 @@ class SaveRequest:
     def names(self) -> list[str]:
         """The names of the arrays, in their order."""
         return [array.name for array in self.arrays]
-
-    def in_order_of(self, names: Sequence[str]) -> Self:
-        """The same arguments, with the arrays in the order of their names in a list."""
-        places = {name: k for k, name in enumerate(names)}
-        return replace(self, arrays=sorted(self.arrays, key=lambda array: places.get(array.name, len(places))))
 
     def invocation(self, call: str, title: str) -> Invocation:
         """See `engine.call.begin_request`. The order of a dict, or of a Dataset, means nothing."""
@@ -222,25 +217,17 @@ class SaveRequest:
         )
 
 
-def _target(path: Any) -> str:
-    """The path of the new file, as loads read it."""
-    expected = "the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays"
-    target = os.path.expanduser(check_path("path", path, expected))
-    check_target(target)
-    return target
-
-
 def _read_arrays(
     tree: Any, keywords: Mapping[str, Any], is_append: bool
 ) -> tuple[list[SavedArray], dict[str, Mapping[str, Any]]]:
     """Each array with its options, and the attributes of groups."""
-    leaves = _arrays_of(tree, keywords["dataset"])
-    for name, x in leaves.items():
-        if not (is_append and is_dates(x)):  # appended dates become numbers by the units of the file
-            leaves[name] = _checked(name, x)
-    names = ArrayTree.of_names("", leaves)
+    is_tree = isinstance(tree, Mapping) or node_of(tree) is not None  # a dict, a NamedTuple, a list, ...
+    named = _arrays_of(tree, keywords["dataset"]) if is_tree else [(_name_of(keywords["dataset"]), tree)]
+    names = ArrayTree.of_names((name for name, _ in named))
+    # Appended dates become numbers by the units of the file.
+    leaves = {name: x if is_append and is_dates(x) else _checked(name, x) for name, x in named}
     attrs, groups = keywords["attrs"], dict[str, Mapping[str, Any]]()
-    if isinstance(attrs, Mapping) and isinstance(tree, Mapping):
+    if isinstance(attrs, Mapping) and is_tree:
         for key in [key for key in attrs if str(key).endswith("/")]:
             group = f"/{key.strip('/')}"
             if group in groups:
@@ -250,7 +237,7 @@ def _read_arrays(
     values = dict(keywords) | {"attrs": attrs}
     options_by_array: dict[str, dict[str, Any]] = {name: {} for name in leaves}
     for option in PER_SAVED_ARRAY:
-        is_for_all = option.name == "attrs" and not isinstance(tree, Mapping)
+        is_for_all = option.name == "attrs" and not is_tree
         is_one = _is_always if is_for_all or option.is_one is None else option.is_one
         try:
             values_of_arrays = names.spread(option.name, values[option.name], is_one, _TREES.get(option.name), option.default)
@@ -292,22 +279,21 @@ def _is_always(*_: Any) -> bool:
 _TREES: dict[str, Callable[..., bool]] = {"compression": lambda value, _: "name" not in value, "attrs": _is_always}
 
 
-def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
-    """Arrays by their full names."""
-    if not isinstance(tree, Mapping):
-        if not isinstance(dataset, str) or (not dataset.strip("/") and dataset != "/"):
-            raise ConfigError(f"dataset is {dataset!r}; expected the array's name in the file, such as 'rho' or 'group/rho'")
-        return {"/" + dataset.strip("/"): tree}
+def _name_of(dataset: Any) -> str:
+    """The full name of an array that is passed by itself."""
+    if not isinstance(dataset, str) or (not dataset.strip("/") and dataset != "/"):
+        raise ConfigError(f"dataset is {dataset!r}; expected the array's name in the file, such as 'rho' or 'group/rho'")
+    return "/" + dataset.strip("/")
+
+
+def _arrays_of(tree: Any, dataset: Any) -> list[tuple[str, Any]]:
+    """The arrays of a tree, with their full names."""
     if dataset != OPTIONS["dataset"].default_in("save"):
         raise ConfigError(
             f"dataset is {dataset!r}, the name of an array that is passed by itself, but those of a dict or a "
             "Dataset have names of their own. Leave it out; a dict in the dict is a group: {'group': {'rho': rho}}"
         )
-    arrays: dict[str, Any] = {}
-    for name, array in _named_in(tree, ""):
-        if name in arrays:
-            raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
-        arrays[name] = array
+    arrays = list(_named_in(tree, ""))
     if not arrays:
         raise ConfigError(
             "there are no arrays to save: the dict is empty, or has None in the place of arrays, or the Dataset is empty"
@@ -315,28 +301,15 @@ def _arrays_of(tree: Any, dataset: Any) -> dict[str, Any]:
     return arrays
 
 
-def _named_in(group: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
-    """The arrays of a dict of dicts, with their full names. Not a closure: one that calls itself would keep the arrays."""
-    for key, value in group.items():
-        if not isinstance(key, (str, int)) or not str(key).strip("/"):
+def _named_in(tree: Any, above: str) -> Iterator[tuple[str, Any]]:
+    """The arrays of a tree, with their full names. Not a closure: one that calls itself would keep the arrays."""
+    children = tree.items() if isinstance(tree, Mapping) else node_of(tree)
+    if children is None and tree is not None:  # which is a tree without leaves
+        yield above, tree
+    for key, child in children or ():
+        if (isinstance(tree, Mapping) and not isinstance(key, (str, int))) or not key_text(key):
             raise ConfigError(f"a key is {key!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
-        name = f"{above}/{str(key).strip('/')}"
-        if isinstance(value, Mapping):
-            yield from _named_in(value, name)
-        elif node_of(value) is not None:  # any other pytree
-            yield from _named_in(_by_name(value, name), name)
-        elif value is not None:  # which is a tree without leaves
-            yield name, value
-
-
-def _by_name(node: Any, above: str) -> dict[str, Any]:
-    """The children of a node of a pytree that is no dict. ConfigError if two have the same name."""
-    children: dict[str, Any] = {}
-    for key, child in node_of(node) or ():
-        if (name := key_text(key)) in children:
-            raise ConfigError(f"two arrays are called '{above}/{name}'. Rename one of them")
-        children[name] = child
-    return children
+        yield from _named_in(child, f"{above}/{key_text(key)}")
 
 
 def _checked(name: str, x: Any) -> Any:

@@ -110,8 +110,10 @@ def of_xarray(
         if isinstance(variable.data, jax.Array):
             plan, x = _plan_of(full_names[name], plans), encoded[name][0]
             is_told = plan is not None or shapes[name] != x.shape or {*_cut_axes(variable)} <= {*lengths, *content.coords}
+            is_its_plan = plan is not None and (plan.shape, plan.shape_global) == (shapes[name], x.shape)
             if is_told:  # of others nothing says what is padding: `padding_warning`
-                overrides["plan"][full_names[name]] = _loaded_by(plan, x, shapes[name])
+                extent = Extent(shapes[name], x.shape, (1,) * x.ndim, (0,) * x.ndim)
+                overrides["plan"][full_names[name]] = plan if is_its_plan else extent  # a plan says if it was decoded, too
     arrays = {full_names[name]: x for name, (x, _) in encoded.items()}
     labels = {f"/{full_names[name]}": (content.variables[name].dims, attrs) for name, (_, attrs) in encoded.items()}
     return arrays, dict(keywords) | overrides, labels, of_file
@@ -224,13 +226,13 @@ def _unpadded(lengths: Lengths, name: str, dim: str, n: int) -> int:
 
 def _lengths(content: _Content, shape: Any, plans: Mapping[str, Plan]) -> Lengths:
     lengths: Lengths = {}
-    names = ArrayTree.of_names("", [f"/{content.group}{name}" for name in content.variables])
+    names = ArrayTree.of_names([f"/{content.group}{name}" for name in content.variables])
     shapes_in_order = names.spread("shape", shape, lambda value: not isinstance(value, Mapping), default=None)
     shapes = {place.dataset.rpartition("/")[2]: each for place, each in zip(names.places, shapes_in_order, strict=True)}
     if not isinstance(shape, Mapping):  # coordinates have other axes
         shapes |= dict.fromkeys(content.coords)
     for plan in plans.values():
-        lengths_by_dim = zip(axes_of(plan), plan.shape_global, plan.shape_padded, plan.shape, strict=True)
+        lengths_by_dim = zip(axes_of(plan), plan.shape_global, plan.extent.shape_without_halo, plan.shape, strict=True)
         for dim, n_with_halo, n_padded, n_unpadded in lengths_by_dim:
             if n_with_halo != n_padded and any(x.sizes.get(dim) == n_with_halo for x in content.variables.values()):
                 refuse_halo(next(name for name, x in content.variables.items() if dim in x.dims), plan.extent)
@@ -276,13 +278,6 @@ def _cut(name: str, variable: Any, shape: tuple[int, ...], lengths: Lengths) -> 
             "what shall be saved"
         )
     return x
-
-
-def _loaded_by(plan: Plan | None, x: Any, shape: tuple[int, ...]) -> Plan | Extent:
-    """What `save` needs to know of an array: its plan, which also says if it was decoded, or its shape."""
-    if plan is not None and (plan.shape, plan.shape_global) == (shape, x.shape):
-        return plan
-    return Extent(shape, x.shape, (1,) * x.ndim, (0,) * x.ndim)
 
 
 # --- what a file has of it

@@ -12,10 +12,9 @@ from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access
-from shardload.formats.contract.array import Properties, some
+from shardload.formats.contract.array import some
 from shardload.formats.likeness import KEEP, Overrides, named_beside, spec_like
 from shardload.formats.lookup import find_array, open_file
-from shardload.formats.sink import ArraySpec
 from shardload.jobs.described import Described, describe_array, take_along
 from shardload.jobs.saving.arguments import SavedArray, SaveRequest
 from shardload.options import AUTO
@@ -113,6 +112,8 @@ def _like(array: SavedArray, model: Described, kind: str) -> tuple[SavedArray, l
     dims = array.dims
     if dims is None and len(properties.dims) == len(array.shape) and any(properties.dims):
         dims = properties.dims
+    # Whatever way the format has to mark missing data, it is `_FillValue` among the attributes.
+    has_marker = attrs.get("_FillValue") is not None and spec.dtype.kind == array.dtype.kind
     saved = replace(
         array,
         chunks=spec.chunks,
@@ -120,16 +121,9 @@ def _like(array: SavedArray, model: Described, kind: str) -> tuple[SavedArray, l
         compression=spec.compression,
         checksum=spec.checksum,
         dims=dims,
-        attrs=_with_marker(spec, as_new) | dict(array.attrs),
+        attrs={**spec.attrs, **({"_FillValue": attrs["_FillValue"]} if has_marker else {}), **array.attrs},
     )
     return saved, notes
-
-
-def _with_marker(spec: ArraySpec, properties: Properties) -> dict[str, Any]:
-    """The attributes, with the value that marks missing data as ``_FillValue``, in whatever way the format has it."""
-    marker = {"_FillValue": properties.attrs.get("_FillValue")}
-    has_marker = marker["_FillValue"] is not None and spec.dtype.kind == properties.dtype.kind
-    return {**spec.attrs, **marker} if has_marker else dict(spec.attrs)
 
 
 def _is_decoded(array: SavedArray, kind: str, attrs: Mapping[str, Any]) -> bool:

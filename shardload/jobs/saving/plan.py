@@ -83,7 +83,6 @@ class SavePlan(PrintedReport):
     staging_nbytes: int
     memory_nbytes: int
     verify: str
-    _chosen: tuple[bool, ...] = field(kw_only=True)
     _sink: Sink = field(kw_only=True)
     _layouts: tuple[WriteLayout, ...] = field(kw_only=True)
     _memory: RoundMemory = field(kw_only=True)
@@ -102,10 +101,9 @@ class SavePlan(PrintedReport):
     @cached_property
     def _lines(self) -> list[tuple[str, str]]:
         lines = [("file", f"{self.format}; the name {_MODES[self.mode]}; {format_nbytes(self.nbytes)} of values")]
-        for array, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
+        for array, travels, layout in zip(self.arrays, self.travels, self._layouts, strict=True):
             sizes = " x ".join(map(str, array.chunks or ()))
             chunks_text = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if array.chunks else "in one piece"
-            chunks_text += " (by chunks='auto')" if chosen and array.chunks else ""
             packed = "" if array.codec in ("none", "") else f", {array.codec}"
             slowly = "" if self.has_mpi else f" (between nodes through JAX's coordinator for want of MPI, at {RATE})"
             way = "each rank writes what it holds: nothing travels"
@@ -223,7 +221,6 @@ def plan_into(
         staging_nbytes=cap,
         memory_nbytes=min(memory.nbytes, cap),
         verify=request.options.verify,
-        _chosen=tuple(array.chunks == AUTO and array.name not in first for array in request.arrays),
         _sink=sink,
         _layouts=tuple(layouts),
         _memory=memory,

@@ -136,7 +136,9 @@ def planned(
 
             def plan(found: tuple[list[str], str, Any]) -> tuple[str, SaveRequest, SavePlan]:
                 names, padding_warning, existing = found
-                return (padding_warning, *make(request.in_order_of(names), existing, group))
+                places = {name: k for k, name in enumerate(names)}  # of rank 0
+                ordered = sorted(request.arrays, key=lambda array: places.get(array.name, len(places)))
+                return (padding_warning, *make(replace(request, arrays=ordered), existing, group))
 
             padding_warning, completed, save_plan = call.plan(look, plan, lambda result: result[2].describe())
             for text, category in ((padding_warning, PaddingWarning), (completed.left_out, LeftOutWarning)):

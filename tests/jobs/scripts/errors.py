@@ -28,10 +28,9 @@ from mpi4py import MPI
 import shardload.api  # now: what is imported while a name is patched would keep the patch
 from shardload.comm.transport import MpiTransport
 from shardload.formats.lookup import open_source
-from shardload.planning.tuning import tuned
 from shardload.transfer.channels import OFFER
 from tests.mpi.support import check, damage_chunk, mesh_of, on_root, ramp
-from tests.tuning import tune
+from tests.tuning import tune, tuned
 from tests.unit.files import write_hdf5
 
 SHAPE, CHUNKS = (8, 12, 20), (3, 5, 7)

@@ -278,7 +278,7 @@ def test_plan_of_several_arrays(file: str) -> None:
     found = json.loads(ok("plan", f"{file}:/fields/*", *args, "--pad", "0", "--json"))
     assert "['density']" in [one["where"] for one in found["arrays"]] and found["nbytes"] > 0
     said = refused("plan", file, "--dataset", "fields/density", "--dataset", "fields/densty", *args)
-    assert "array 1" in said and "(nearest first): '/fields/density'" in said
+    assert "array [1]" in said and "(nearest first): '/fields/density'" in said
 
 
 def test_verify_of_several_arrays(file: str) -> None:
@@ -376,7 +376,7 @@ def test_examples_can_be_pasted(command: str) -> None:
     ("typed", "code", "text"),
     [
         ("--mesh a4 --spec a", 2, "Type --mesh a=4,b=2"),
-        ("--mesh a=4 --spec z", 1, "P('z') names mesh axis 'z', but the mesh has 'a' of size 4"),
+        ("--mesh a=4 --spec z", 1, "P('z') names mesh axis 'z', but the axes of the mesh are a=4"),
         ("--mesh a=4 --spec a=a,a=-", 2, "each once: --spec lat=a,lon=b"),
         ("--mesh a=4 --spec a --select x", 2, "--select"),
         ("--mesh a=4 --spec a --readers 0", 1, "readers is 0"),
@@ -696,7 +696,7 @@ def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
     """Wrong if it did not say which array the spec does not fit."""
     how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
     said = refused("plan", file, *how)
-    assert "array 0, '/x' in" in said and "what is asked for counts for several arrays" in said
+    assert "array [0], '/x' in" in said and "what is asked for counts for several arrays" in said
 
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:

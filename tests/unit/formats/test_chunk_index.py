@@ -21,7 +21,7 @@ import shardload
 from shardload.errors import SourceError
 from shardload.formats.hdf5.chunks import tree_of
 from shardload.formats.lookup import open_source
-from shardload.planning.tuning import tuned
+from tests.tuning import tuned
 from tests.unit.fakes import ObjectInMemory
 from tests.unit.files import missing_in, python_memory_below, read_all
 

@@ -158,7 +158,7 @@ def stream(path: str, dataset: Any = "t", spec: Any = None, **options: Any) -> s
             {"scale": (1j, 1.0)},
             "scale is complex128 .* does not fit a step of '/t' .*: float32 .* complex ones for complex values only",
         ),
-        ({"spec": P("time")}, "names mesh axis 'time', but the mesh has"),
+        ({"spec": P("time")}, "names mesh axis 'time', but the axes of the mesh are"),
         (
             {"spec": P(None, None, None, "lat")},
             r"P\(None, None, None, 'lat'\) has 4 entries, but the axes of a batch of '/t' in .* are: samples, 2 of a step",

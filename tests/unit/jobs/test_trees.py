@@ -47,7 +47,7 @@ def test_trees_of_paths_and_names_that_do_not_match() -> None:
     for empty in ({}, [], {"g": {}}):
         with pytest.raises(ConfigError, match="a tree without a name"):
             ArrayTree.join("a.h5", empty)
-    with pytest.raises(ConfigError, match=r"a tree that JAX cannot read: .*\. The keys of a dict must be of one type"):
+    with pytest.raises(ValueError, match="sorting pytree dictionary keys"):  # of which a call makes a ConfigError
         ArrayTree.join("a.h5", {1: "x", "a": "y"})
 
 
@@ -84,7 +84,7 @@ def test_what_is_one_value() -> None:
 
 def test_names_with_slashes_and_defaults() -> None:
     """Wrong if a name with a slash were no group, one of two values for a name were lost, or a default went elsewhere."""
-    tree = ArrayTree.of_names("a.h5", ["/rho", "/g/vel", "/g/h/id"])  # JAX's order: g/h/id, g/vel, rho
+    tree = ArrayTree.of_names(["/rho", "/g/vel", "/g/h/id"])  # JAX's order: g/h/id, g/vel, rho
     assert [place.dataset for place in tree.places] == ["/g/h/id", "/g/vel", "/rho"]
     for same in ({"g/vel": 1, "rho": 2}, {"g": {"vel": 1}, "/rho": 2}, MappingProxyType({"g": {"vel": 1}, "rho": 2})):
         assert tree.spread("chunks", same, lambda value: not isinstance(value, Mapping), default=0) == [0, 1, 2]
@@ -92,14 +92,14 @@ def test_names_with_slashes_and_defaults() -> None:
     assert tree.spread("select", {"g/vel": 1, "g/h/id": 2, "rho": 3}, is_tree=is_tree_of_selections) == [2, 1, 3]
     assert ArrayTree.join("a.h5", {"g/vel": "g/vel"}).spread("dtype", {"g/vel": "f4"}) == ["f4"], "a key that has the slash"
     for wrong in ({"g/vel": 1, "g/vel/": 2, "rho": 3}, {"g": 1, "g/vel": 2}, {"g/vel": 2, "g": 1}):
-        with pytest.raises(ConfigError, match=r"dtype names '.*' twice, or an array and the group"):
+        with pytest.raises(ConfigError, match=r"dtype: '.*' is there twice, or is in an array"):
             tree.spread("dtype", wrong)
     with pytest.raises(ConfigError, match=r"dtype\['g'\] does not match the arrays\['g'\]: dtype has no \['h'\]"):
         tree.spread("dtype", {"g/vel": 1, "rho": 3})
     with pytest.raises(ConfigError, match=r"only chunks has \['x'\]"):
         tree.spread("chunks", {"x": 1}, default=0)
-    with pytest.raises(ConfigError, match="'rho/x' is an array, or is in one"):
-        ArrayTree.of_names("a.h5", ["/rho", "/rho/x"])
+    with pytest.raises(ConfigError, match=r"^'rho/x' is there twice, or is in an array"):
+        ArrayTree.of_names(["/rho", "/rho/x"])
 
 
 def test_a_selection_by_names_of_axes_or_a_tree_of_selections() -> None:
@@ -126,7 +126,7 @@ def test_patterns() -> None:
     assert grown.build(range(5)) == {"p": {"h": {"k": {"z": 0}, "y": 1}, "x": 2}, "q": {"h": {"x": 3}, "x": 4}}
     assert [(place.path, place.dataset) for place in grown.places][3] == ("b.h5", "/g/h/x")
     assert grown.spread("pad", {"p": {"x": 1, "h": 2}, "q": 3}) == [2, 2, 1, 3, 3]
-    with pytest.raises(ConfigError, match="an array and a group in one"):
+    with pytest.raises(ConfigError, match="'x/y' is there twice, or is in an array"):
         ArrayTree.join("a", "*").grow({0: dict.fromkeys(["/x", "/x/y"])})
 
 
@@ -149,8 +149,8 @@ def test_an_error_names_its_array() -> None:
     error = SourceError("chunk 3 of '/x' in 'a.h5'", path="a.h5", dataset="/x", chunk=(3,))
     named = in_array("array ['x']", in_array("array ['x']", error, "'/x'"), "'/x'")
     assert named is error and str(error) == "array ['x']: chunk 3 of '/x' in 'a.h5'" and error.chunk == (3,)
-    memory = in_array("array 1", MemoryError("no room"), "'/y' in 'a.h5'")
-    assert type(memory) is PeerError and str(memory) == "array 1, '/y' in 'a.h5': MemoryError: no room"
+    memory = in_array("array [1]", MemoryError("no room"), "'/y' in 'a.h5'")
+    assert type(memory) is PeerError and str(memory) == "array [1], '/y' in 'a.h5': MemoryError: no room"
     assert isinstance(memory.__cause__, MemoryError)
     alone = MemoryError("no room")
     assert in_array("", alone) is alone

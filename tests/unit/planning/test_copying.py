@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.copying import CopiedArray, count_rounds, plan_copy_rounds, plan_slab_layout
+from shardload.planning.copying import CopiedArray, plan_copy_rounds, plan_slab_layout
 from shardload.planning.region import Grid, Region, aligned
 from shardload.planning.saving import plan_rows
 from shardload.planning.staging import least_memory, plan_memory
@@ -39,7 +39,6 @@ def test_every_element_is_copied_once_in_whole_units(case: tuple[CopiedArray, in
     unit, n_ranks, room = case
     planned = plan_slab_layout(unit, n_ranks, room)
     rounds = [list(plan_copy_rounds([planned], n_ranks, room, rank)) for rank in range(n_ranks)]
-    assert max(map(len, rounds)) == count_rounds([planned], n_ranks, room)
     assert len({sum(is_together for _, is_together in mine) for mine in rounds}) == 1
     count, decoded = np.zeros(unit.shape, dtype=int), 0
     seen: set[Region] = set()
@@ -122,10 +121,9 @@ LENGTHS = st.integers(1, 40)
 @given(st.lists(LENGTHS, max_size=12), st.lists(LENGTHS, max_size=2), st.integers(1, 5), st.integers(1, 50))
 @examples(150)
 def test_many_arrays_are_shared_out_evenly(sizes: list[int], alone: list[int], n_ranks: int, room: int) -> None:
-    """Wrong if a slab had two owners or none, if a rank had much more than others, or if rounds were counted wrongly."""
+    """Wrong if a slab had two owners or none, or if a rank had much more than others."""
     arrays = small_arrays(sizes, n_ranks, 64 * room) + small_arrays(alone, n_ranks, 64 * room, is_alone=True)
     rounds = [list(plan_copy_rounds(arrays, n_ranks, 64 * room, rank)) for rank in range(n_ranks)]
-    assert max(map(len, rounds)) == count_rounds(arrays, n_ranks, 64 * room)
     slabs = [
         [(item.array, number) for items, is_together in mine if not is_together for item in items for number in item.units]
         for mine in rounds
@@ -151,7 +149,6 @@ def test_a_rank_plans_its_own_rounds_of_100_terabytes(shape: Any, unit: Any, chu
     started = time.process_time()
     with python_memory_below(8 << 20):
         array = plan_slab_layout(CopiedArray(shape, unit, Grid(shape, chunk, (0,) * len(shape)), True, 4), 1024, 64 << 20)
-        n_rounds = count_rounds([array], 1024, 64 << 20)
         mine = sum(1 for _ in plan_copy_rounds([array], 1024, 64 << 20, 1023))
-    assert n_rounds - 1 <= mine <= n_rounds < 60_000
+    assert mine < 60_000
     assert time.process_time() - started < 30

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from shardload.planning.cost import Cost, choose_mode, count_readers, plan_cost
+from shardload.planning.cost import Cost, choose_mode, plan_cost
 from shardload.planning.region import Region, count_runs, run_stride
 from shardload.planning.schedule import DIRECT, PARALLEL, SourceLayout
 from shardload.planning.selection import select_axes
@@ -74,7 +74,7 @@ def plan_all(
     shards = plan_shards(shape, axes, np.arange(math.prod(mesh)).reshape(mesh) // per_rank)
     f4 = np.dtype("f4")
     layout = SourceLayout.cut(select_axes(None, shape), cell, f4, f4, "gzip" if cell else "none")
-    n_readers = count_readers(4 * math.prod(shape), n_ranks, n_nodes)
+    n_readers = n_ranks if n_nodes == 1 else max(1, min(n_ranks, -(-4 * math.prod(shape) // (2 << 20))))
     plans = every_way(layout, shards, n_ranks, 16 << 20, n_readers)
     return {mode: plan_cost(plan, layout, is_one_node=n_nodes == 1) for mode, plan in plans.items()}, n_ranks
 

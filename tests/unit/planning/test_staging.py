@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardload.planning.schedule import Schedule, SourceLayout
 from shardload.planning.selection import select_axes
 from shardload.planning.shards import plan_shards
-from shardload.planning.staging import n_rounds_of, plan_rounds, plan_staging
+from shardload.planning.staging import plan_staging
 from tests.tiers import examples
 from tests.unit.brute_force import every_way
 
@@ -51,14 +51,3 @@ def test_all_of_it_is_under_the_cap_if_one_of_each_is(planned: list[Array], n_th
     used = found.n_threads * scratch_nbytes(planned) + found.n_blocks * found.slot_nbytes
     assert used <= one + more
     assert 1 <= found.n_threads <= min(n_threads, 16) and found.n_blocks == found.n_slots + found.n_pack
-
-
-@examples(300)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), max_size=6), st.integers(1, 30))
-def test_rounds_are_counted_without_going_through_them(sizes: list[tuple[int, int]], round_nbytes: int) -> None:
-    """Wrong if units larger than a round, empty ones, or the room that an array leaves to the next were counted otherwise. A
-    count one by one never ends for a file that declares 2**62 units, so that not even the plan of its copy could be seen.
-    """
-    arrays = [(number, range(n), nbytes) for number, (n, nbytes) in enumerate(sizes)]
-    assert n_rounds_of(arrays, round_nbytes) == len(list(plan_rounds(arrays, round_nbytes)))
-    assert n_rounds_of([*arrays, (len(arrays), range(2**62), 31)], round_nbytes) == 2**62 + n_rounds_of(arrays, round_nbytes)
