@@ -127,7 +127,9 @@ def find_leftover(path: str) -> Leftover | None:
 def leftovers_beside(path: str) -> list[Leftover]:
     """What saves and appends to `path` have left beside it, or are writing now."""
     final = os.path.realpath(path)
-    leftovers = map(find_leftover, sorted(glob.glob(f"{glob.escape(final)}.*")))
+    folder, name = os.path.split(final)
+    names = glob.glob(f"{glob.escape(name)}.*", root_dir=folder, include_hidden=True)
+    leftovers = (find_leftover(os.path.join(folder, beside)) for beside in sorted(names))
     return [leftover for leftover in leftovers if leftover is not None and leftover.target == final]
 
 

@@ -318,6 +318,11 @@ class Hdf5Encoder(Encoder):
         if number != GZIP:
             _check_available(self.name, name, number)
             compression = replace(compression, options={k: v for k, v in compression.options.items() if k != "cd_values"})
+        if compression.level is not None and not codec.levels:
+            raise ConfigError(
+                f"compression of '{self.name}' is {name!r} with level {compression.level}, which it does not have. Pass its "
+                "name alone, or the parameters of this one, 'cd_values': (...) in options (hdf5plugin knows them)"
+            )
         parameters = codec.parameters(self.name, compression, self.spec.dtype.itemsize, "HDF5")
         if parameters.level < 0:
             raise ConfigError(f"compression of '{self.name}': {name} has no level below 0 in HDF5, found {parameters.level}")

@@ -131,6 +131,8 @@ def _details(path: str, name: str, node: ArrayNode) -> Json:
             f"'{name}' in '{path}' cannot grow: '{folder}' is a link to '{os.path.realpath(folder)}'. Append to that store "
             "itself"
         )
+    if "\\" in name:
+        raise ConfigError(f"'{name}' in '{path}' cannot grow: zarr-python takes the backslash in its name for a slash")
     if refusal(node.dtype) is not None:
         raise ConfigError(f"'{name}' in '{path}' holds {node.dtype}; arrays of numbers can be appended to")
     dtype = native_dtype(node.dtype)

@@ -180,14 +180,19 @@ class RoundReader:
 
     def first_batch_of_next_round(self) -> int | None:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch, if its rounds
-        may begin.
+        may begin: one at a time, because an epoch takes memory, and none while the program waits for the first batch.
         """
-        while self._next_run is not None and len(self._pending) <= max(self._n_fetched, self._n_begun):
+        while self._next_run is not None and (not self._pending or self._is_next_epoch_near()):
             epoch = EpochRounds(self.plan, *self._next_run)
             self._pending.extend(epoch.rounds())
             self._epochs.append(epoch)
             self._next_run = next(self._runs, None)
         return self._next_batch
+
+    def _is_next_epoch_near(self) -> bool:
+        is_planned = self._pending[0].epoch is not self._pending[-1].epoch
+        is_near = len(self._pending) <= max(self._n_fetched, self._n_begun)
+        return is_near and not is_planned and self.report.rounds > 0
 
     @property
     def _next_batch(self) -> int | None:

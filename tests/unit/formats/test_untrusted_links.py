@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,8 +229,13 @@ def test_prefixes_lead_nowhere_else(home: Path, monkeypatch: pytest.MonkeyPatch)
     for name, variable in (("/link", "HDF5_EXT_PREFIX"), ("/virtual", "HDF5_VDS_PREFIX")):
         monkeypatch.setenv(variable, f"/nowhere:{home.parent / 'else'}")
         refused(home / "a.h5", name, "outside the folder")
+        deeper = 1 + FILES.index("deeper/in.h5") * len(NAMES) + np.zeros(N)
         monkeypatch.setenv(variable, "/nowhere:" + str(home / "deeper"))
-        np.testing.assert_array_equal(load(home / "a.h5", name), 1 + FILES.index("deeper/in.h5") * len(NAMES) + np.zeros(N))
+        np.testing.assert_array_equal(load(home / "a.h5", name), deeper)
+    monkeypatch.setenv("HDF5_VDS_PREFIX", "${ORIGIN}deeper")  # HDF5 puts the slash
+    np.testing.assert_array_equal(load(home / "a.h5", "/virtual"), deeper)
+    of_h5py = f"import h5py; print(h5py.File({str(home / 'a.h5')!r})['virtual'][0])"  # it reads the variable when it starts
+    assert subprocess.check_output([sys.executable, "-c", of_h5py], text=True) == f"{deeper[0]:.0f}\n"
 
 
 def test_a_file_that_is_exchanged_for_a_link_before_hdf5_opens_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

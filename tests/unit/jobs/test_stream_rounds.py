@@ -133,3 +133,15 @@ def test_an_epoch_begins_while_the_last_round_of_the_one_before_is_read(path: Pa
     with iter(ds) as batches:
         given = [np.asarray(batch) for batch in batches]
     np.testing.assert_array_equal(np.concatenate(given), np.concatenate([VALUES[:8]] * 3))
+
+
+def test_one_epoch_is_planned_ahead_and_none_before_the_first_round(path: Path) -> None:
+    """Wrong if a stream from a store planned as many short epochs as it fetches rounds: the first batch would wait for them."""
+    reader = stream(path, "plain", batch=8, epochs=None, prefetch=0)._make_reader(0, 0)
+    reader._n_fetched = 8
+    reader.begin()
+    for n_planned in (1, 2, 3):  # each epoch is one round
+        assert reader.first_batch_of_next_round() is not None
+        assert reader._epochs[-1].epoch == n_planned - 1
+        reader.read_round()
+    reader.close()
