@@ -58,7 +58,7 @@ def chunk_reader(array: Any, node: ArrayNode, info: ArrayInfo) -> ZarrChunks | N
         layout, dtype = ZarrLayout.of(node.document, node.dtype), native_dtype(node.dtype)
         n_compressors = sum(stage.n_more is None for stage in layout.stages)
         fill = np.zeros((), dtype) if node.fill is None else np.asarray(node.fill, dtype)
-    except (LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
         return None
     has_shards, is_referenced = layout.per_shard is not None, isinstance(folder, ReferenceFolder)
     if folder is None or n_compressors > 1 or layout.chunk_shape != info.chunks or fill.shape or (has_shards and is_referenced):

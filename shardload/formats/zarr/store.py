@@ -187,7 +187,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         except Exception as error:
             if name == "/" or is_unread(error):
                 raise
-            node = error
+            node = error.with_traceback(None)  # which has this frame, and so the error: a cycle
         if node is not None:
             yield name, node
         if isinstance(node, ArrayNode | Exception):
