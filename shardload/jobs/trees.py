@@ -216,10 +216,15 @@ class ArrayTree:
         ------
         ConfigError
             If the two have other keys at the same place, or there is no name in them.
-        TypeError, ValueError
-            If JAX cannot sort the keys of a dict, because they are of several types.
         """
-        tree = cls(_join(path, dataset, ()))
+        try:
+            tree = cls(_join(path, dataset, ()))
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:  # keys that cannot be sorted
+            raise ConfigError(
+                f"dataset or path is a tree that JAX cannot read: {error} The keys of a dict must be of one type"
+            ) from None
         if not tree.places:
             raise ConfigError(
                 f"dataset is {dataset!r}, a tree without a name: there is nothing to load. Pass a name, a dict or list of "

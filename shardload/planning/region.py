@@ -411,7 +411,7 @@ BLOCKS_PER_OWNER = 4
 # takes less time than another system call (docs/design/decode.md).
 NEAR_NBYTES = 32 << 10
 
-_LONGEST_ROW_NBYTES = 1 << 20  # of a run that stands for a chunk
+LONGEST_ROW_NBYTES = 1 << 20  # of a run that stands for a chunk
 ALIGNMENT = 64  # bytes: of values in a staging buffer, and of pieces
 _MOST_CHUNKS = 1 << 14  # in a block: each chunk takes some hundred bytes of Python objects, in addition to its own bytes
 
@@ -434,15 +434,15 @@ def most_chunks(chunk_nbytes: int, max_nbytes: int) -> int:
     return max(1, min(_MOST_CHUNKS, max_nbytes // max(1, aligned(chunk_nbytes))))
 
 
-def plan_row_chunks(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Shape of stand-in chunks for an array that has none: runs of the last axis, at most 1 MiB long.
+def plan_row_chunks(shape: Sequence[int], itemsize: int, row_nbytes: int = LONGEST_ROW_NBYTES) -> tuple[int, ...]:
+    """Shape of stand-in chunks for an array that has none: runs of the last axis, at most `row_nbytes` long.
 
     >>> plan_row_chunks((512, 512, 512), 4), plan_row_chunks((10**9,), 4)
     ((1, 1, 512), (262144,))
     """
     if not shape:
         return ()
-    return (1,) * (len(shape) - 1) + (max(1, min(shape[-1], _LONGEST_ROW_NBYTES // itemsize)),)
+    return (1,) * (len(shape) - 1) + (max(1, min(shape[-1], row_nbytes // itemsize)),)
 
 
 def plan_blocks(

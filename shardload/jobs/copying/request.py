@@ -18,19 +18,19 @@ from shardload.comm.group import Invocation
 from shardload.errors import ConfigError, printable
 from shardload.formats.contract.array import ArrayInfo, some
 from shardload.formats.contract.format import OpenFile
-from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
 from shardload.formats.likeness import KEEP, Overrides, attrs_for, bounds_of, spec_like
 from shardload.formats.lookup import Finder, split_path
 from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
-from shardload.jobs.described import Described, describe_arrays, find_arrays, selection_of, take_along, with_coordinates_named
+from shardload.jobs.described import Described, describe_arrays, find_arrays, read_values, take_along, with_coordinates_named
 from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options, check_names, check_path, check_sizes
 from shardload.planning.region import Region
 from shardload.planning.saving import growing_chunks, page_nbytes
 from shardload.planning.schedule import SourceLayout
-from shardload.planning.selection import Selection, named_coordinates, needs_coordinates
+from shardload.planning.selection import Between, Near, Selection, needs_coordinates, positional_index, select_axes
 from shardload.storage.remote import without_secrets
+from shardload.values.dates import has_dates, in_numbers
 
 _OF_CALL = ("staging", "verify", "timeout", "progress", "allow_external", "allow_filters", "untrusted", "storage")
 
@@ -188,7 +188,8 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Groups, list[str]]:
         raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
     with Finder(request.options.access, tells=True) as finder:
         infos, empty = find_arrays(finder, path, names)
-        links = finder.file(path).links() if "*" in names else {}
+        file = finder.file(path)
+        links = file.links() if "*" in names else {}
         for error in empty.values():
             notes = _links_notes(links, "")
             raise ConfigError(f"{error} ({notes[0]})") if notes else error
@@ -196,7 +197,7 @@ def find(request: CopyRequest) -> tuple[list[SourceArray], Groups, list[str]]:
         notes = _links_notes({link: to for link, to in links.items() if link not in followed})
         if copies := [f"'{printable(link)}' (to {printable(links[link])})" for link in sorted(followed)]:
             notes.append(f"links became copies of what they lead to: {some(copies)}")
-        return _plan_arrays(request, finder, path, infos, "*" in names, notes)
+        return _plan_arrays(request, file, infos, "*" in names, notes)
 
 
 def _links_notes(links: Mapping[str, str], all_and: str = "'*', ") -> list[str]:
@@ -210,10 +211,10 @@ def _links_notes(links: Mapping[str, str], all_and: str = "'*', ") -> list[str]:
 
 
 def _plan_arrays(
-    request: CopyRequest, finder: Finder, path: str, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
+    request: CopyRequest, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
 ) -> tuple[list[SourceArray], Groups, list[str]]:
     """What is made of each array, and the attributes of groups; and notes of what is left out."""
-    kind, file = format_for(request.target, request.format), finder.file(path)
+    kind = format_for(request.target, request.format)
     described, array_notes = describe_arrays(file, infos)
     notes += array_notes
     # Coordinates of other arrays, and their bounds, keep their own type and layout.
@@ -229,15 +230,12 @@ def _plan_arrays(
     for info in (described[name].info for name in main):
         if request.dtype is not None and np.dtype(info.dtype).kind == "c" and request.dtype.kind != "c":
             raise ConfigError(f"{info} is {info.dtype}; as {request.dtype} its imaginary part would be lost. Leave dtype= out")
-    by_name = _selection_by_name(request.select, {name: described[name] for name in main})
-    labeller = Labeller(finder, COORDINATE_NBYTES, named_coordinates(request.select))
+    by_name = _selection_by_name(_in_positions(request.select, file, described), {name: described[name] for name in main})
     selections = {}
     for name, (info, properties, _) in described.items():
-        parts: Any = {dim: by_name[dim] for dim in properties.dims if dim in by_name}
-        if name in main and request.select is not None and not isinstance(request.select, Mapping):
-            parts = request.select
-        labelled = labeller.label(path, info) if needs_coordinates(parts) else info
-        selections[name] = selection_of(parts, labelled, properties.dims)
+        parts: Any = tuple(by_name.get(dim, slice(None)) for dim in properties.dims)
+        is_by_position = name in main and request.select is not None and not isinstance(request.select, Mapping)
+        selections[name] = _select(info, request.select if is_by_position else parts, properties.dims)
     dims = {name: [described[name].properties.dims[k] for k in selection.kept] for name, selection in selections.items()}
     growing = _growing_axes(request.unlimited, dims, main)
     numbers_first = sorted(described.items(), key=lambda item: item[1].properties.texts is not None)
@@ -293,6 +291,31 @@ def _copied_groups(
     return groups, notes + [f"{attribute} was left out" for attribute in unread]
 
 
+def _in_positions(select: Any, file: OpenFile, described: Mapping[str, Described]) -> Any:
+    """A selection with positions in place of values of coordinates. ConfigError if these say none, or coordinates differ."""
+    if not needs_coordinates(select):
+        return select
+    positions = dict(select)
+    for dim, part in select.items():
+        if not isinstance(part, Near | Between):
+            continue
+        selected: list[Any] = []
+        for name, (info, properties, _) in described.items():
+            if name.rpartition("/")[2] != dim or properties.dims != (dim,) or properties.texts is not None:
+                continue
+            values = read_values(file, name)
+            try:
+                numbers = in_numbers(part, dim, properties.attrs, values.dtype) if has_dates(part) else part
+                selected += positional_index({dim: numbers}, (dim,), {dim: values})
+            except ValueError as error:
+                raise ConfigError(f"{error} ({info})") from None
+        if not selected or selected.count(selected[0]) < len(selected):
+            what = "no coordinate of that name" if not selected else "several coordinates of that name, which differ"
+            raise ConfigError(f"select has {part} on the axis {dim!r}, but among what is copied is {what}. Pass positions")
+        positions[dim] = selected[0]
+    return positions
+
+
 def _selection_by_name(select: Any, main: Mapping[str, Described]) -> dict[Any, Any]:
     """The selection by names of axes: it applies to every array that has the axis."""
     if select is None:
@@ -310,9 +333,16 @@ def _selection_by_name(select: Any, main: Mapping[str, Described]) -> dict[Any, 
             "names of axes, such as select={'time': -1}"
         )
     ((info, properties, _),) = main.values()
-    selection = selection_of(select, info, properties.dims)
+    selection = _select(info, select, properties.dims)
     bounds = enumerate(zip(properties.dims, selection.region.start, selection.region.stop, strict=True))
     return {dim: slice(a, b) if axis in selection.kept else a for axis, (dim, a, b) in bounds if dim is not None}
+
+
+def _select(info: ArrayInfo, select: Any, dims: Sequence[str | None]) -> Selection:
+    try:
+        return select_axes(select, info.shape, dims)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
 
 
 def _growing_axes(

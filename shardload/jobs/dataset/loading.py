@@ -122,7 +122,8 @@ def load_dataset(
     with DatasetCall(files, dataset, mesh, spec, keywords).begin() as call:
         loads = call.plan()
         plan: Any = call.hand_out(loads)
-    _warn_of_counted_padding(loads)
+        rank = call.call.group.rank
+    _warn_of_counted_padding(loads, rank)
     return _with_dates(xarray, to_xarray(plan.execute(), plan), plan)
 
 
@@ -233,7 +234,7 @@ def _selections(select: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
     return {name: {dim: select[dim] for dim in dims if select and dim in select} for name, dims in axes.items()}
 
 
-def _warn_of_counted_padding(loads: Sequence[ArrayLoad]) -> None:
+def _warn_of_counted_padding(loads: Sequence[ArrayLoad], rank: int) -> None:
     """Warn once if an array has padding that is a number: a mean of xarray over the axis would be wrong."""
     counted = {
         load.plan.info.dataset: load.asked.pad
@@ -245,7 +246,7 @@ def _warn_of_counted_padding(loads: Sequence[ArrayLoad]) -> None:
             f"means of xarray count the padding of {some(list(counted))}, which is {next(iter(counted.values()))!r}. Pass "
             "pad=np.nan (and dtype='float32' for integers), which they leave out, or take it off first, by shardload.unpad"
         )
-        warn_once(text, PaddingWarning, jax.process_index())
+        warn_once(text, PaddingWarning, rank)
 
 
 def _with_dates(xarray: Any, dataset: Any, plan: Any) -> Any:

@@ -27,15 +27,16 @@ from shardload.jobs.loading.plan import LoadLayout, Plan
 from shardload.jobs.loading.request import Request
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, choose_mode
-from shardload.planning.region import BLOCKS_PER_OWNER, Grid
-from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, SourceLayout, plan_direct, plan_shared
-from shardload.planning.selection import Selection, select_axes
+from shardload.planning.region import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
+from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
+from shardload.planning.selection import Between, Near, Selection, positional_index, select_axes
 from shardload.planning.shards import Shards
 from shardload.planning.staging import ample_staging, least_staging
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES
 from shardload.transfer.cast import is_wide
 from shardload.units import format_nbytes
+from shardload.values.dates import has_dates, in_numbers
 from shardload.values.decoding import decoding_of
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
@@ -102,6 +103,26 @@ def blocks_for(n_arrays: int) -> int:
     return -(-BLOCKS_PER_OWNER // max(1, n_arrays))
 
 
+def selection_of(select: Any, info: ArrayInfo) -> Selection:
+    """The elements that a selection means in an array. ConfigError if the array has no such elements."""
+    try:
+        return select_axes(_index_of(select, info) if isinstance(select, Mapping) else select, info.shape, info.dims)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+
+
+def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
+    """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
+    # Of that axis alone: an array that has its name may lie along another one.
+    coords = {name: coord for name, coord in info.coords.items() if coord.dims in ((name,), (None,))}
+    parts = dict(select)
+    for name, part in parts.items():
+        values = coords[name].values if name in coords else None
+        if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
+            parts[name] = in_numbers(part, name, coords[name].attrs, values.dtype)
+    return positional_index(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
+
+
 def plan_array(
     request: Request, ranks: PlannedRanks, info: ArrayInfo, selection: Selection, modes: Sequence[str] = MODES
 ) -> Plan:
@@ -142,12 +163,15 @@ def plan_scatter(request: Request, ranks: PlannedRanks, info: ArrayInfo, root: i
     file_dtype = np.dtype(info.dtype)
     dtype = _target_dtype(request.options.dtype, info, file_dtype)
     shards = lay_out_shards(request, ranks, info.shape, dtype, f"the array on rank {root}")
-    most_nbytes = max_block_nbytes(ranks, request.options.staging_nbytes)
-    source = SourceLayout.cut(select_axes(None, info.shape), None, file_dtype, dtype, info.codec)
-    schedule = plan_shared(source, shards, ranks.n, Owners(root=root), max_nbytes=most_nbytes)
-    if from_views:  # blocks are views: one per shard, however large, sent in messages that fit into a buffer
-        blocks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), (0,) * len(info.shape))
-        source, schedule = replace(source, chunks=blocks), replace(schedule, blocks=blocks, max_message_nbytes=most_nbytes)
+    phase, most_nbytes = (0,) * len(info.shape), max_block_nbytes(ranks, request.options.staging_nbytes)
+    # A block goes through a staging buffer, which is as long as a message may be: no run may be longer.
+    itemsize = max(dtype.itemsize, file_dtype.itemsize)
+    chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize, min(LONGEST_ROW_NBYTES, most_nbytes)), phase)
+    if from_views:  # blocks are views: one per shard, however large
+        chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
+    blocks = chunks if from_views else plan_blocks(chunks, itemsize, max_nbytes=most_nbytes, n_owners=1)
+    source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
+    schedule = Schedule(blocks, shards, dtype.itemsize, ranks.n, Owners(root=root), max_message_nbytes=most_nbytes)
     why = f"rank {root} has the array{_cost_without_mpi(ranks)}"
     return Plan(
         info,

@@ -141,7 +141,8 @@ def _read_pattern(keywords: dict[str, Any]) -> Request:
     leaves = {name: jax.tree_util.tree_leaves(value, is_leaf=_IS_ONE[name]) or [None] for name, value in trees.items()}
     first = _read(keywords | {name: values[0] for name, values in leaves.items()})
     of_arrays = [option.name for option in PER_LOADED_ARRAY if option.text and option.name in trees]
-    text = {"sharding": f"{first.text['sharding']}; {_tree_text(keywords['spec'])}"}
+    meshes = (mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, PartitionSpec()) for mesh in leaves["mesh"])
+    text = {"sharding": f"{'; '.join(map(describe_sharding, meshes))}; {_tree_text(keywords['spec'])}"}
     return replace(first, text={**first.text, **text, **{name: _tree_text(trees[name]) for name in of_arrays}})
 
 

@@ -303,12 +303,15 @@ def _arrays_of(tree: Any, dataset: Any) -> list[tuple[str, Any]]:
 
 def _named_in(tree: Any, above: str) -> Iterator[tuple[str, Any]]:
     """The arrays of a tree, with their full names. Not a closure: one that calls itself would keep the arrays."""
-    children = tree.items() if isinstance(tree, Mapping) else node_of(tree)
+    children: Any = node_of(tree)
+    if isinstance(tree, Mapping):  # in its own order, which is that of the arrays in the file
+        children = [(jax.tree_util.DictKey(key), child) for key, child in tree.items()]
     if children is None and tree is not None:  # which is a tree without leaves
         yield above, tree
     for key, child in children or ():
-        if (isinstance(tree, Mapping) and not isinstance(key, (str, int))) or not key_text(key):
-            raise ConfigError(f"a key is {key!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
+        if not key_text(key) or not isinstance(getattr(key, "key", ""), (str, int)):
+            found = getattr(key, "key", key)
+            raise ConfigError(f"a key is {found!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
         yield from _named_in(child, f"{above}/{key_text(key)}")
 
 

@@ -169,7 +169,7 @@ def test_a_dry_run_writes_nothing(file: str, tmp_path: Path) -> None:
         (["--select", "0"], 1, "names of axes, such as --select time=-1"),
         (["--select", "99", "--dataset", "rho"], 1, "select has 99 on axis 0, which has 12 elements"),
         (["--select", "time=0"], 1, "there are: none with a name. Pass positions, such as --select 0"),
-        (["--select", "lat=35.5"], 1, "select names the axis 'lat', which no array has; there are: none"),
+        (["--select", "lat=35.5"], 1, "select has near(35.5) on the axis 'lat', but among what is copied is no coordinate"),
         (["--mode", "a"], 1, "mode is 'a'"),
         (["--verify", "file"], 1, "verify is 'file'"),
         (["--staging", "1KiB"], 1, "Pass --staging 5MiB or more, or smaller --chunks"),
