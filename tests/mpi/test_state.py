@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import warnings
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,25 @@ def test_states_of_other_kinds(comm: Any, shared_tmp_path: Path, name: str) -> N
     same_error(comm, lambda: shardload.save(nothing, {"w": None}), ConfigError, "no arrays to save", "None")
     text = {"title": "run 7"}
     same_error(comm, lambda: shardload.save(nothing, text), ConfigError, "'/title' is a str", "attrs={'/': {'title'")
+
+
+class Field(enum.StrEnum):
+    """Keys as a solver has them."""
+
+    DENSITY = "rho"
+
+
+def test_keys_that_are_members_of_an_enumeration(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if `save` named an array by the member, and `load` by its value."""
+    path, rho = shared_tmp_path / "enum.h5", put(ramp((2 * unit(), 2), "float32"), mesh_of(), P("a"))
+    shardload.save(path, {Field.DENSITY: rho})
+    check(
+        shardload.load(path, like={Field.DENSITY: rho})[Field.DENSITY],
+        np.asarray(ramp(rho.shape, "float32")),
+        mesh_of(),
+        P("a"),
+    )
+    check(shardload.load(path, mesh_of(), P("a"), dataset="rho"), np.asarray(ramp(rho.shape, "float32")), mesh_of(), P("a"))
 
 
 def test_a_state_that_is_not_in_the_file(comm: Any, shared_tmp_path: Path) -> None:

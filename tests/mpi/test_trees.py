@@ -300,6 +300,15 @@ def test_calls_that_differ_are_named_with_their_arrays(comm: Any, snap: tuple[st
 # --- one of everything
 
 
+@pytest.mark.mpi(min_size=2)
+def test_another_mesh_in_a_tree_for_a_pattern(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if ranks compared the first mesh alone."""
+    path = shared_tmp_path / "two.h5"
+    on_root(comm, lambda: write_hdf5(path, {"u": ramp((4,), "f4"), "v": ramp((4,), "f4")}))
+    mesh, other = mesh_of(names=("a",)), mesh_of(names=("a" if comm.rank == 0 else "b",))
+    same_error(comm, lambda: shardload.load(path, {"u": mesh, "v": other}, P(), dataset="*"), PeerError, "sharding")
+
+
 @pytest.mark.parametrize("verify", ["index", "checksum", "full"])
 def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if arrays were verified, or files opened, one by one: five arrays by two spellings of a file's name. Or if each had
