@@ -136,27 +136,24 @@ def mesh_text(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "(none)"
 
 
-def padded_shape(
-    shape: Sequence[int], axes: MeshAxes, sharding: NamedSharding, *, pad: bool, fill: str, name: str
-) -> tuple[int, ...]:
-    """The shape of the global array: `shape`, with axes that do not divide evenly padded if `pad` is True.
-
-    `fill` is the fill value that messages advise.
+def padded_shape(shape: Sequence[int], axes: MeshAxes, sharding: NamedSharding, fix: str | None, name: str) -> tuple[int, ...]:
+    """The shape of the global array: `shape`, with axes that do not divide evenly padded, or an error if that needs a `fix`
+    (what to pass).
 
     Raises
     ------
     ConfigError
-        If an axis does not divide evenly and `pad` is False. The text names the axis, the sizes and what to type.
+        If an axis does not divide evenly, and there is a `fix`. The text names the axis, the sizes and what to type.
     """
     padded = []
     for axis, (n, parts) in enumerate(zip(shape, cuts_of(sharding, axes), strict=True)):
         up = -(-n // parts) * parts
-        if up != n and not pad:
+        if up != n and fix is not None:
             good = [str(d) for d in range(2, min(n, 64) + 1) if n % d == 0][:5]
             alternative = f", or use a mesh axis of {', '.join(good)}" if good else ""
             raise ConfigError(
                 f"axis {axis} of {name} has {n} elements, but {spec_text(sharding.spec)} splits it over {parts} devices. "
-                f"Pass pad={fill} (or another fill value) to pad it to {up}{alternative}"
+                f"Pass {fix} (or another fill value) to pad it to {up}{alternative}"
             )
         padded.append(up)
     return tuple(padded)

@@ -409,12 +409,7 @@ class SearchPath:
     def __init__(self, variable: str, file: OpenFacts) -> None:
         self.path, setting = os.path.join(os.getcwd(), file.path()), os.environ.get(variable, "")
         self._folder = folder = os.path.dirname(self.path)
-        origin = "${ORIGIN}"  # at the beginning HDF5 puts a slash behind it
-        prefixes = [
-            f"{folder}/{text.removeprefix(origin)}" if text.startswith(origin) else text.replace(origin, folder)
-            for text in setting.split(":")
-            if text
-        ]
+        prefixes = [text.replace("${ORIGIN}", f"{folder}/") for text in setting.split(":") if text]  # with HDF5's own slash
         self._folders = (*prefixes, folder, "", os.path.dirname(os.path.realpath(self.path)))
 
     def of(self, name: str) -> str:

@@ -236,16 +236,13 @@ def _selections(select: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
 
 def _warn_of_counted_padding(loads: Sequence[ArrayLoad], rank: int) -> None:
     """Warn once if an array has padding that is a number: a mean of xarray over the axis would be wrong."""
-    counted = {
-        load.plan.info.dataset: load.asked.pad
-        for load in loads
-        if not load.plan.extent.is_whole and load.asked.pad == load.asked.pad
-    }
+    counted = [
+        load for load in loads if not load.plan.extent.is_whole and load.asked.pad == load.asked.pad
+    ]  # NaN is not itself
     if counted:
-        text = (
-            f"means of xarray count the padding of {some(list(counted))}, which is {next(iter(counted.values()))!r}. Pass "
-            "pad=np.nan (and dtype='float32' for integers), which they leave out, or take it off first, by shardload.unpad"
-        )
+        names, pad = some([load.info.dataset for load in counted]), counted[0].asked.pad
+        text = f"means of xarray count the padding of {names}, which is {pad!r}. Pass pad=np.nan (and dtype='float32' for "
+        text += "integers), which they leave out, or take it off first, by shardload.unpad"
         warn_once(text, PaddingWarning, rank)
 
 

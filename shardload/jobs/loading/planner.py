@@ -273,8 +273,8 @@ def lay_out_shards(request: Request, ranks: PlannedRanks, shape: tuple[int, ...]
     """Cut the array by its sharding, and check dtype, axes, processes and JAX's index map."""
     sharding, pad = request.sharding, request.options.pad
     axes = read_spec(sharding, len(shape))
-    fill = "np.nan" if dtype.kind in "fc" else "0"  # a mean that counts it is seen
-    shape_global = padded_shape(shape, axes, sharding, pad=pad is not None, fill=fill, name=name)
+    fix = None if pad is not None else "pad=np.nan" if dtype.kind in "fc" else "pad=0"  # a mean that counts NaN is seen
+    shape_global = padded_shape(shape, axes, sharding, fix, name)
     cuts = cuts_of(sharding, axes)
     halo = read_halo(request.options.halo, request.options.edge, shape, axes, cuts, name)
     shard_with_halo = [n // c + 2 * h for n, c, h in zip(shape_global, cuts, halo.widths, strict=True)]

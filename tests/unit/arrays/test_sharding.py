@@ -155,7 +155,7 @@ def test_what_is_left_to_the_compiler_or_to_a_sum() -> None:
 
 def padded(shape: tuple[int, ...], spec: Any, *, pad: bool, name: str = "'/density' in 'a.h5'") -> tuple[int, ...]:
     sharding = NamedSharding(MESH, spec)
-    return padded_shape(shape, read_spec(sharding, len(shape)), sharding, pad=pad, fill="0", name=name)
+    return padded_shape(shape, read_spec(sharding, len(shape)), sharding, None if pad else "pad=0", name)
 
 
 @pytest.mark.parametrize(
