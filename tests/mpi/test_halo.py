@@ -17,24 +17,14 @@ import shardload
 from shardload import ConfigError, MissingChunksWarning, SourceError
 from tests.mpi.sources import NAME
 from tests.mpi.support import check, cube, mesh_of, on_root, padded, parts_of, ramp, same_error, turned, unit, warned_once
+from tests.unit.brute_force import beyond_its_ends
 
 Array = np.ndarray[Any, Any]
 
 
-def around(values: Array, widths: tuple[int, ...], edges: tuple[Any, ...]) -> Array:
-    """The array beyond its ends, axis by axis, by NumPy."""
-    for axis, (h, edge) in enumerate(zip(widths, edges, strict=True)):
-        pad = [(h, h) if k == axis else (0, 0) for k in range(values.ndim)]
-        if h and isinstance(edge, str):
-            values = np.pad(values, pad, mode=edge)  # type: ignore[call-overload]
-        elif h:
-            values = np.pad(values, pad, constant_values=edge)
-    return values
-
-
 def with_halos(values: Array, mesh: Any, spec: Any, widths: tuple[int, ...], edges: tuple[Any, ...]) -> Array:
     """The whole jax.Array: the shards with their halos side by side."""
-    parts, out = parts_of(mesh, spec, values.ndim), around(values, widths, edges)
+    parts, out = parts_of(mesh, spec, values.ndim), beyond_its_ends(values, widths, edges)
     for axis, (n, p, h) in enumerate(zip(values.shape, parts, widths, strict=True)):
         rows = [i * (n // p) + k for i in range(p) for k in range(n // p + 2 * h)]
         out = np.take(out, rows, axis=axis)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,24 +202,24 @@ def flat_index(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
-def beyond_its_ends(case: Case, halo: Halo) -> np.ndarray[Any, Any]:
-    """The index table beyond its ends, by NumPy: first the padding, then axis by axis what the edge rule says."""
-    out = flat_index(case.shape)
-    if out.ndim:
-        out = np.pad(out, [(0, m - n) for n, m in zip(case.shape, case.shape_global, strict=True)], constant_values=PAD)
-    for axis, (h, edge) in enumerate(zip(halo.widths, halo.edges, strict=True)):
-        width = [(h, h) if k == axis else (0, 0) for k in range(out.ndim)]
+def beyond_its_ends(values: np.ndarray[Any, Any], widths: Sequence[int], edges: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """An array beyond its ends, by NumPy: axis by axis what the edge rule says."""
+    for axis, (h, edge) in enumerate(zip(widths, edges, strict=True)):
+        pad = [(h, h) if k == axis else (0, 0) for k in range(values.ndim)]
         if h and isinstance(edge, str):
-            out = np.pad(out, width, mode=edge)  # type: ignore[call-overload]
+            values = np.pad(values, pad, mode=edge)  # type: ignore[call-overload]
         elif h:
-            out = np.pad(out, width, constant_values=edge)
-    return out
+            values = np.pad(values, pad, constant_values=edge)
+    return values
 
 
 def expected_of(case: Case, halo: Halo) -> dict[int, np.ndarray[Any, Any]]:
     """Each shard, by its number: a window of the table beyond its ends."""
     parts = [math.prod(case.ranks.shape[m] for m in cut) for cut in case.axes]
-    around = beyond_its_ends(case, halo)
+    table = flat_index(case.shape)
+    if table.ndim:
+        table = np.pad(table, [(0, m - n) for n, m in zip(case.shape, case.shape_global, strict=True)], constant_values=PAD)
+    around = beyond_its_ends(table, halo.widths, halo.edges)
     shards = {}
     for number, place in enumerate(np.ndindex(*parts)):
         window = []

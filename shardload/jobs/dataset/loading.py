@@ -236,9 +236,8 @@ def _selections(select: Any, axes: Axes) -> dict[str, dict[str | None, Any]]:
 
 def _warn_of_counted_padding(loads: Sequence[ArrayLoad], rank: int) -> None:
     """Warn once if an array has padding that is a number: a mean of xarray over the axis would be wrong."""
-    counted = [
-        load for load in loads if not load.plan.extent.is_whole and load.asked.pad == load.asked.pad
-    ]  # NaN is not itself
+    # NaN, which no mean counts, is not equal to itself.
+    counted = [load for load in loads if not load.plan.extent.is_whole and load.asked.pad == load.asked.pad]
     if counted:
         names, pad = some([load.info.dataset for load in counted]), counted[0].asked.pad
         text = f"means of xarray count the padding of {names}, which is {pad!r}. Pass pad=np.nan (and dtype='float32' for "

@@ -219,14 +219,14 @@ class StreamPlanner:
     def _check_samples(self, plan: StreamPlan) -> None:
         n, batch, order = plan.n_samples, plan.batch, plan.sample_order
         if not plan.n_batches(n):
-            n_gaps, has_window = len(order.breaks), order.first < order.last
             window = f" with a window from {order.first:+d} to {order.last:+d}" if order.first or order.last else ""
-            reach = (
-                f". Windows reach over gaps ({n_gaps} here) with gaps='ignore', and over ends of blocks with border='reread'"
-            )
+            smaller, reach = "batch", ""
+            if order.first < order.last:
+                smaller, reach = "batch or window", f". Windows reach over gaps ({len(order.breaks)} here) with gaps='ignore', "
+                reach += "and over ends of blocks with border='reread'"
             raise ConfigError(
                 f"{order.n_steps} steps{window} have {n} samples, which make no batch of {batch}. Select more steps, or pass a "
-                f"smaller batch{' or window' if has_window else ''}, or remainder='pad'{reach if has_window else ''}"
+                f"smaller {smaller}, or remainder='pad'{reach}"
             )
         if plan.sampling.remainder == "error" and n % batch:
             raise ConfigError(

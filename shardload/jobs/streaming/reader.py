@@ -148,9 +148,8 @@ class RoundReader:
         self._next_run = next(self._runs, None)  # that is not planned yet
         self._epochs: deque[EpochRounds] = deque()  # those of which batches are still to be made
         self._pending: deque[RoundReadings] = deque()  # their rounds that are still to be done
-        # How many rounds are fetched from a store, and may begin, while one is done.
+        # How many rounds are fetched from a store while one is done.
         self._n_fetched = _ROUNDS_AHEAD if any(array.info.is_in_store for array in plan.arrays) else 0
-        self._n_begun = 1 if plan.sampling.prefetch else 0
         self._ahead: dict[RoundReadings, Round] = {}  # next rounds: what they move is known before it is their turn
         self._opened = ExitStack()
         self._versions: dict[str, Any] = {}  # see `check_same_objects`: of all ranks
@@ -182,7 +181,7 @@ class RoundReader:
         """The number of the first batch that needs the next round; None if there is none. Plans the next epoch, if its rounds
         may begin: one at a time, because an epoch takes memory, and none while the program waits for the first batch.
         """
-        while self._next_run is not None and (not self._pending or self._is_next_epoch_near()):
+        if self._next_run is not None and (not self._pending or self._is_next_epoch_near()):
             epoch = EpochRounds(self.plan, *self._next_run)
             self._pending.extend(epoch.rounds())
             self._epochs.append(epoch)
@@ -191,8 +190,8 @@ class RoundReader:
 
     def _is_next_epoch_near(self) -> bool:
         is_planned = self._pending[0].epoch is not self._pending[-1].epoch
-        is_near = len(self._pending) <= max(self._n_fetched, self._n_begun)
-        return is_near and not is_planned and self.report.rounds > 0
+        n_before_their_turn = max(self._n_fetched, 1 if self.plan.sampling.prefetch else 0)  # see `_coming`
+        return len(self._pending) <= n_before_their_turn and not is_planned and self.report.rounds > 0
 
     @property
     def _next_batch(self) -> int | None:
@@ -275,7 +274,7 @@ class RoundReader:
 
     def _coming(self, round_: RoundReadings) -> Round | None:
         """The round after `round_`, if it may begin: without prefetch never, because it takes memory."""
-        may_begin = self._n_begun and self._pending and self.n_made >= round_.batch
+        may_begin = self.plan.sampling.prefetch and self._pending and self.n_made >= round_.batch
         return self._round(self._pending[0]) if may_begin and not self._session.errors else None
 
     def _needed_for(self, round_: RoundReadings) -> str:
