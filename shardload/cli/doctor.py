@@ -345,7 +345,14 @@ _ALWAYS = ("host", "rank", "jax_process", "devices", "node")  # columns of the t
 
 
 def _shown(value: Any) -> str:
+    """A value in the table: numbers as ranges, as those of cores are long.
+
+    >>> _shown([0, 1, 2, 5, 64, 65]), _shown([]), _shown(["a", "b"]), _shown(None)
+    ('0-2,5,64-65', '', 'a, b', '-')
+    """
+    if isinstance(value, list) and any(isinstance(part, str) for part in value):
+        return ", ".join(value)
     if isinstance(value, list):
-        is_run = len(value) > 1 and isinstance(value[0], int) and value == [*range(value[0], value[0] + len(value))]
-        return f"{value[0]}-{value[-1]}" if is_run else ", ".join(map(str, value))
+        runs = np.split(value, np.flatnonzero(np.diff(value) != 1) + 1) if value else []
+        return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return "-" if value is None else str(value)

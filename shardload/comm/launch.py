@@ -306,11 +306,14 @@ def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
 
 def _listen_at(address: str, process: int) -> str | None:
     """The address on which process 0 listens if all connect to `address`; None: on all interfaces, or not process 0."""
+    if process:
+        return None
     host, port = split_address(address)
-    interface = "" if process else listening_host(host)
-    if not process and not interface:
+    interface = listening_host(host)
+    if not interface:
         _say_on_all(host, port)
-    return join_address(interface, port) if interface else None
+        return None
+    return join_address(interface, port)
 
 
 def _named_interface(address: str) -> str | None:
