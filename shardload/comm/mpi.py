@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NoReturn
 
 from shardload.errors import ConfigError
@@ -81,13 +81,20 @@ def load_mpi() -> tuple[Any, str]:
 
 @cache
 def call_before_finalize(function: Callable[[], None]) -> None:
-    """Let MPI call `function` first when the program itself calls ``MPI.Finalize``: threads of shardload may need MPI still.
+    """Have `function` called when the program itself calls ``MPI.Finalize``: threads of shardload may need MPI still.
 
-    MPI deletes the attributes of COMM_SELF before anything else, for that purpose.
+    Before MPI hears of it. An attribute of COMM_SELF, which MPI deletes first, is too late: MPICH takes no locks by then.
     """
     mpi, _ = load_mpi()
     if mpi is not None:
-        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=lambda *_: function()), function)
+        finalize = mpi.Finalize
+
+        @wraps(finalize)
+        def finalize_afterwards() -> None:
+            function()
+            finalize()
+
+        mpi.Finalize = finalize_afterwards
 
 
 def _running_mpi() -> Any:

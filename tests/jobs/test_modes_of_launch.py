@@ -113,7 +113,9 @@ def test_forgotten_initialize(field: str, mpi: str) -> None:
 
 
 def test_a_load_after_mpi_was_finalized(field: str) -> None:
-    """Wrong if MPI ended the process, or its threads: a save in the background, and a stream that reads ahead."""
+    """Wrong if MPI ended the process, or its threads: a save in the background, and a stream that reads ahead. Wrong if they
+    still called MPI when it has begun to finalize: MPICH takes no locks then, and gives up if it finds one that was taken.
+    """
     started, *loads = zip(*launched(field, "finalized"), strict=True)
     assert [one["type"] for one in started] == [None, None]
     same([list(one) for one in zip(*loads, strict=True)], "MPI.Finalize() was called in this process", "before it")

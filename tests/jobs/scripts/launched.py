@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -110,7 +111,11 @@ def main(path: str, what: str, *more: str) -> None:
         batches = iter(shardload.stream(path, mesh_of(), P(None, "a"), dataset="x", along=0, batch=2))
         check(next(batches), ramp(SHAPE)[:2], mesh_of(), P(None, "a"))
         shardload.save(f"{path}.saved.h5", {"x": x}, background=True)
+        threads = list[str]()
+        note = lambda *_: threads.extend(thread.name for thread in threading.enumerate())  # noqa: E731
+        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=note), None)  # the first that MPI deletes
         mpi.Finalize()
+        assert threads and not [name for name in threads if name.startswith(("shardload-save", "shardload-stream"))], threads
         with h5py.File(f"{path}.saved.h5") as file:
             np.testing.assert_array_equal(file["x"][...], ramp(SHAPE))
         attempt(lambda: load(path))
