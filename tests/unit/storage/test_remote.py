@@ -428,7 +428,7 @@ CAUSES = {
     "is not there": {"status": 404, "code": "NoSuchKey"},
     "no such bucket": {"status": 404, "code": "NoSuchBucket"},
     "who you are": {"status": 401},
-    "does not answer with a range": {"has_ranges": False},
+    "does not answer with a range": {"has_ranges": False, "stalled": 1},  # before the body, which never ends
     "does not say how long it is": {"has_length": False},
     "the server answers 418": {"status": 418},
 }
