@@ -1,9 +1,10 @@
-"""Load on all ranks, in every decomposition and on several meshes; print what was checked, one line of JSON a rank.
+"""Load, scatter and save on all ranks, on several meshes; print what was checked, one line of JSON a rank.
 
 ``modes.py FOLDER [mpi|backwards [few]]``: how JAX is started. ``backwards``: process k is rank size - 1 - k.
 
 Each mesh takes a third of the decompositions, and both ways to scatter. One of them takes its third with every kind of reader:
-half of these combinations on an even number of ranks, the others on an odd one.
+half of these combinations on an even number of ranks, the others on an odd one. What was scattered is saved, in chunks that
+shards share.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import h5py
 import jax
 import numpy as np
 import zarr
@@ -91,6 +93,10 @@ def main(folder: str, how: str, few: str) -> None:
         root = n_scatters % comm.size
         x = shardload.scatter(values if comm.rank == root else None, mesh, spec, root=root, pad=-1)
         check(x, padded(values, mesh, spec, -1), mesh, spec, where)
+        saved, chunks = Path(folder, f"saved {n_scatters}.h5"), tuple(1 + n // 2 for n in values.shape)
+        shardload.save(saved, {"x": x}, chunks=chunks, verify="full" if root else "index")
+        with h5py.File(saved) as file:
+            np.testing.assert_array_equal(file["x"][...], values, str(where))
         n_scatters += 1
     print(json.dumps({"rank": comm.rank, "loads": n_loads, "scatters": n_scatters, "devices": len(jax.local_devices())}))
 
