@@ -110,12 +110,16 @@ def main(path: str, what: str, *more: str) -> None:
         x = shardload.load(path, mesh_of(), P("a"), dataset="x")
         batches = iter(shardload.stream(path, mesh_of(), P(None, "a"), dataset="x", along=0, batch=2))
         check(next(batches), ramp(SHAPE)[:2], mesh_of(), P(None, "a"))
-        shardload.save(f"{path}.saved.h5", {"x": x}, background=True)
-        threads = list[str]()
-        note = lambda *_: threads.extend(thread.name for thread in threading.enumerate())  # noqa: E731
+        saving, still_there = shardload.save(f"{path}.saved.h5", {"x": x}, background=True), list[str]()
+
+        def note(*_: object) -> None:
+            still_there.extend(thread.name for thread in threading.enumerate())
+            still_there.extend([] if saving.is_done else ["the save"])
+
         mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=note), None)  # the first that MPI deletes
         mpi.Finalize()
-        assert threads and not [name for name in threads if name.startswith(("shardload-save", "shardload-stream"))], threads
+        ours = [name for name in still_there if name.startswith(("shardload-stream", "the save"))]
+        assert still_there and not ours, ours
         with h5py.File(f"{path}.saved.h5") as file:
             np.testing.assert_array_equal(file["x"][...], ramp(SHAPE))
         attempt(lambda: load(path))
