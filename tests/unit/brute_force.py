@@ -280,11 +280,8 @@ def simulate(case: Case, plan: Schedule, halo: Halo | None = None) -> Counter[st
         assert got == promised, f"rank {rank} gets {got}, but waits for {promised}"
         assert all(p.rank == s for s, parts in plan.incoming(rank).items() for p in parts)
         for shard, buffer in buffers[rank].items():
-            filled, once, origin = (
-                np.zeros(buffer.shape, dtype=int),
-                np.zeros(buffer.shape, dtype=int),
-                shards.region(shard).start,
-            )
+            filled, once = np.zeros(buffer.shape, dtype=int), np.zeros(buffer.shape, dtype=int)
+            origin = shards.region(shard).start
             assert halo or plan.target(shard) == shards.region(shard).intersect(Region.whole(case.shape))
             for content in shards.contents(shard, case.shape):
                 place = content.place.slices(origin)

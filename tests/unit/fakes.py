@@ -143,7 +143,7 @@ class FakeSource(Source):
     chunks: tuple[int, ...] | None = None
     fails: Callable[[Region], Exception | None] = lambda region: None
     shows: Array | None = None
-    stored: FakeChunks | None = None
+    stored: Any = None
     reads: list[Region] = field(default_factory=list)
     outs: list[Array] = field(default_factory=list)
     lost: tuple[tuple[int, ...], ...] = ()
@@ -178,7 +178,7 @@ class FakeSource(Source):
     def view(self, region: Region) -> Array | None:
         return None if self.shows is None else self.shows[region.slices()]
 
-    def chunk_reader(self) -> FakeChunks | None:
+    def chunk_reader(self) -> Any:
         return self.stored
 
     def state(self) -> None:

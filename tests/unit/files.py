@@ -194,9 +194,9 @@ def write_zarr(path: Path | str, arrays: dict[str, Any], zarr_format: Any = 3, *
     return str(path)
 
 
-def stored_in(path: Path, name: str) -> np.ndarray[Any, Any]:
+def stored_in(path: Path | str, name: str) -> np.ndarray[Any, Any]:
     """The values of an array, by the library of the file's format."""
-    if path.is_dir():
+    if os.path.isdir(path):
         return np.asarray(zarr.open_group(path, mode="r")[name][...])
     with h5py.File(path) as file:
         return np.asarray(file[name][...])

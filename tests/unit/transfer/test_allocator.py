@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.transfer import allocator as reuse
 from shardload.transfer.allocator import Reserve, empty_pieces
+from tests.unit.ranks import in_threads
 
 MIB = 1 << 20
 
@@ -113,11 +113,7 @@ def test_threads_do_not_get_the_same_memory() -> None:
             time.sleep(0)
             seen.append(bool((memory == number).all()))
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert len(seen) == 800 and all(seen)
 
 

@@ -28,6 +28,7 @@ from shardload.transfer.moves import ArrayMove
 from shardload.transfer.pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import FakeSource, pieces_of, reader_as_planned
+from tests.unit.files import raising
 from tests.unit.transfer.network import Network, Rank, exchange_all, leave_no_memory, ranks_of
 
 Array = np.ndarray[Any, Any]
@@ -150,13 +151,6 @@ def test_reading_goes_on_with_the_next_array_while_parts_still_travel(way: str) 
     loads.check()
 
 
-def failed(loads: Loads, checksums: bool = False) -> list[BaseException]:
-    """What the ranks find; AssertionError if none finds anything."""
-    found = [error for error, _ in loads.run(checksums=checksums) if error is not None]
-    assert found, "nobody noticed"
-    return found
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_receiver_that_fails_keeps_its_promises(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a rank that has no memory left while a part arrives did not answer: its sender would wait for ever."""
@@ -174,7 +168,8 @@ def test_a_rank_that_has_two_arrays_in_another_order(way: str, checksums: bool) 
     """Wrong if receipts ignored which array a region is of: these two look alike, and only their values would differ."""
     loads = Loads(way, [GIVEN[0], GIVEN[3]], seeds=[5, 6])
     loads.arrays[2].reverse()
-    assert all(isinstance(error, PeerError) for error in failed(loads, checksums))
+    found = [error for error, _ in loads.run(checksums=checksums) if error is not None]
+    assert found and all(isinstance(error, PeerError) for error in found)
 
 
 @pytest.mark.each_value
@@ -218,12 +213,8 @@ def test_an_exchange_that_has_ended_keeps_no_target(way: str) -> None:
 
 def test_what_mpi_may_write_into_is_kept_after_an_interruption_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a buffer of a message that is under way were freed, or if all pieces were kept for ever, Ctrl-C after Ctrl-C."""
-
-    def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(exchange, "abandoned", [])
-    monkeypatch.setattr(exchange, "_Exchange", lambda *_: SimpleNamespace(run=interrupted))
+    monkeypatch.setattr(exchange, "_Exchange", lambda *_: SimpleNamespace(run=raising(KeyboardInterrupt())))
     transport = MpiTransport(0, None, None, (2, 3), {})
     of_message, of_piece = np.zeros(8), np.zeros(8)
     transport._add(SimpleNamespace(), lambda: None, of_message[2:4])

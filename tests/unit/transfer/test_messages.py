@@ -29,39 +29,34 @@ ALL = rows(0, 8)
 
 
 def test_parts_share_a_slot_until_all_have_left() -> None:
-    slots = Slots(1, 200)
-    packer, block = Packer(slots), block_of(ALL)
+    slots, block = Slots(1, 200), block_of(ALL)
+    packer: Any = Packer(slots)
     packed = [packer.pack(block, rows(k, k + 1)) for k in range(3)]  # 64 bytes each, for alignment
     assert packer.pack(block, rows(4, 6)) is None, "there is no room"
     for k, found in enumerate(packed):
-        assert found is not None
         np.testing.assert_array_equal(found[0], TABLE[k : k + 1])
         assert found[0].ctypes.data % 64 == 0
         assert not slots.has_room()
     for found in packed:
-        assert found is not None and not slots.has_room()
+        assert not slots.has_room()
         found[1]()
     assert slots.has_room() and slots.peak_nbytes == 200
     again = packer.pack(block, rows(4, 8))
-    assert again is not None
     np.testing.assert_array_equal(again[0], TABLE[4:8])
 
 
 def test_replicas_share_one_copy() -> None:
-    slots = Slots(2, 64)
-    packer, block = Packer(slots), block_of(ALL)
+    slots, block = Slots(2, 64), block_of(ALL)
+    packer: Any = Packer(slots)
     packed = [packer.pack(block, rows(0, 4)) for _ in range(3)]
-    assert all(found is not None and found[0] is packed[0][0] for found in packed if packed[0])
+    assert all(found[0] is packed[0][0] for found in packed)
     assert slots.peak_nbytes == 64
     for found in packed[:2]:
-        assert found is not None
         found[1]()
     other = packer.pack(block, rows(4, 8))
-    assert other is not None and packed[2] is not None
     assert not np.shares_memory(other[0], packed[2][0]), "one replica has not left"
     packed[2][1]()
     new = packer.pack(block, rows(0, 4))
-    assert new is not None
     np.testing.assert_array_equal(new[0], TABLE[:4])
 
 
@@ -75,10 +70,9 @@ def test_a_part_larger_than_a_slot_is_a_defect_of_the_plan() -> None:
 
 def test_the_slot_used_last_is_used_next_and_no_other_is_made() -> None:
     """Wrong if a reader that never needs two slots at a time touched the memory of more."""
-    slots = Slots(3, 64)
+    slots: Any = Slots(3, 64)
     first = slots.take()
     for _ in range(10):
-        assert first is not None
         slots.give(first)
         assert slots.take() is first
     assert slots.peak_nbytes == 64

@@ -73,8 +73,7 @@ class Ranks:
     def put(self) -> list[Any]:
         """Send both blocks; the notes."""
         for read in self.plan.outgoing(0):
-            slot = self.slots.take()
-            assert slot is not None
+            slot: Any = self.slots.take()
             data = slot[: 4 * read.region.size].view(F4).reshape(read.region.shape)
             data[...] = TABLE[read.region.slices()]
             block = StagedBlock(

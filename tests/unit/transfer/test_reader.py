@@ -19,7 +19,6 @@ from shardload.planning.region import Grid, Region
 from shardload.planning.schedule import Block, Part
 from shardload.storage.local import NotAFileError, OutsideError
 from shardload.transfer.buffers import Slots
-from shardload.transfer.reader import SourceReader
 from tests.tiers import some_of
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole
 from tests.unit.files import raising
@@ -28,17 +27,9 @@ Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture(autouse=True, params=[-1, 1 << 14], ids=["in threads", "at once"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small reads are done at once; all that is true of reads in threads must be true of them."""
     tune(monkeypatch, inline_nbytes=request.param)
-    return "in threads" if request.param < 0 else "at once"
-
-
-def staged(reader: SourceReader, region: Region, dtype: Any = "f4") -> Array:
-    """The values of a block that another rank needs."""
-    block = fetch(reader, whole(region, rank=1))
-    assert [tile.region for tile in block.tiles] == [region], "the library reads all of a block at once"
-    return values_of(block, region, dtype)
 
 
 # --- where blocks go
@@ -121,7 +112,10 @@ def test_a_cast_rounds_and_cuts_as_numpy_does_or_is_an_error_and_not_the_files(t
     for stored in (numbers_of(dtype_of(name)) for name in STORED):
         fits = np.array([holds((int if "int" in stored.dtype.name else float)(one), dtype) for one in stored])
         good = stored[fits]
-        found = staged(reader_of(FakeSource(good), dtype=dtype), Region((0,), good.shape), dtype)
+        region = Region((0,), good.shape)
+        block = fetch(reader_of(FakeSource(good), dtype=dtype), whole(region, rank=1))
+        assert [tile.region for tile in block.tiles] == [region], "the library reads all of a block at once"
+        found = values_of(block, region, dtype)
         with np.errstate(all="ignore"):
             expected = (good.astype("f4") if stored.dtype.kind == "V" else good).astype(dtype)
         np.testing.assert_array_equal(found.view("u1"), expected.view("u1"))  # NumPy does not see that NaN is NaN in bfloat16

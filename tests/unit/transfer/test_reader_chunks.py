@@ -23,7 +23,6 @@ from tests.tiers import examples
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import (
     TABLE,
-    FakeChunks,
     FakeSource,
     chunked,
     failure,
@@ -45,14 +44,8 @@ WIDE = np.arange(96, dtype="f4").reshape(8, 12)
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks_too_and_in_threads() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        tune(patch, min_chunk_nbytes=1, batched_chunk_nbytes=0)
-        tune(patch, inline_nbytes=-1)
+        tune(patch, min_chunk_nbytes=1, batched_chunk_nbytes=0, inline_nbytes=-1)
         yield
-
-
-def chunks_of(source: FakeSource) -> FakeChunks:
-    assert source.stored is not None
-    return source.stored
 
 
 # --- where chunks go
@@ -76,7 +69,7 @@ def test_as_many_chunks_at_a_time_as_there_are_threads() -> None:
     with reader_of(source, {0: piece}, n_threads=3, slots=Slots(1, 9 * 64)) as reader:
         assert reader.n_ahead == 4
         block = fetch(reader, Block(rows(0, 9), (Part(rows(0, 5), 0, 0), Part(rows(5, 9), 1, 1))))
-    assert len(chunks_of(source).threads) == 3
+    assert len(source.stored.threads) == 3
     np.testing.assert_array_equal(piece.data, data[:5])
     np.testing.assert_array_equal(values_of(block, rows(5, 9), "f4"), data[5:])
     assert reader.counters.chunks_decoded == 9 and reader.counters.nbytes_read == data.nbytes
@@ -121,7 +114,7 @@ def test_the_damaged_chunk_is_named(n_threads: int, where: str, stays: bool) -> 
     assert str(error).startswith(
         "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): ValueError: inflate failed. The file may"
     )
-    assert (3, 2) in chunks_of(source).fetched and reader.counters.chunks_decoded < 6, "what failed was not decoded"
+    assert (3, 2) in source.stored.fetched and reader.counters.chunks_decoded < 6, "what failed was not decoded"
 
 
 # --- what is read together
@@ -136,13 +129,12 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fewer_chunks_than_threads_are_shared_by_the_threads() -> None:
     """Wrong if one thread got all of them in one batch."""
     source = chunked(WIDE, (2, 6))
-    stored = chunks_of(source)
     piece = piece_of(Region((0, 0), (8, 12)))
     resources = Resources(Slots(1, 1 << 10), n_threads=3)
     with resources, reader_of(source, {0: piece}, resources=resources) as reader:
         fetch(reader, whole(Region((0, 0), (4, 12))))  # 4 chunks
         fetch(reader, whole(Region((4, 0), (6, 12))))  # 2
-    assert sorted(len(box) for box in stored.boxes) == [1, 1, 2, 2]
+    assert sorted(len(box) for box in source.stored.boxes) == [1, 1, 2, 2]
     np.testing.assert_array_equal(piece.data[:6], WIDE[:6])
 
 
@@ -150,12 +142,11 @@ def test_fewer_chunks_than_threads_are_shared_by_the_threads() -> None:
 def test_a_batch_that_lies_in_the_piece_as_in_the_file_is_decoded_there() -> None:
     line = np.arange(40, dtype="i4")
     source = chunked(line, (4,))
-    stored = chunks_of(source)
     piece = piece_of(Region((4,), (32,)), "i4")
     with reader_of(source, {0: piece}) as reader:
         fetch(reader, whole(Region((8,), (24,))))
-    assert [len(batch) for batch in stored.boxes] == [4]
-    assert all(np.shares_memory(out, piece.data) for out in stored.outs)
+    assert [len(batch) for batch in source.stored.boxes] == [4]
+    assert all(np.shares_memory(out, piece.data) for out in source.stored.outs)
     np.testing.assert_array_equal(piece.data[4:20], line[8:24])
     assert (piece.data[:4] == -1).all() and (piece.data[20:] == -1).all() and reader.counters.nbytes_copied == 0
 
@@ -165,11 +156,10 @@ def test_a_batch_that_lies_in_the_piece_as_in_the_file_is_decoded_there() -> Non
 @pytest.mark.parametrize("bad", [(0, 0), (1, 2), (3, 3)])
 def test_an_error_names_the_damaged_chunk_of_a_batch(how: str, bad: tuple[int, int]) -> None:
     source = chunked(WIDE, (2, 3), **{how: lambda index: ValueError("rotten") if index == bad else None})
-    stored = chunks_of(source)
     reader = reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))})
     error = failure(reader, whole(Region((0, 0), (8, 12))))
     assert isinstance(error, SourceError) and error.chunk == bad and "rotten" in str(error)
-    assert len(stored.boxes[0]) == 16 and stored.boxes[-1] == [bad], "read together, then one by one"
+    assert len(source.stored.boxes[0]) == 16 and source.stored.boxes[-1] == [bad], "read together, then one by one"
 
 
 @pytest.mark.usefixtures("batches")
@@ -181,19 +171,17 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
         to[(-1,) * to.ndim] += 1
 
     source = chunked(WIDE, (2, 3))
-    stored = chunks_of(source)
     reader = reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}, checksums=True)
     monkeypatch.setattr("shardload.transfer.pieces.np.copyto", wrong)
     error = failure(reader, whole(Region((1, 0), (4, 12))))
-    assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error) and stored.boxes
+    assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error) and source.stored.boxes
 
 
 @pytest.mark.usefixtures("batches")
 def test_out_of_memory_is_not_tried_again() -> None:
     source = chunked(WIDE, (2, 3), fails_to_fetch=lambda index: MemoryError("full"))
-    stored = chunks_of(source)
     error = failure(reader_of(source, {0: piece_of(Region((0, 0), (8, 12)))}), whole(Region((0, 0), (4, 12))))
-    assert isinstance(error, MemoryError) and len(stored.fetched) == 1
+    assert isinstance(error, MemoryError) and len(source.stored.fetched) == 1
 
 
 # --- which chunks are missing
@@ -267,8 +255,7 @@ def test_all_ranks_readers_together_read_a_selection(
         else:
             assert reader.counters.chunks_decoded == decoded and reader.counters.nbytes_read == nbytes
         if n_threads:
-            stored = chunks_of(source)
-            assert max(map(len, stored.boxes), default=0) <= max(1, n_batch) and len(stored.fetched) == decoded
+            assert max(map(len, source.stored.boxes), default=0) <= max(1, n_batch) and len(source.stored.fetched) == decoded
     for mine in pieces:
         for shard, piece in mine.items():
             true = plan.target(shard)

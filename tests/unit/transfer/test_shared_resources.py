@@ -87,19 +87,13 @@ def test_what_is_being_read_can_be_asked_for(inline: int, monkeypatch: pytest.Mo
     assert seen == [(0, "reading chunk (1, 0) of '/rho' in 'f.h5'"), (1, "reading elements [2:6, 0:4] of '/rho' in 'f.h5'")]
 
 
-def test_after_a_stall_a_read_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_stall_a_read_that_never_ends_is_left_behind() -> None:
     """Wrong if leaving the reader waited for the thread that is held up: then no rank could raise."""
-    tune(monkeypatch, inline_nbytes=-1)
-    begun, release = threading.Event(), threading.Event()
-
-    def hold(_: Region) -> None:
-        begun.set()
-        assert release.wait(60)
-
-    with pytest.raises(StallError), reader_of(FakeSource(TABLE, (2, 4), hold), {0: piece_of(rows(0, 8))}) as reader:
+    source = FakeSource(TABLE, (2, 4), gate := Gate())  # type: ignore[arg-type]
+    with pytest.raises(StallError), reader_of(source, {0: piece_of(rows(0, 8))}) as reader:
         reading = reader.start(whole(rows(2, 4)))
-        assert begun.wait(20)
+        assert gate.begun.wait(20)
         raise StallError("nothing has moved")
     assert not reading.done()
-    release.set()
+    gate.opened.set()
     reading.result()
