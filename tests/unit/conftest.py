@@ -29,6 +29,6 @@ def quick_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardload.formats import untrusted as helper
     from tests.unit.copies import copy_of_a_helper
 
-    names = {name: getattr(subprocess, name) for name in ("TimeoutExpired",)}
-    monkeypatch.setattr(helper, "subprocess", SimpleNamespace(Popen=copy_of_a_helper, **names))
+    process = SimpleNamespace(Popen=copy_of_a_helper, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(helper, "subprocess", process)
     _start_one()

@@ -102,10 +102,8 @@ def test_paraview_finds_the_field(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
         exec(block("xdmf", page), names)
         exec(block("cf", page), names)
-        grid = ElementTree.parse("rho.xdmf").getroot().find("Domain/Grid")
-        assert grid is not None
+        grid: Any = ElementTree.parse("rho.xdmf").getroot().find("Domain/Grid")
         item = grid.find("Attribute/DataItem")
-        assert item is not None and item.text is not None
         file, _, name = item.text.partition(":/")
         with h5py.File(file) as opened:
             assert tuple(map(int, item.attrib["Dimensions"].split())) == opened[name].shape == (2, 3, 4)
@@ -113,8 +111,8 @@ def test_paraview_finds_the_field(tmp_path: Path) -> None:
         assert [of.text for of in grid.findall("Geometry/DataItem")] == ["0 0 0", "0.5 1.0 2.0"]
         velocity = jax.device_put(np.arange(72, dtype="f4").reshape(2, 3, 4, 3), NamedSharding(mesh, P("a")))
         names["write_xdmf"]("u.h5", "u", velocity, (1, 1, 1))
-        attribute = ElementTree.parse("u.xdmf").getroot().find("Domain/Grid/Attribute")
-        assert attribute is not None and attribute.attrib["AttributeType"] == "Vector"
+        attribute: Any = ElementTree.parse("u.xdmf").getroot().find("Domain/Grid/Attribute")
+        assert attribute.attrib["AttributeType"] == "Vector"
         assert [of.attrib["Dimensions"] for of in attribute] == ["2 3 4 3"]
         with xarray.open_dataset("t2m.nc", engine="h5netcdf") as dataset:
             assert dataset["time"].values[1] == np.datetime64("2001-01-01T06:00")
@@ -123,8 +121,7 @@ def test_paraview_finds_the_field(tmp_path: Path) -> None:
 def test_the_plan_of_many_arrays_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command on the page, for the file of the example. Estimated seconds depend on the machine."""
     page = (ROOT / "docs" / "many-arrays.md").read_text()
-    shown = re.search(r"    shardload (plan snap[^\n]*)\n\n<!-- plan[^\n]*-->\n```text\n(.*?)```", page, re.DOTALL)
-    assert shown is not None
+    shown: Any = re.search(r"    shardload (plan snap[^\n]*)\n\n<!-- plan[^\n]*-->\n```text\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     many_arrays.write_example("snap.h5")
     made = CliRunner().invoke(app, [word.strip('"') for word in shown[1].split()], env={"COLUMNS": "80"})

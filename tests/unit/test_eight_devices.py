@@ -41,6 +41,7 @@ from shardload.planning.shards import Shards, plan_shards
 from shardload.transfer.buffers import aligned_empty
 from tests.tiers import IS_QUICK, some_of
 from tests.unit.copies import run_copy
+from tests.unit.files import stored_in, write_hdf5
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,15 +137,14 @@ def check_table(shards: Shards, sharding: NamedSharding, shape: tuple[int, ...],
 def layout_of_devices_of_processes() -> None:
     """A process per device, and several devices per process; ranks are neither processes nor devices."""
     each, several = [7 - p for p in range(8)], [4, 0, 5, 1]  # the rank of each process
-    n = 0
-    for name, sharding, shape in layouts():
+    tried = layouts()
+    for name, sharding, shape in tried:
         for process_of, ranks in ((PLACES, each), ([d % 3 for d in range(8)], several)):
             with in_case(name):
                 processes = with_processes(sharding, process_of.__getitem__)
                 shards = layout_shards(processes, read_spec(sharding, len(shape)), shape, dict(enumerate(ranks)))
                 check_table(shards, sharding, shape, [ranks[process] for process in process_of].__getitem__)
-        n += 1
-    assert n > 250 // (ONE_OF if IS_QUICK else 1), f"only {n} layouts were tried"
+    assert len(tried) > 250 // (ONE_OF if IS_QUICK else 1), f"only {len(tried)} layouts were tried"
 
 
 def layout_of_an_abstract_mesh() -> None:
@@ -253,14 +253,8 @@ def assemble_names_every_device_that_asks() -> None:
 def assemble_refuses_pieces_of_another_shape_or_type() -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices())[:2], ("a",)), P("a"))
     first, second = Region((0, 0), (2, 3)), Region((2, 0), (4, 3))
-    good = np.zeros((2, 3), "f4")
-    for bad in (
-        np.zeros((3, 2), "f4"),
-        np.zeros((2, 3), "f8"),
-        np.zeros((2, 3), ">f4"),
-        np.zeros((1, 3), "f4"),
-        np.zeros(6, "f4"),
-    ):
+    good: np.ndarray[Any, Any] = np.zeros((2, 3), "f4")
+    for bad in (good.reshape(3, 2), good.astype("f8"), good.astype(">f4"), good[:1], good.ravel()):
         with pytest.raises(ShardloadError, match=r"the piece for \[2:4, 0:3\] has shape .* expected \(2, 3\) and float32"):
             assemble((4, 3), sharding, np.dtype("f4"), [(first, good), (second, bad)])
 
@@ -360,8 +354,7 @@ def load_into_memory_of_the_host() -> None:
     table = table_of((14, 12))
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder) / name) for name in ("x.h5", "y.h5")]
-        with h5py.File(paths[0], "w") as file:
-            file.create_dataset("x", data=table, chunks=(3, 5))
+        write_hdf5(paths[0], {"x": table}, chunks=(3, 5))
         for n, more in ((8, {"pad": 0}), (2, {"halo": (1,)})):
             mesh = Mesh(np.array(jax.devices()[:n]), ("a",))
             whole = NamedSharding(mesh, P(), memory_kind="pinned_host")
@@ -372,8 +365,7 @@ def load_into_memory_of_the_host() -> None:
                 if one is not x:
                     np.testing.assert_array_equal(np.asarray(one), table)
             shardload.save(paths[1], {"x": x if n == 8 else one}, mode="w")
-            with h5py.File(paths[1]) as file:
-                np.testing.assert_array_equal(file["x"][...], table)
+            np.testing.assert_array_equal(stored_in(paths[1], "x"), table)
 
 
 def load_counts_chunks_that_are_not_stored_once() -> None:
@@ -407,8 +399,7 @@ def assemble_and_look_at_other_shardings() -> None:
     table, named = table_of((16, 8)), NamedSharding(mesh, P("a", "b"))
     x = jax.device_put(table, GSPMDSharding(tuple(jax.devices()), named._to_xla_hlo_sharding(2)))
     with tempfile.TemporaryDirectory() as folder:
-        with h5py.File(f"{folder}/x.h5", "w") as file:
-            file["x"] = table
+        write_hdf5(f"{folder}/x.h5", {"x": table})
         for call in (lambda: shardload.save(f"{folder}/y.h5", x), lambda: shardload.verify(x, f"{folder}/x.h5")):
             with pytest.raises(shardload.ConfigError, match=r"GSPMDSharding, .*Pass jax\.device_put"):
                 call()
@@ -449,8 +440,7 @@ def load_whatever_the_program_has_set() -> None:
     whole = NamedSharding(mesh, P())
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder) / name) for name in ("x.h5", "y.h5")]
-        with h5py.File(paths[0], "w") as file:
-            file.create_dataset("x", data=table, chunks=(2, 12))
+        write_hdf5(paths[0], {"x": table}, chunks=(2, 12))
         for is_on_host in (True, False):
             with pytest.MonkeyPatch.context() as patch:
                 for module in (assembling, local_shards):
@@ -472,12 +462,10 @@ def load_whatever_the_program_has_set() -> None:
                 np.testing.assert_array_equal(np.asarray(y), table, strict=True)
                 np.testing.assert_array_equal(np.asarray(z), table, strict=True)
                 np.testing.assert_array_equal(shardload.unpad(x, numpy=True), table, strict=True)
-                with h5py.File(paths[1]) as file:
-                    np.testing.assert_array_equal(file["x"][...], table, strict=True)
-                with pytest.raises(shardload.ConfigError, match="outside of jax"):
-                    jax.jit(lambda: shardload.unpad(halos))()  # noqa: B023
-                with pytest.raises(shardload.ConfigError, match="outside of jax"):
-                    jax.jit(lambda: shardload.unpad(x, sharding=whole))()  # noqa: B023
+                np.testing.assert_array_equal(stored_in(paths[1], "x"), table, strict=True)
+                for traced, how in ((halos, None), (x, whole)):
+                    with pytest.raises(shardload.ConfigError, match="outside of jax"):
+                        jax.jit(lambda: shardload.unpad(traced, sharding=how))()  # noqa: B023
 
 
 # --- streams
@@ -495,9 +483,7 @@ def stream_to_several_devices() -> None:
         "1x8": P(None, None, None, "a"),
     }
     with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/a.h5"
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=table, chunks=(4, 3, 12), compression="gzip")
+        path = write_hdf5(f"{folder}/a.h5", {"x": table}, chunks=(4, 3, 12), compression="gzip")
         for (name, spec), shuffle in itertools.product(cases.items(), (None, 5)):
             mesh = MESHES[name]()
             ds = shardload.stream(path, mesh, spec, dataset="x", batch=8, window=window, shuffle=shuffle)
@@ -539,14 +525,12 @@ def in_case(name: str) -> Iterator[None]:
 
 def main() -> None:
     assert jax.device_count() == 8
-    found = {}
+    found = dict.fromkeys(CHECKS, "")
     for name in CHECKS:
         try:
             globals()[name]()
         except Exception:
             found[name] = traceback.format_exc()
-        else:
-            found[name] = ""
     print(json.dumps(found))
 
 

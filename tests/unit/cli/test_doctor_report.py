@@ -16,6 +16,7 @@ from shardload.cli.doctor import as_json, as_text, facts, facts_of_jax, is_ok
 from shardload.cli.findings import ERROR, WARNING, diagnose
 from tests.unit.cli.test_doctor import job, singleton
 from tests.unit.copies import run_copy
+from tests.unit.files import raising
 
 
 def table(text: str) -> list[list[str]]:
@@ -45,12 +46,8 @@ def test_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_system_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a system without affinity, or without a package, ended the examination."""
-
-    def fail(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr("importlib.metadata.version", fail)
+    monkeypatch.setattr("importlib.metadata.version", raising(metadata.PackageNotFoundError("x")))
     row = facts({})
     assert (row["cores"], row["launcher"], row["jax_process"]) == ([], "", None)
     assert {version.split()[0] for version in row["versions"]} >= {"python", "shardload"}

@@ -37,7 +37,7 @@ from tests.unit import ranks
 from tests.unit.files import raising
 from tests.unit.ranks import Store, in_threads, on_ranks
 
-MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
+MPI: Any = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
 
 
 def asked(kind: str = "load", **values: str) -> Invocation:
@@ -66,15 +66,11 @@ def test_a_group_of_one_needs_no_mpi() -> None:
 def test_alone_an_error_is_raised_as_it_is(kind: type[Exception]) -> None:
     """Any other than ours is the cause of a PeerError."""
     error, is_ours = kind("what went wrong"), issubclass(kind, ShardloadError)
-
-    def fail() -> str:
-        raise error
-
     for call in (
         lambda: Group(None).agree(error),
         lambda: Group(None).agree_same(asked(), error),
-        lambda: Group(None).tell(fail, 0),
-        lambda: Group(None).begin(asked(), fail),
+        lambda: Group(None).tell(raising(error), 0),
+        lambda: Group(None).begin(asked(), raising(error)),
     ):
         text = r"^what went wrong$" if is_ours else r"^ZeroDivisionError: what went wrong$"
         with pytest.raises(kind if is_ours else PeerError, match=text) as caught:
@@ -103,11 +99,8 @@ def test_an_error_that_cannot_say_what_is_wrong(kind: type[Exception]) -> None:
             return str(self.args[1])
 
     def work(group: Group) -> str:
-        def fail() -> str:
-            raise Mute("too few")
-
         with pytest.raises(PeerError) as told:
-            group.tell(fail, 0)
+            group.tell(raising(Mute("too few")), 0)
         with pytest.raises(PeerError) as agreed:
             group.agree(Mute("too few") if group.rank else None)
         return f"{told.value}; {agreed.value}"
@@ -133,10 +126,9 @@ def test_errors_that_caused_each_other_have_an_end(n: int) -> None:
 
 
 @pytest.fixture(params=["mpi", "jax"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the ranks of `on_ranks` agree."""
     monkeypatch.setattr(ranks, "way", request.param)
-    return str(request.param)
 
 
 def check_all_same(errors: list[Any], kind: type[ShardloadError], text: str, rank: int | None) -> None:
@@ -158,9 +150,7 @@ def test_all_well() -> None:
 
 def test_a_rank_that_can_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the others waited for it, for a quarter of an hour, while it raised an error of its own."""
-
-    def submit(*_: Any) -> Any:
-        raise RuntimeError("can't start new thread")
+    submit = raising(RuntimeError("can't start new thread"))
 
     def work(group: Group) -> list[int]:
         if group.rank == 1 and ranks.way == "jax":
@@ -199,10 +189,7 @@ def test_of_several_failures_the_lowest_rank_speaks() -> None:
 
 def test_what_the_root_alone_finds() -> None:
     def work(error: Exception) -> Callable[[Group], str]:
-        def make() -> str:
-            raise error
-
-        return lambda group: group.tell(make, 1)
+        return lambda group: group.tell(raising(error), 1)
 
     # The file is wrong where the root looked; the arguments are wrong everywhere.
     check_all_same(on_ranks(3, work(SourceError("gone"))), SourceError, "on rank 1 of 3: gone", 1)
@@ -466,11 +453,7 @@ def test_a_job_that_was_suspended_blames_nobody(steps: list[float], is_late: boo
 
 def test_who_waits_for_ever_can_be_interrupted_all_the_same() -> None:
     """Wrong if `timeout=None` took MPI's call that spins until all ranks are there: it looks at no signal."""
-
-    def interrupt() -> bool:
-        raise KeyboardInterrupt
-
-    comm = SimpleNamespace(size=2, rank=1, Idup=lambda: ("made", SimpleNamespace(Test=interrupt)))
+    comm = SimpleNamespace(size=2, rank=1, Idup=lambda: ("made", SimpleNamespace(Test=raising(KeyboardInterrupt()))))
     with pytest.raises(KeyboardInterrupt):
         collectives.duplicate(comm, watchdog.look_before_first_call(1, None))
 
@@ -478,7 +461,6 @@ def test_who_waits_for_ever_can_be_interrupted_all_the_same() -> None:
 @pytest.mark.skipif(MPI is None, reason="no MPI library")
 def test_first_calls_of_two_threads_make_one_group() -> None:
     """Wrong if both duplicated the communicator: the first duplicate would be freed twice."""
-    assert MPI is not None
     mine, start = MPI.COMM_SELF.Dup(), threading.Barrier(8)
 
     def call(_: int) -> Group:
@@ -497,7 +479,6 @@ def test_what_is_no_communicator(comm: Any) -> None:
 
 @pytest.mark.skipif(MPI is None, reason="no MPI library")
 def test_a_communicator_is_duplicated_once_and_freed_with_its_own() -> None:
-    assert MPI is not None
     assert group_of() is group_of(None) is group_of(MPI.COMM_WORLD) and world() == MPI.COMM_WORLD
     group = group_of(MPI.COMM_WORLD)
     assert group.comm != MPI.COMM_WORLD and MPI.Comm.Compare(group.comm, MPI.COMM_WORLD) == MPI.CONGRUENT

@@ -105,8 +105,7 @@ def test_a_wrong_call_is_shown_up_to_the_users_line(
 def test_a_package_that_is_imported_over_a_link(tmp_path: Path) -> None:
     """As from a home directory that is one. Wrong if nothing were cut there: frames have the name of the link."""
     (tmp_path / "link").symlink_to(Path(shared_errors.__file__).parents[1])
-    spec = importlib.util.spec_from_file_location("over_a_link", tmp_path / "link" / "comm" / "shared_errors.py")
-    assert spec is not None and spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location("over_a_link", tmp_path / "link" / "comm" / "shared_errors.py")
     linked = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(linked)
     names: dict[str, Any] = {}

@@ -402,8 +402,7 @@ def _plain(value: Any) -> Any:
 
 def _normal(value: Any) -> Any:
     """Something that is equal to itself in another format."""
-    found = _plain(value)
-    return repr(found)
+    return repr(_plain(value))
 
 
 # --- the test

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
-import zarr
 from mpi4py import MPI
 
 import shardload
@@ -30,7 +28,7 @@ from shardload.formats.zarr.sink import ZarrSink
 from shardload.jobs.joining.join import _find
 from shardload.jobs.joining.request import PartsRequest
 from shardload.system.steps import step_done, steps_told_to
-from tests.unit.files import write_hdf5
+from tests.unit.files import stored_in, write_hdf5
 from tests.unit.saving import quick_fsync
 from tests.unit.waiting import TICK, TIMEOUT, Job
 
@@ -71,23 +69,6 @@ def check(work: Callable[[], object]) -> None:
         assert bool(job.raised) is not is_seen, job.raised
 
 
-def arrays(n: int) -> dict[str, np.ndarray[Any, Any]]:
-    return {f"g{k % 7}/v{k}": np.arange(6, dtype="f4") + k for k in range(n)}
-
-
-def write(path: Path, n: int) -> str:
-    """A file of many arrays, by the library of its format."""
-    if path.suffix == ".zarr":
-        root = zarr.open_group(path, mode="w", zarr_format=3)
-        for name, values in arrays(n).items():
-            root.create_array(name, data=values, chunks=(3,))
-        return str(path)
-    with h5py.File(path, "w") as file:
-        for name, values in arrays(n).items():
-            file.create_dataset(name, data=values, chunks=(3,), compression="gzip")
-    return str(path)
-
-
 def test_files_that_are_joined(tmp_path: Path) -> None:
     def write_parts(folder: Path, n: int) -> str:
         folder.mkdir()
@@ -103,10 +84,6 @@ def test_files_that_are_joined(tmp_path: Path) -> None:
 # --- how a call hears of it
 
 
-def beats(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in caplog.messages if text.startswith("rank 0, call ")]
-
-
 def test_who_works_alone_in_a_call_answers_the_others(caplog: pytest.LogCaptureFixture) -> None:
     """Wrong if rank 0, which finds arrays in the thread that makes the call, neither counted nor looked meanwhile."""
     caplog.set_level(logging.DEBUG, "shardload")
@@ -117,7 +94,8 @@ def test_who_works_alone_in_a_call_answers_the_others(caplog: pytest.LogCaptureF
             now += alone.watch.nap_seconds * 4
             step_done()
     step_done()
-    assert [text.partition(": ")[2] for text in beats(caplog)] == [f"step {k}, phase begin" for k in range(1, 21)]
+    beats = [text.partition(": ")[2] for text in caplog.messages if text.startswith("rank 0, call ")]
+    assert beats == [f"step {k}, phase begin" for k in range(1, 21)]
 
 
 class Beats(logging.Handler):
@@ -182,11 +160,11 @@ def test_threads_that_write_metadata_are_no_stall(
     """Each array takes a beat, and there are more of them than beats in the timeout. Wrong if the steps of a thread did not
     count: StallError in the middle of a save that goes on.
     """
-    n = 14
-    source, new = write(tmp_path / "old.h5", n), tmp_path / f"new{suffix}"
+    n, new = 14, tmp_path / f"new{suffix}"
+    arrays = {f"g{k % 7}/v{k}": np.arange(6, dtype="f4") + k for k in range(n)}
+    source = write_hdf5(tmp_path / "old.h5", arrays, chunks=(3,), compression="gzip")
     beats_seen = slow(owner, name)
     shardload.copy(source, new, timeout=0.4, comm=MPI.COMM_SELF.Dup())  # a communicator of its own: a stall is for ever
     assert beats_seen.n >= n
-    file: Any = h5py.File(new) if suffix == ".h5" else zarr.open_group(new, mode="r")
-    for array, values in arrays(n).items():
-        np.testing.assert_array_equal(file[array][...], values)
+    for array, values in arrays.items():
+        np.testing.assert_array_equal(stored_in(new, array), values)

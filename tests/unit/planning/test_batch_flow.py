@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,10 +84,6 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(schedule, columns, tuple(uses), batch, draw(st.sampled_from([1, 2, 1 << 30])))
 
 
-def slices_of(region: Any, origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - z, b - z) for a, b, z in zip(region.start, region.stop, origin, strict=True))
-
-
 @examples(150)
 @given(cases(), st.data())
 def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObject) -> None:
@@ -110,7 +105,7 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObj
             for part in block.parts:
                 target = targets[part.rank, part.target]
                 assert target is not None and target.contains(part.region) and block.region.contains(part.region)
-                into = pieces[part.rank, part.target][slices_of(part.region, target.start)]
+                into = pieces[part.rank, part.target][part.region.slices(target.start)]
                 assert (into == -1).all(), "sent twice"
                 into[...] = array[part.region.slices()]
                 if part.rank != rank:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardload.system.garbage import collections_wait, let_go
+from tests.unit.files import raising
 
 
 def test_collections_wait_and_go_on() -> None:
@@ -95,13 +96,10 @@ def test_a_generator_that_has_caught_the_error_goes_on() -> None:
     """Wrong if its variables were cleared: that ends it."""
     kept: list[Exception] = []
 
-    def fail() -> None:
-        raise KeyError("damaged")
-
     def steps() -> Iterator[int]:
         n = 7
         try:
-            fail()
+            raising(KeyError("damaged"))()
         except KeyError as error:
             kept.append(error)
         yield n

@@ -14,18 +14,15 @@ from concurrent.futures import CancelledError
 import pytest
 
 from shardload.system.thread_pool import Pool, call_together
+from tests.unit.files import raising
 
 SECONDS = 20  # no test waits that long unless it fails
 
 
 def test_what_ends_a_thread_elsewhere_is_a_result_here() -> None:
     """Wrong if the future were never done: whoever waits for it would wait for ever."""
-
-    def leave() -> None:
-        raise SystemExit(3)
-
     pool = Pool(1, "t")
-    assert isinstance(pool.submit(leave).exception(SECONDS), SystemExit)
+    assert isinstance(pool.submit(raising(SystemExit(3))).exception(SECONDS), SystemExit)
     assert pool.submit(len, "ab").result(SECONDS) == 2
     pool.close()
 
