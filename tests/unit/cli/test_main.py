@@ -13,6 +13,7 @@ from typing import Any
 
 import h5py
 import hdf5plugin
+import netCDF4
 import numpy as np
 import pytest
 import typer
@@ -213,8 +214,7 @@ def test_info_of_one_array_shows_every_attribute_once(tmp_path: Path) -> None:
 
 
 def test_a_dimension_without_a_variable_is_no_array_of_zeros(tmp_path: Path) -> None:
-    netcdf = pytest.importorskip("netCDF4")
-    with netcdf.Dataset(tmp_path / "f.nc", "w") as made:
+    with netCDF4.Dataset(tmp_path / "f.nc", "w") as made:
         made.createDimension("x", 3)
         made.createVariable("t", "f4", ("x",))[:] = 1
     assert "/x  (x=3)  dimension without a variable" in str(shardload.open(tmp_path / "f.nc"))
@@ -225,8 +225,8 @@ def test_a_dimension_without_a_variable_is_no_array_of_zeros(tmp_path: Path) -> 
 
 def test_info_says_the_ends_of_the_coordinates_of_axes(tmp_path: Path) -> None:
     """Wrong if corners of a curvilinear grid were said to be its ends, or if a scalar one were not shown."""
-    netcdf, path = pytest.importorskip("netCDF4"), tmp_path / "ocean.nc"
-    with netcdf.Dataset(path, "w") as file:
+    path = tmp_path / "ocean.nc"
+    with netCDF4.Dataset(path, "w") as file:
         for name, n in (("time", 3), ("y", 3), ("x", 3), ("large", 20_000)):
             file.createDimension(name, n)
         for name, dims, values in (
@@ -258,7 +258,6 @@ def test_info_json(file: str) -> None:
 
 
 def test_info_of_zarr_shows_shards(tmp_path: Path) -> None:
-    zarr = pytest.importorskip("zarr")
     zarr.create_array(str(tmp_path / "z.zarr"), shape=(8, 8), chunks=(2, 4), shards=(4, 8), dtype="i2")
     out = ok("info", str(tmp_path / "z.zarr"), columns=200)
     header, row = out.splitlines()[1:]
@@ -401,10 +400,6 @@ def test_plan_refuses(file: str, typed: str, code: int, text: str) -> None:
 # --- the command itself
 
 
-def shell(*args: str) -> Any:
-    return run_copy(["-W", "error", "-m", "shardload", *args], capture_output=True, check=False)
-
-
 def test_a_mesh_or_spec_that_is_missing(file: str) -> None:
     """Wrong if it were only named: nobody knows what to type then."""
     for given in ((), ("--mesh", "a=2")):
@@ -415,7 +410,8 @@ def test_a_mesh_or_spec_that_is_missing(file: str) -> None:
 
 def test_a_plan_for_65536_devices(file: str) -> None:
     """Wrong if devices that nobody has were needed, or each looked at the pieces of all others: a minute is the limit."""
-    done = shell("plan", f"{file}:/big", "--mesh", "a=256,b=256", "--spec", "-,a,b", "--json")
+    command = ["plan", f"{file}:/big", "--mesh", "a=256,b=256", "--spec", "-,a,b", "--json"]
+    done = run_copy(["-W", "error", "-m", "shardload", *command], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["n_ranks"] == 65536
 

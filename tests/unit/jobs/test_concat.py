@@ -26,6 +26,7 @@ from shardload.formats import lookup
 from shardload.formats.hdf5 import tiles
 from tests.servers import ObjectServer
 from tests.unit.cli.test_main import ok, run
+from tests.unit.files import stored_in
 
 LENGTHS = (5, 3, 4)
 WHOLE = np.arange(12 * 2, dtype="f4").reshape(12, 2)
@@ -47,6 +48,12 @@ def load(path: Any, dataset: str | None = "x", **options: Any) -> np.ndarray[Any
     return np.asarray(shardload.load(path, Mesh(np.array(jax.devices()[:1]), "a"), P(), dataset=dataset, **options))
 
 
+def refused(said: str, *parts: Any, error: type[Exception] = ConfigError, **how: Any) -> None:
+    """The parts are not taken for one file, and the error says why."""
+    with pytest.raises(error, match=said):
+        shardload.concat(*parts, **how)
+
+
 def test_a_pattern_is_put_into_the_order_of_numbers(tmp_path: Path) -> None:
     """Without a coordinate; wrong if run.10 came before run.2. `join` has the same order."""
     for k, number in enumerate((1, 2, 10)):
@@ -57,10 +64,8 @@ def test_a_pattern_is_put_into_the_order_of_numbers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load(one), WHOLE)
     np.testing.assert_array_equal(load(one, select=slice(4, 9)), WHOLE[4:9])
     shardload.join(tmp_path / "whole.h5", pattern)
-    with h5py.File(tmp_path / "whole.h5") as file:
-        np.testing.assert_array_equal(file["x"][...], WHOLE)
-    with pytest.raises(ConfigError, match="not of their numbers"):
-        shardload.concat(sorted(map(str, tmp_path.glob("run.*.h5"))))
+    np.testing.assert_array_equal(stored_in(tmp_path / "whole.h5", "x"), WHOLE)
+    refused("not of their numbers", sorted(map(str, tmp_path.glob("run.*.h5"))))
     only = shardload.concat(tmp_path / "run.2.h5")
     np.testing.assert_array_equal(load(only), WHOLE[5:8])
     assert shardload.concat([tmp_path / "run.2.h5"]) == only
@@ -83,19 +88,15 @@ def test_a_pattern_is_put_into_the_order_of_the_numbers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load(whole, "z"), z)
     np.testing.assert_array_equal(load(whole), [10 * z, 10 * z + 1])
     np.testing.assert_array_equal(load(whole, select={"z": shardload.near(6)}), [60, 61])
-    with pytest.raises(
-        ConfigError, match=r"'/z' does not go on .* '.*1.nc' ends with 1.0, and '.*8.nc'.*Pass a list of the parts in"
-    ):
-        shardload.concat([files[-1], *files[:-1]], along="z")
+    said = r"'/z' does not go on .* '.*{}.nc' ends with 1.0, and '.*{}.nc'.*Pass a list of the parts in"
+    refused(said.format(1, 8), [files[-1], *files[:-1]], along="z")
     levels(tmp_path / "o1.nc", [2, 1]), levels(tmp_path / "o2.nc", [4, 3])
-    with pytest.raises(ConfigError, match=r"'/z' does not go on .* '.*o1.nc' ends with 1.0, and '.*o2.nc'.*Pass a list of the"):
-        shardload.concat(str(tmp_path / "o*.nc"), along="z")
+    refused(said.format("o1", "o2"), str(tmp_path / "o*.nc"), along="z")
     levels(tmp_path / "rises.nc", [10, 11])
-    with pytest.raises(ConfigError, match=r"'/z' rises in '.*rises.nc' and falls in '.*8.nc'"):
-        shardload.concat([tmp_path / "rises.nc", files[0]], along="z")
-    with h5py.File(shardload.join(tmp_path / "whole.h5", str(tmp_path / "[0-9]*.nc"), axis="z").path) as file:
-        np.testing.assert_array_equal(file["z"][...], z)
-        np.testing.assert_array_equal(file["x"][...], [10 * z, 10 * z + 1])
+    refused(r"'/z' rises in '.*rises.nc' and falls in '.*8.nc'", [tmp_path / "rises.nc", files[0]], along="z")
+    joined = shardload.join(tmp_path / "whole.h5", str(tmp_path / "[0-9]*.nc"), axis="z").path
+    np.testing.assert_array_equal(stored_in(joined, "z"), z)
+    np.testing.assert_array_equal(stored_in(joined, "x"), [10 * z, 10 * z + 1])
 
 
 def test_each_file_a_step(tmp_path: Path) -> None:
@@ -104,8 +105,7 @@ def test_each_file_a_step(tmp_path: Path) -> None:
     steps = shardload.concat(tmp_path / "step*.h5", stack="t")  # whose time falls, and is known by its values alone
     np.testing.assert_array_equal(load(steps), WHOLE[:3, None])
     np.testing.assert_array_equal(load(steps, "t", dtype="f4"), [30, 29, 28])
-    with pytest.raises(ConfigError, match=r"along is 0 and stack 't'. Pass one: along= if"):
-        shardload.concat(tmp_path / "step*.h5", 0, stack="t")
+    refused(r"along is 0 and stack 't'. Pass one: along= if", tmp_path / "step*.h5", 0, stack="t")
 
 
 def test_it_is_a_path_of_its_own(tmp_path: Path) -> None:
@@ -127,12 +127,10 @@ def test_it_is_a_path_of_its_own(tmp_path: Path) -> None:
         shardload.open(f"{one}:/x")
     with pytest.raises(ConfigError, match="holds 2 arrays; name one, as in dataset='/x'"):
         load(shardload.concat([write(tmp_path / "two.h5", 0, y=WHOLE[:5])]), None)
-    with pytest.raises(ConfigError, match="parts is 5; expected the paths of the files, or a pattern"):
-        shardload.concat(5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
-        shardload.open(one, untrusted=True)
-    with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
-        load(one, untrusted=True)
+    refused("parts is 5; expected the paths of the files, or a pattern", 5)
+    for call in (shardload.open, load):
+        with pytest.raises(ConfigError, match="untrusted=True opens a file in another process"):
+            call(one, untrusted=True)
 
 
 def test_files_in_other_folders_and_outside_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +148,7 @@ def test_files_in_other_folders_and_outside_of_them(tmp_path: Path, monkeypatch:
     for k, path in enumerate(leading):
         with h5py.File(path, "w") as file:
             file["x"] = h5py.ExternalLink(files[k], "/x")
-    with pytest.raises(SourceError, match=r"links/l0.h5.*outside the folder of this file; pass allow_external=True"):
-        shardload.concat(leading, dataset="x")
+    refused("links/l0.h5.*outside the folder of this file; pass allow_external=True", leading, error=SourceError, dataset="x")
     np.testing.assert_array_equal(load(shardload.concat(leading, dataset="x", allow_external=True)), WHOLE[:8])
 
 
@@ -160,8 +157,7 @@ def test_what_is_the_same_in_all_is_read_once(tmp_path: Path, monkeypatch: pytes
     files = [write(tmp_path / f"{k}.h5", k, g=np.arange(30.0), n=7) for k in range(3)]
     long = {"dataset": ["x", "n"]}
     assert "/n () int64: stored here, the same in all parts" in shardload.concat(files, **long).summary  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="dataset="):  # "g" has an axis 0, too
-        shardload.concat([*files[:2], write(tmp_path / "9.h5", 2, n=7)])
+    refused("dataset=", [*files[:2], write(tmp_path / "9.h5", 2, n=7)])  # "g" has an axis 0, too
     monkeypatch.setattr("shardload.jobs.joining.parts._STORED_NBYTES", 8)
     nets = [levels(tmp_path / f"{k}.nc", [k]) for k in range(2)]
     for path in nets:
@@ -205,8 +201,7 @@ def test_a_copy_of_a_pattern(tmp_path: Path) -> None:
 
 def test_zarr_is_copied_first(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("x", data=WHOLE)
-    with pytest.raises(ConfigError, match=r"only HDF5 and netCDF4 files can be joined. Copy it first: `shardload copy"):
-        shardload.concat([tmp_path / "a.zarr"])
+    refused("only HDF5 and netCDF4 files can be joined. Copy it first: `shardload copy", [tmp_path / "a.zarr"])
 
 
 @pytest.mark.parametrize("most_kept", [2, 4])
@@ -304,6 +299,6 @@ def test_a_store_that_refuses_the_last_question_is_an_error_of_the_file(tmp_path
         write(tmp_path / f"f{k}.h5", k)
     with ObjectServer(tmp_path) as server:
         server.faults.status, server.faults.only = 403, lambda key: len(server.log) > 1
-        with pytest.raises(SourceError, match=r"f[01]\.h5' cannot be read: access is denied"):
-            shardload.concat([f"{server.url}/f{k}.h5" for k in range(2)])
+        urls = [f"{server.url}/f{k}.h5" for k in range(2)]
+        refused(r"f[01]\.h5' cannot be read: access is denied", urls, error=SourceError)
         assert len(server.gets()) == 2

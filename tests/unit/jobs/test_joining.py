@@ -24,10 +24,8 @@ from shardload.jobs.copying.request import CopyRequest, describe, find
 from shardload.planning.region import Region
 from shardload.storage.leftovers import find_leftover
 from shardload.values.dates import in_other_units
-from tests.unit.cli.test_main import run, unwrapped
-from tests.unit.files import raising, write_hdf5
-
-__all__ = ["run"]  # a fixture
+from tests.unit.cli import test_main as command
+from tests.unit.files import raising, stored_in, write_hdf5
 
 LENGTHS = (5, 7, 4)
 
@@ -148,8 +146,7 @@ def test_years_of_a_climate_model(tmp_path: Path, suffix: str) -> None:
     with h5py.File(whole) as file:
         np.testing.assert_array_equal(file["time"][[0, 12, 35]], [0, 365, 730 + 330])
         assert [file[name].is_virtual for name in ("t2m", "time", "time_bnds", "land", "lat")] == [True, *[False] * 4]
-    with h5py.File(whole, "r+") as file:  # a scale lists the arrays that have its axis, of which there may be many
-        file["time"].attrs["list"] = np.arange(9000)
+    edit(whole, lambda file: file["time"].attrs.update(list=np.arange(9000)))  # as a scale that many arrays have
     info = shardload.open(whole)["t2m"]
     assert info.dims == ("time", "lat", "lon") and info.chunks == (1, 3, 4)
     np.testing.assert_array_equal(info.coords["time"].values, np.concatenate([np.arange(12) * 30 + 365 * k for k in range(3)]))
@@ -172,9 +169,7 @@ def test_a_part_is_compared_in_one_opening(tmp_path: Path, monkeypatch: pytest.M
     """Wrong if a part were opened for each array that must be the same in all: file servers take longest for that."""
     paths, opened = climate(tmp_path, (2001, 2002, 2003)), list[str]()
     for path in paths:
-        with h5py.File(path, "r+") as file:
-            for k in range(5):
-                file[f"same{k}"] = np.arange(4.0)
+        edit(path, lambda file: file.update({f"same{k}": np.arange(4.0) for k in range(5)}))
 
     open_checked = lookup._CheckedFile
 
@@ -255,15 +250,13 @@ def test_names_with_percent_signs_and_parts_elsewhere(snapshot: list[str], tmp_p
     for k, path in enumerate(snapshot):
         paths.append(str(tmp_path / f"100%b {k}.h5"))
         os.rename(path, paths[-1])
-        with h5py.File(paths[-1], "r+") as file:
-            file.move("dm/pos", "dm/50%")
+        edit(paths[-1], lambda file: file.move("dm/pos", "dm/50%"))
     folder = tmp_path / "below"
     folder.mkdir()
     whole = str(folder / "whole%.h5")
     report = shardload.join(whole, paths, dataset="dm/*", axis=0)
     assert report.needs_external and "allow_external=True" in str(report)
-    with h5py.File(whole) as file:
-        np.testing.assert_array_equal(file["dm/50%"][...], np.arange(48, dtype="f4").reshape(16, 3))
+    np.testing.assert_array_equal(stored_in(whole, "dm/50%"), np.arange(48, dtype="f4").reshape(16, 3))
     values = read(whole, "/dm/50%", (4, 0), (6, 3), allow_external=True)
     np.testing.assert_array_equal(values, np.arange(12, 18).reshape(2, 3))
 
@@ -361,8 +354,7 @@ def test_what_is_no_time_is_not_counted(tmp_path: Path) -> None:
         ]
 
     def times() -> tuple[list[Any], list[Any]]:
-        with h5py.File(whole) as file:
-            return file["time"][...].tolist(), file["b"][:, 0].tolist()
+        return stored_in(whole, "time").tolist(), stored_in(whole, "b")[:, 0].tolist()
 
     shardload.join(whole, parts([0.0, 10, 20], fill=np.nan), axis="time")
     assert times() == ([0, 10, 20, 365, 375, 385], [0, 2, 4, 365, 367, 369])
@@ -391,8 +383,8 @@ def test_bounds_that_only_some_parts_name(tmp_path: Path) -> None:
         for k in range(2)
     ]
     shardload.join(tmp_path / "whole.nc", paths, axis="time")
-    with h5py.File(tmp_path / "whole.nc") as file:
-        assert file["b"][:, 0].tolist() == file["time"][...].tolist() == [0, 10, 365, 375]
+    whole = tmp_path / "whole.nc"
+    assert stored_in(whole, "b")[:, 0].tolist() == stored_in(whole, "time").tolist() == [0, 10, 365, 375]
 
 
 def test_whole_numbers_of_64_bits_are_compared_exactly(tmp_path: Path) -> None:
@@ -408,8 +400,7 @@ def test_whole_numbers_of_64_bits_are_compared_exactly(tmp_path: Path) -> None:
 
 def test_files_that_have_no_array_in_common(snapshot: list[str], tmp_path: Path) -> None:
     """Wrong if they became one file with the arrays of both, each from one part."""
-    other = str(tmp_path / "other.h5")
-    write_hdf5(other, {"gas/rho": np.arange(6.0)})
+    other = write_hdf5(tmp_path / "other.h5", {"gas/rho": np.arange(6.0)})
     refused(
         r"no array is in two of the parts.*'/dm/pos' in '.*snap.0.h5'.*'/gas/rho' in '.*other",
         str(tmp_path / "all.h5"),
@@ -423,8 +414,7 @@ def test_a_part_that_leads_to_the_new_file(snapshot: list[str], tmp_path: Path, 
     first, second = str(tmp_path / "first.h5"), str(tmp_path / "second.h5")
     shardload.join(first, snapshot[:2], dataset="dm/*")
     shardload.join(second, [first, snapshot[2]], dataset="dm/*")
-    with h5py.File(second) as file:
-        np.testing.assert_array_equal(file["dm/id"][...], np.arange(16))
+    np.testing.assert_array_equal(stored_in(second, "dm/id"), np.arange(16))
     before = Path(first).read_bytes()
     refused(
         r"first\.h5' is the new file, and the parts of '/dm/(id|pos)' lead to it",
@@ -453,15 +443,13 @@ def test_a_link_in_place_of_the_new_file(snapshot: list[str], tmp_path: Path) ->
     os.symlink("else/whole.h5", tmp_path / "whole.h5")
     assert shardload.join(str(tmp_path / "whole.h5"), snapshot, mode="w").needs_external
     for path in ("whole.h5", "else/whole.h5"):
-        with h5py.File(tmp_path / path) as file:
-            np.testing.assert_array_equal(file["dm/id"][...], np.arange(16))
+        np.testing.assert_array_equal(stored_in(tmp_path / path, "dm/id"), np.arange(16))
 
 
 def test_the_first_part_may_have_no_stars(snapshot: list[str], tmp_path: Path) -> None:
     edit(snapshot[0], lambda file: file.__delitem__("stars"))
     shardload.join(str(tmp_path / "whole.h5"), snapshot, dataset="stars/*")
-    with h5py.File(tmp_path / "whole.h5") as file:
-        np.testing.assert_array_equal(file["stars/mass"][...], [2, 2, 2])
+    np.testing.assert_array_equal(stored_in(tmp_path / "whole.h5", "stars/mass"), [2, 2, 2])
     refused("holds no arrays below '/gas'", str(tmp_path / "other.h5"), snapshot, dataset="gas/*")
 
 
@@ -492,13 +480,12 @@ def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:
     wrong("parts is 5; expected the paths", [5])
     wrong(r"path is \['a.nc'\]; expected the name of the new file, .* before the parts", "whole.nc", ["a.nc"])
     wrong("dataset is 5; expected the name of an array", dataset=5)
-    wrong(r"no array of '.*' has an axis 2", axis=np.int64(2))
     wrong("'x.zarr' would be an HDF5 file", path="x.zarr")
     wrong("is among the parts twice", [*snapshot, snapshot[0]])
     wrong("is the new file, and one of the parts", path=snapshot[1], mode="w")
     wrong("names an array; pass dataset='/dm/id'", [f"{snapshot[0]}:/dm/id"])
     wrong("axis is 'time', which no array has; there are: none with a name. Pass its number", axis="time")
-    wrong(r"no array of '.*' has an axis 2: '/dm/id' \(5,\)", axis=2)
+    wrong(r"no array of '.*' has an axis 2: '/dm/id' \(5,\)", axis=np.int64(2))
     wrong("axis is -1; expected the name of an axis, or its number from 0 on", axis=-1)
     wrong(r"axis is True; expected", axis=True)
     wrong(r"axis is 'tiem', which no array has; there are: .*'time'", years, axis="tiem")
@@ -530,8 +517,7 @@ def test_no_values_are_lost(snapshot: list[str], tmp_path: Path, monkeypatch: py
     shardload.join(whole, snapshot)
     refused(r"exists, and mode is 'w-'", whole, snapshot)
     shardload.join(whole, snapshot[:2], mode="w")
-    with h5py.File(whole) as file:
-        assert file["dm/id"].shape == (12,)
+    assert stored_in(whole, "dm/id").shape == (12,)
     said = r"snap\.2\.h5' exists, and has values of '/dm/(id|pos)' itself"
     for mode in ("w", "w-"):  # not that mode='w' would help, where the new name was forgotten
         refused(f"{said}: is it one of the parts", snapshot[2], snapshot[:2], mode=mode)
@@ -626,24 +612,21 @@ def test_a_part_that_is_gone_is_an_error(snapshot: list[str], tmp_path: Path) ->
 
 def test_the_command(snapshot: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = str(tmp_path / "whole.h5")
-    code, printed, said = run("join", *snapshot, whole, "--axis", "0", "--dataset", "dm/*")
+    code, printed, said = command.run("join", *snapshot, whole, "--axis", "0", "--dataset", "dm/*")
     assert code == 0, said
-    assert f"joined 3 files along axis 0: '{whole}'" in unwrapped(printed) and "(16, 3)" in printed
-    assert "'NumPart_ThisFile'" in unwrapped(printed) and not said
+    assert f"joined 3 files along axis 0: '{whole}'" in command.unwrapped(printed) and "(16, 3)" in printed
+    assert "'NumPart_ThisFile'" in command.unwrapped(printed) and not said
     assert max(map(len, printed.splitlines())) <= 80 or len(str(tmp_path)) > 40
-    assert "in 3 parts" in unwrapped(run("info", whole)[1])
-    code, _, said = run("join", *snapshot, whole)
-    assert code == 1 and "Pass --mode w to replace it" in unwrapped(said)
-    code, printed, said = run("join", *snapshot, whole, "--mode", "w", "--json")
-    assert code == 0 and json.loads(printed)["rows"][0]["shape"] == [16]
+    assert "in 3 parts" in command.unwrapped(command.ok("info", whole))
+    assert "Pass --mode w to replace it" in command.refused("join", *snapshot, whole)
+    assert json.loads(command.ok("join", *snapshot, whole, "--mode", "w", "--json"))["rows"][0]["shape"] == [16]
     years = climate(tmp_path, (2001, 2002))
-    code, _, said = run("join", *years, str(tmp_path / "y.nc"), "--axis", "0")
-    assert code == 1 and "one of 'lat'" in unwrapped(said)
-    code, _, said = run("join", whole)
-    assert code == 2 and "then the new file" in unwrapped(said)
+    assert "one of 'lat'" in command.refused("join", *years, str(tmp_path / "y.nc"), "--axis", "0")
+    code, _, said = command.run("join", whole)
+    assert code == 2 and "then the new file" in command.unwrapped(said)
     monkeypatch.setenv("PMI_RANK", "1")
     monkeypatch.setenv("PMI_SIZE", "2")
-    assert run("join", *snapshot, str(tmp_path / "never.h5")) == (0, "", "")
+    assert command.run("join", *snapshot, str(tmp_path / "never.h5")) == (0, "", "")
     assert not (tmp_path / "never.h5").exists()
 
 
