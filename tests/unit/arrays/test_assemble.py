@@ -35,8 +35,15 @@ def test_what_jax_makes_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None
             assemble((4, 3), sharding, data.dtype, [piece])
 
 
-@pytest.mark.parametrize("index", [(slice(0, 4, 2), slice(None)), (slice(0, 5), slice(None)), (slice(None),)])
-def test_an_index_that_is_no_region_is_an_error(monkeypatch: pytest.MonkeyPatch, index: tuple[slice, ...]) -> None:
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None),),
+        (slice(None),) * 3,
+        *((part, slice(None)) for part in (np.s_[0:4:2], np.s_[::-1], np.s_[0:5], np.s_[-2:4], np.s_[3:2], 0, ...)),
+    ],
+)
+def test_an_index_that_is_no_region_is_an_error(monkeypatch: pytest.MonkeyPatch, index: Any) -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), P("a"))
     monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, answer, dtype: answer(index))
     with pytest.raises(ValueError, match="index"):

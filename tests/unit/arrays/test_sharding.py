@@ -153,11 +153,6 @@ def test_what_is_left_to_the_compiler_or_to_a_sum() -> None:
 # --- padding
 
 
-def padded(shape: tuple[int, ...], spec: Any, *, pad: bool, name: str = "'/density' in 'a.h5'") -> tuple[int, ...]:
-    sharding = NamedSharding(MESH, spec)
-    return padded_shape(shape, read_spec(sharding, len(shape)), sharding, None if pad else "pad=0", name)
-
-
 @pytest.mark.parametrize(
     ("shape", "spec", "text"),
     [
@@ -183,8 +178,9 @@ def padded(shape: tuple[int, ...], spec: Any, *, pad: bool, name: str = "'/densi
     ],
 )
 def test_an_axis_that_does_not_divide(shape: Any, spec: Any, text: str) -> None:
+    sharding = NamedSharding(MESH, spec)
     with pytest.raises(ConfigError, match=re.escape(text)) as caught:
-        padded(shape, spec, pad=False)
+        padded_shape(shape, read_spec(sharding, len(shape)), sharding, "pad=0", "'/density' in 'a.h5'")
     if shape == (1,):
         assert str(caught.value).endswith("to pad it to 4"), "there is no mesh axis to advise"
 
@@ -192,14 +188,11 @@ def test_an_axis_that_does_not_divide(shape: Any, spec: Any, text: str) -> None:
 # --- ranks
 
 
-def devices_of(*processes: int) -> Any:
-    devices = np.array([SimpleNamespace(process_index=p) for p in processes], dtype=object)
-    return SimpleNamespace(mesh=SimpleNamespace(devices=devices, shape={"a": len(processes)}), spec=P("a"))
-
-
 def test_a_process_that_takes_no_part() -> None:
+    devices = np.array([SimpleNamespace(process_index=p) for p in (0, 2, 1, 3)], dtype=object)
+    sharding: Any = SimpleNamespace(mesh=SimpleNamespace(devices=devices, shape={"a": 4}), spec=P("a"))
     with pytest.raises(ConfigError, match=r"devices of JAX process 2, which takes no part.*the processes \[0, 1, 7\]"):
-        layout_shards(devices_of(0, 2, 1, 3), ((0,),), (8,), {0: 0, 1: 1, 7: 2})
+        layout_shards(sharding, ((0,),), (8,), {0: 0, 1: 1, 7: 2})
 
 
 # --- words

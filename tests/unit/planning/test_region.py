@@ -83,25 +83,6 @@ def test_regions_of_other_ranks_do_not_mix() -> None:
                 f(other)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        (slice(None),),
-        (slice(None),) * 3,
-        (slice(0, 4, 2), slice(None)),
-        (slice(None, None, -1), slice(None)),
-        (slice(0, 5), slice(None)),
-        (slice(-2, 4), slice(None)),
-        (slice(3, 2), slice(None)),
-        (0, slice(None)),
-        (slice(None), ...),
-    ],
-)
-def test_an_index_that_no_sharding_gives_is_refused(index: Any) -> None:
-    with pytest.raises(ValueError, match="index"):
-        Region.from_index(index, (4, 6))
-
-
 # --- selections
 
 
