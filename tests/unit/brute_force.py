@@ -84,11 +84,11 @@ class Case:
         is_merged = self.is_merged and owners is None
         return kind(blocks, shards, self.itemsize, self.n_ranks, owners, max_message_nbytes, is_merged)
 
-    def layout(self, has_chunks: bool = True, itemsize: int | None = None, rows: int = 1) -> SourceLayout:
-        """How the array lies in a file. `rows`: along an axis that the selection drops, in each chunk."""
-        n, dtype = len(self.shape), np.dtype(f"V{itemsize or self.itemsize}")
+    def layout(self, has_chunks: bool = True) -> SourceLayout:
+        """How the array lies in a file, with an axis more that the selection drops."""
+        n, dtype = len(self.shape), np.dtype(f"V{self.itemsize}")
         selection = Selection(Region((0,) * (n + 1), (*self.shape, 1)), tuple(range(n)))
-        chunk_shape = (*self.cell, rows) if has_chunks else None
+        chunk_shape = (*self.cell, 1) if has_chunks else None
         return SourceLayout(selection, self.chunks, chunk_shape, dtype, dtype, "gzip")
 
 

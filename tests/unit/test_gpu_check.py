@@ -39,17 +39,11 @@ def test_all_of_it_on_the_cpu(tmp_path: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= gpu.WIDTH
 
 
-@pytest.mark.parametrize(
-    "expected, told",
-    [
-        (lambda stored: stored[::-1], "is not what NumPy has"),
-        (lambda stored: stored.astype("f8"), "is not what NumPy has"),
-    ],
-)
-def test_a_load_that_is_wrong_is_found(tmp_path: Path, expected: Any, told: str) -> None:
+@pytest.mark.parametrize("expected", [lambda stored: stored[::-1], lambda stored: stored.astype("f8")])
+def test_a_load_that_is_wrong_is_found(tmp_path: Path, expected: Any) -> None:
     values = gpu.field_of(8)
     gpu.hdf5()(tmp_path / "x.h5", values)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match="is not what NumPy has"):
         gpu.check_load(gpu.Case("x", gpu.hdf5(), expected=expected), tmp_path / "x.h5", values, jax.devices()[0], 1)
 
 

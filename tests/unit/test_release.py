@@ -13,10 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def next_release() -> str:
-    return re.sub(r"\.dev\d+$", "", PROJECT["version"])
-
-
 def test_the_conda_recipe_requires_what_the_wheel_requires():
     recipe = (ROOT / "conda/recipe.yaml").read_text()
     listed = recipe.partition("  run:\n")[2].partition("\n\n")[0]
@@ -33,7 +29,7 @@ def test_a_check_of_the_release_leaves_no_file_beside_the_sources():
 def test_all_name_one_version():
     for path in ("CITATION.cff", "conda/recipe.yaml"):
         named = re.search(r'^ *version: "?(\d[\w.]*)"?$', (ROOT / path).read_text(), re.M)
-        assert named is not None and named[1] == next_release(), path
+        assert named is not None and named[1] == re.sub(r"\.dev\d+$", "", PROJECT["version"]), path
 
 
 def test_the_commands_of_the_recipe_are_those_of_the_project():

@@ -26,52 +26,38 @@ class Request:
         return self.has_left
 
 
-class Requests:
-    """What MPI offers for many of them."""
+def made(has_left: bool) -> tuple[Transport, list[tuple[int, int, Request]], Segment]:
+    """The transport of rank 0, what it has sent, and the memory of rank 1 as its maker has it."""
+    segment, sent = Segment.create(64), list[tuple[int, int, Request]]()
 
-    @staticmethod
-    def Testsome(requests: list[Request]) -> list[int]:
-        return [k for k, request in enumerate(requests) if request.has_left]
+    def send(message: Any, dest: int, tag: int) -> Request:
+        sent.append((dest, tag, Request(has_left)))
+        return sent[-1][2]
 
-
-class Comm:
-    """Keeps what is sent."""
-
-    def __init__(self, has_left: bool) -> None:
-        self.has_left = has_left
-        self.sent: list[tuple[int, int, Request]] = []
-
-    def Isend(self, message: Any, dest: int, tag: int) -> Request:
-        self.sent.append((dest, tag, Request(self.has_left)))
-        return self.sent[-1][2]
-
-
-def made(has_left: bool) -> tuple[Transport, Comm, Segment]:
-    """The transport of rank 0, and the memory of rank 1 as its maker has it."""
-    segment = Segment.create(64)
-    mpi, comm = SimpleNamespace(Status=object, Request=Requests), Comm(has_left)
-    return MpiTransport(0, comm, mpi, (5, 6), {1: Segment.attach(segment.handle)}), comm, segment
+    of_many = SimpleNamespace(Testsome=lambda requests: [k for k, request in enumerate(requests) if request.has_left])
+    comm, mpi = SimpleNamespace(Isend=send), SimpleNamespace(Status=object, Request=of_many)
+    return MpiTransport(0, comm, mpi, (5, 6), {1: Segment.attach(segment.handle)}), sent, segment
 
 
 def test_a_note_wakes_its_rank() -> None:
     """Wrong if a rank that sleeps until its bell rings were not told: it would look only now and then."""
-    transport, comm, segment = made(has_left=True)
+    transport, sent, segment = made(has_left=True)
     assert not segment.bell.wait(0)
     transport.send_note(1, np.zeros(3, dtype=np.int64))
     assert segment.bell.wait(0) and not segment.bell.wait(0)
-    assert [(dest, of) for dest, of, _ in comm.sent] == [(1, 6)]
+    assert [(dest, of) for dest, of, _ in sent] == [(1, 6)]
     assert not transport
     segment.seal()
 
 
 def test_a_note_that_has_not_left_is_kept() -> None:
     """Wrong if its memory were freed while MPI still reads it, or if nobody called MPI until it has left."""
-    transport, comm, segment = made(has_left=False)
+    transport, sent, segment = made(has_left=False)
     note = np.zeros(3, dtype=np.int64)
     transport.send_note(1, note)
     assert not transport.test() and transport
     assert any(kept is note for kept in transport.in_use()[1])
-    comm.sent[0][2].has_left = True
+    sent[0][2].has_left = True
     assert transport.test() and not transport
     segment.seal()
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +15,6 @@ from shardload.jobs import progress
 from shardload.jobs.progress import progress_of
 
 LARGE = 1 << 30
-
-
-def in_notebook(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
-    """The little of IPython that a kernel has."""
-    shell = ModuleType("IPython")
-    shell.__dict__["get_ipython"] = lambda: SimpleNamespace(kernel=kernel)
-    monkeypatch.setitem(sys.modules, "IPython", shell)
 
 
 def load(wanted: Any, total: int = LARGE, rank: int = 0) -> None:
@@ -53,7 +46,8 @@ def test_where_a_bar_is_shown(
     is_shown: bool,
 ) -> None:
     """Wrong if there were none in a notebook, where standard error is no terminal, or if it needed ipywidgets there."""
-    in_notebook(monkeypatch, kernel)
+    shell: Any = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=kernel))  # the little of IPython that a kernel has
+    monkeypatch.setitem(sys.modules, "IPython", shell)
     load(wanted, total, rank)
     out, err = capfd.readouterr()
     assert out == "" and ("rank 0" in err) is is_shown

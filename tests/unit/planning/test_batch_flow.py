@@ -36,9 +36,6 @@ class Case:
         runs = Runs.of(column, part, step, sample, self.most)
         return CutFlow(self.schedule, self.columns, runs, share_blocks(self.schedule, runs, len(self.columns)))
 
-    def flow(self) -> BatchFlow:
-        return BatchFlow([self.cut()])
-
     def cut_otherwise(self, draw: Any) -> CutFlow:
         """The same blocks with another sharding of the batch."""
         n_ranks, rest = self.schedule.n_ranks, self.schedule.shards.shape_global[1:]
@@ -134,7 +131,7 @@ def test_each_step_reaches_each_shard_that_needs_it(case: Case, data: st.DataObj
 @given(cases())
 def test_each_block_has_one_reader(case: Case) -> None:
     """Wrong if two ranks decoded a chunk, nobody did, or one rank had all blocks of a round."""
-    flow = case.flow()
+    flow = BatchFlow([case.cut()])
     ranks = range(case.schedule.n_ranks)
     n_blocks = len(case.columns) * case.schedule.rest.n_cells
     owned = [flow.blocks_of(rank) for rank in ranks]
@@ -155,7 +152,7 @@ def test_a_block_that_one_rank_needs_is_read_by_it(n_ranks: int) -> None:
         schedule = BatchSchedule(Grid((99, 5), (1, 5), (0, 0)), 0, shards, ranks.size, Owners(ranks.size))
         steps = np.random.default_rng(1).permutation(99)[: 4 * n_ranks]
         uses = tuple((k, int(step), int(np.flatnonzero(steps == step)[0])) for k, step in enumerate(np.sort(steps)))
-        flow = Case(schedule, tuple(np.sort(steps).tolist()), uses, 2 * n_ranks, 1 << 30).flow()
+        flow = BatchFlow([Case(schedule, tuple(np.sort(steps).tolist()), uses, 2 * n_ranks, 1 << 30).cut()])
         holders = [shards.holders(sample % (2 * n_ranks) // 2) for _, _, sample in uses]
         n_read_by_holder = sum(int(owner) in holder for owner, holder in zip(flow.cuts[0].owners, holders, strict=True))
         if n_replicas == 1:

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardload.errors import printable
-from shardload.system.terminal import (
-    Column,
-    fit_table,
-    own_stdout,
-    width_of,
-    width_of_prints,
-)
+from shardload.system.terminal import Column, fit_table, own_stdout, width_of, width_of_prints
 
 COLUMNS = (Column("name"), Column("shape"), Column("dtype"), Column("size", is_number=True))
 ROWS = [

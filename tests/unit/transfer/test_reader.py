@@ -77,10 +77,6 @@ CAST = (
 )
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
 def numbers_of(kind: np.dtype[Any]) -> Array:
     """The numbers that a type has, and NaN that signals, which NumPy reports, with the value that it should give."""
     if "int" in kind.name:
@@ -108,8 +104,8 @@ def holds(value: Any, dtype: np.dtype[Any]) -> bool:
 @pytest.mark.parametrize("to", CAST)
 def test_a_cast_rounds_and_cuts_as_numpy_does_or_is_an_error_and_not_the_files(to: str) -> None:
     """Wrong if a value were wrapped, or named that does fit; the only dtype to name is the one that surely holds all."""
-    dtype = dtype_of(to)
-    for stored in (numbers_of(dtype_of(name)) for name in STORED):
+    dtype = np.dtype(to)
+    for stored in (numbers_of(np.dtype(name)) for name in STORED):
         fits = np.array([holds((int if "int" in stored.dtype.name else float)(one), dtype) for one in stored])
         good = stored[fits]
         region = Region((0,), good.shape)
