@@ -218,19 +218,10 @@ def test_decomposition_in_a_word(shape: Any, axes: Any, mesh: Any, expected: str
 
 
 def test_shardings_are_described_alike_only_if_they_are() -> None:
-    described = [
-        describe_sharding(s)
-        for s in (
-            NamedSharding(MESH, P("a")),
-            NamedSharding(MESH, P("b")),
-            NamedSharding(MESH, P(None, "a")),
-            NamedSharding(AbstractMesh((4, 2), ("a", "b")), P("a")),
-            NamedSharding(AbstractMesh((2, 4), ("b", "a")), P("a")),
-            NamedSharding(one_device("a", "b"), P("a")),
-            NamedSharding(MESH, P(("a", "b"))),
-            NamedSharding(MESH, P("a", "b")),
-        )
-    ]
+    specs = (P("a"), P("b"), P(None, "a"), P(("a", "b")), P("a", "b"))
+    meshes = (AbstractMesh((4, 2), ("a", "b")), AbstractMesh((2, 4), ("b", "a")), one_device("a", "b"))
+    shardings = [NamedSharding(MESH, spec) for spec in specs] + [NamedSharding(mesh, P("a")) for mesh in meshes]
+    described = [describe_sharding(sharding) for sharding in shardings]
     assert len(set(described)) == len(described)
     assert describe_sharding(NamedSharding(MESH, P("a"))) == described[0]
     permuted = [np.array([SimpleNamespace(id=i) for i in ids], dtype=object) for ids in ((0, 1), (1, 0))]

@@ -41,9 +41,11 @@ def alone(**more: Any) -> Rows:
     return [row | {"launcher": "", "n_gpus": 0, "platform": "cpu", "gpus": []} | more]
 
 
+WITHOUT_JAX: dict[str, Any] = {"jax_process": None, "jax_processes": None, "platform": "", "devices": []}
+
+
 def singleton(**more: Any) -> Rows:
-    without_jax = {"jax_process": None, "jax_processes": None, "platform": "", "devices": [], "n_devices": 0}
-    return [row | without_jax | more for row in alone()]
+    return [row | WITHOUT_JAX | {"n_devices": 0} | more for row in alone()]
 
 
 def changed(ranks: Iterable[int], **more: Any) -> Rows:
@@ -81,7 +83,6 @@ def test_a_job_that_was_started_right(rows: Rows) -> None:
     assert diagnose(rows) == []
 
 
-WITHOUT_JAX: dict[str, Any] = {"jax_process": None, "jax_processes": None, "platform": "", "devices": []}
 CASES: list[tuple[str, str, Rows, list[int], str, str]] = [
     # name, level, rows, ranks, what the text says, what the fix says
     ("singletons", ERROR, singleton(launcher="srun", n_tasks=4), [0], "srun started 4 tasks", "--mpi=pmi2"),

@@ -59,9 +59,8 @@ def test_changed(after: tuple[int, ...] | None, text: str) -> None:
 
 def test_state_of_hdf5(tmp_path: Path) -> None:
     """Wrong if a rename, which leaves the open file as it is, were an error, or a write that keeps the size none."""
-    path, other = str(tmp_path / "x.h5"), str(tmp_path / "y.h5")
-    write_hdf5(path, {"x": np.arange(9.0)})
-    shutil.copy(path, other)
+    path = write_hdf5(tmp_path / "x.h5", {"x": np.arange(9.0)})
+    other = shutil.copy(path, tmp_path / "y.h5")
     source = open_source(path, "/x")
     before = source.state()
     assert before is not None and before[0] == os.path.getsize(path)
@@ -79,8 +78,7 @@ def test_state_of_hdf5(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_small_array_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
     """Wrong if what rank 0 reads for all were looked at less closely: then it is left to the ordinary way."""
-    path = str(tmp_path / "x.h5")
-    write_hdf5(path, {"x": np.arange(9.0)})
+    path = write_hdf5(tmp_path / "x.h5", {"x": np.arange(9.0)})
     info = find_array(path, "/x")
     read_into = Hdf5Source.read_into
 

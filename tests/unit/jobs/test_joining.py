@@ -67,31 +67,26 @@ def read(path: Any, name: str, start: tuple[int, ...], stop: tuple[int, ...], **
     return values
 
 
-def climate(folder: Path, years: Sequence[int], **changes: Any) -> list[str]:
+def climate(
+    folder: Path, years: Sequence[int], units: str = "", lat: Sequence[float] = (10.0, 20, 30), scale: float = 0.5
+) -> list[str]:
     """Monthly data, a file for each year, each of which counts from its own new year."""
     paths = []
     for year in years:
-        given = {
-            "units": f"days since {year}-01-01",
-            "values": np.arange(12) * 30,
-            "lat": [10.0, 20, 30],
-            "scale": 0.5,
-            **changes,
-        }
         paths.append(str(folder / f"y{year}.nc"))
         with netCDF4.Dataset(paths[-1], "w") as file:
             file.title, file.history = "monthly", f"made in {year}"
             for dim, n in (("time", None), ("lat", 3), ("lon", 4), ("nv", 2)):
                 file.createDimension(dim, n)
-            time = file.createVariable("time", given.get("time_type", "f8"), ("time",))
-            time.units, time.calendar, time.bounds = given["units"], "noleap", "time_bnds"
-            time[:] = given["values"]
+            time = file.createVariable("time", "f8", ("time",))
+            time.units, time.calendar, time.bounds = units or f"days since {year}-01-01", "noleap", "time_bnds"
+            time[:] = np.arange(12) * 30
             file.createVariable("time_bnds", "f8", ("time", "nv"))[:] = np.stack(
                 [np.arange(12) * 30, np.arange(12) * 30 + 30], 1
             )
-            file.createVariable("lat", "f8", ("lat",))[:] = given["lat"]
+            file.createVariable("lat", "f8", ("lat",))[:] = lat
             t2m = file.createVariable("t2m", "i2", ("time", "lat", "lon"), zlib=True, chunksizes=(1, 3, 4), fill_value=-9)
-            t2m.scale_factor, t2m.units = np.float32(given["scale"]), "K"
+            t2m.scale_factor, t2m.units = np.float32(scale), "K"
             t2m.set_auto_maskandscale(False)
             t2m[:] = (np.arange(12 * 3 * 4) + 12 * 3 * 4 * (year - 2001)).reshape(12, 3, 4)
             file.createVariable("land", "i1", ("lat", "lon"))[:] = np.arange(12).reshape(3, 4)
@@ -246,11 +241,9 @@ def test_the_netcdf_library_does_not_read_lzf(tmp_path: Path) -> None:
 
 def test_names_with_percent_signs_and_parts_elsewhere(snapshot: list[str], tmp_path: Path) -> None:
     """HDF5 takes ``%b`` in a name for the number of a block."""
-    paths = []
-    for k, path in enumerate(snapshot):
-        paths.append(str(tmp_path / f"100%b {k}.h5"))
-        os.rename(path, paths[-1])
-        edit(paths[-1], lambda file: file.move("dm/pos", "dm/50%"))
+    paths = [str(Path(path).rename(tmp_path / f"100%b {k}.h5")) for k, path in enumerate(snapshot)]
+    for path in paths:
+        edit(path, lambda file: file.move("dm/pos", "dm/50%"))
     folder = tmp_path / "below"
     folder.mkdir()
     whole = str(folder / "whole%.h5")
@@ -496,18 +489,10 @@ def test_what_to_pass(snapshot: list[str], tmp_path: Path) -> None:
         netcdf(tmp_path / f"s{k}.nc", time=(("time",), times + 2 * k, {}), x=(("time", "time"), np.eye(2), {})) for k in (0, 1)
     ]
     wrong(r"'/x' has the axis 'time' twice", square)
-    with netCDF4.Dataset(str(tmp_path / "fixed.nc"), "w") as file:
-        file.createDimension("t", 2)
-        file.createVariable("x", "f4", ("t",))[:] = 1
-    wrong(
-        "along which axis do the parts follow each other.* one of 't' .there are none that can grow",
-        [str(tmp_path / "fixed.nc")],
-    )
+    fixed = netcdf(tmp_path / "fixed.nc", 2, x=(("time",), times, {}))
+    wrong("along which axis do the parts follow each other.* one of 'time' .there are none that can grow", [fixed])
     refused("there is no file", whole, [str(tmp_path / "snap.9.h5")], error=SourceError)
-    ten = []
-    for k in (0, 1, 10, 2):
-        ten.append(str(tmp_path / f"ten.{k}.h5"))
-        shutil.copy(snapshot[0], ten[-1])
+    ten = [shutil.copy(snapshot[0], str(tmp_path / f"ten.{k}.h5")) for k in (0, 1, 10, 2)]
     wrong(r"not of their numbers: '.*ten\.10\.h5' comes before '.*ten\.2\.h5'", ten)
     assert not os.path.exists(whole)
 

@@ -20,8 +20,8 @@ from tests.unit.files import write_hdf5
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    write_hdf5(tmp_path / "a.h5", {"x": np.arange(96, dtype="f4").reshape(8, 12)}, chunks=(2, 5), compression="gzip")
-    return str(tmp_path / "a.h5")
+    values = np.arange(96, dtype="f4").reshape(8, 12)
+    return write_hdf5(tmp_path / "a.h5", {"x": values}, chunks=(2, 5), compression="gzip")
 
 
 def mesh() -> Mesh:
