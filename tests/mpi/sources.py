@@ -8,10 +8,9 @@ from typing import Any
 
 import h5py
 import numpy as np
-import zarr
 
 from tests.mpi.support import ramp
-from tests.unit.files import write_hdf5
+from tests.unit.files import write_hdf5, write_zarr
 
 CHUNKS = (3, 5, 7)  # divide no axis, so there are partial chunks at the edges
 NAME = "group/field"
@@ -21,8 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _hdf5(path: Path, shape: Shape, dtype: str = "float32", **options: Any) -> str:
-    write_hdf5(path, {NAME: ramp(shape, dtype)}, **options)
-    return str(path)
+    return write_hdf5(path, {NAME: ramp(shape, dtype)}, **options)
 
 
 def netcdf4(folder: Path, shape: Shape) -> str:
@@ -53,9 +51,7 @@ def virtual(folder: Path, shape: Shape) -> str:
 
 
 def _zarr(path: Path, shape: Shape, **options: Any) -> str:
-    group = zarr.open_group(path, mode="w", zarr_format=options.pop("zarr_format", 3))
-    group.create_array(NAME, data=ramp(shape), **{"chunks": CHUNKS, **options})
-    return str(path)
+    return write_zarr(path, {NAME: ramp(shape)}, **{"chunks": CHUNKS, **options})
 
 
 SOURCES: dict[str, Callable[[Path, Shape], str]] = {

@@ -21,9 +21,10 @@ from zlib import crc32
 import h5py
 import jax
 import numpy as np
-import zarr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from tests.unit.files import raising, stored_in
 
 if TYPE_CHECKING:
     import pytest
@@ -150,14 +151,6 @@ def put(values: Array, mesh: Any, spec: Any) -> jax.Array:
     return jax.make_array_from_callback(values.shape, sharding_of(mesh, spec), lambda index: values[index], dtype=values.dtype)
 
 
-def read(path: Path, name: str) -> Array:
-    """The values of an array, by the format's own library."""
-    if path.suffix == ".zarr":
-        return np.asarray(zarr.open_group(str(path), mode="r")[name][...])  # type: ignore[index]
-    with h5py.File(path) as file:
-        return np.asarray(file[name][...])
-
-
 def damage_chunk(path: Path | str, name: str, *begin: int) -> None:
     """Write bytes that no filter makes over the chunk of an HDF5 file that begins at this element."""
     with h5py.File(path) as file:
@@ -172,7 +165,7 @@ def compare(comm: Any, path: Path, values: dict[str, Array]) -> None:
 
     def look() -> None:
         for name, expected in values.items():
-            np.testing.assert_array_equal(read(path, name), expected, err_msg=f"{path} {name}", strict=True)
+            np.testing.assert_array_equal(stored_in(path, name), expected, err_msg=f"{path} {name}", strict=True)
 
     on_root(comm, look)
 
@@ -300,11 +293,8 @@ def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, let a load fail that opens an array to read its values."""
     from shardload.jobs import consistency  # programs that import this module decide themselves
 
-    def read(*_: Any) -> None:
-        raise AssertionError("values were read")
-
-    monkeypatch.setattr(consistency, "open_source", read)
-    monkeypatch.setattr(consistency, "open_file", read)
+    for name in ("open_source", "open_file"):
+        monkeypatch.setattr(consistency, name, raising(AssertionError("values were read")))
 
 
 def on_disk(comm: Any, folder: Path) -> list[str]:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,16 +163,8 @@ def look(path: Path, values: Array, group: str = "g") -> None:
         np.testing.assert_array_equal(found.rho.values, values, strict=True)
 
 
-@pytest.fixture
-def ranks(comm: Any) -> Iterator[Any]:
-    """The ranks; all begin and end together."""
-    comm.barrier()
-    yield comm
-    comm.barrier()
-
-
 @pytest.mark.parametrize("kind", [*KINDS, *FILES])
-def test_every_layout_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind: str) -> None:
+def test_every_layout_sharding_and_edge(comm: Any, shared_tmp_path: Path, kind: str) -> None:
     """Wrong if the chunk at the edge lost its old rows, new rows were shifted, or a shard or another rank's chunk were lost."""
     is_zarr = kind in KINDS
     path = path_of(shared_tmp_path, kind)
@@ -181,12 +172,12 @@ def test_every_layout_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind:
     left_out = turns[[*KINDS, *FILES].index(kind) % 3] if IS_QUICK else None  # another one of each kind
     for (old, new), spec, mesh in (turn for turn in turns if turn is not left_out):
         values = ramp((old + new, Y, X), "float32")
-        on_root(ranks, partial(begin, path, values[:old], kind))
+        on_root(comm, partial(begin, path, values[:old], kind))
         report = shardload.append(path, tree_of(values, old, spec, mesh), verify="full", staging="8MiB")
         assert report.grown == {"/g/rho": (old, old + new), "/g/time": (old, old + new)}
         assert report.n_read_back == report.n_decoded == report.n_chunks
         assert is_zarr or report.format == kind.split()[0]
-        assert on_disk(ranks, shared_tmp_path) == [path.name]
+        assert on_disk(comm, shared_tmp_path) == [path.name]
 
         def check(values: Array = values, first: Array = values[:old]) -> None:
             look(path, values)
@@ -194,11 +185,11 @@ def test_every_layout_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind:
                 look(path, first, "")  # the other group is as it was
             assert not is_zarr or zarr.open_group(str(path), mode="r").attrs["title"] == "a run"
 
-        on_root(ranks, check)
+        on_root(comm, check)
 
 
 @pytest.mark.any_version
-def test_rows_one_by_one_by_number_and_without_values(ranks: Any, shared_tmp_path: Path) -> None:
+def test_rows_one_by_one_by_number_and_without_values(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if an append did not begin where the one before it has ended; if an axis without a name, one in the middle, or one
     with a limit could not grow; or a dimension without values stayed behind.
     """
@@ -214,7 +205,7 @@ def test_rows_one_by_one_by_number_and_without_values(ranks: Any, shared_tmp_pat
             shared_tmp_path / "run.nc", engine="h5netcdf", unlimited_dims=["time"]
         )
 
-    on_root(ranks, begin)
+    on_root(comm, begin)
     for k in range(1, 5):
         for one in (path, *stores):
             shardload.append(one, put(values[:, k : k + 1], mesh_of(), P(None, None, "a")), dim=-2, dataset="x")
@@ -222,7 +213,7 @@ def test_rows_one_by_one_by_number_and_without_values(ranks: Any, shared_tmp_pat
         assert x.shape == (7, k + 1, X)
     more = put(values[:, :1], mesh_of(), P(None, None, "a"))
     same_error(
-        ranks,
+        comm,
         lambda: shardload.append(path, more, dim=1, dataset="x"),
         ConfigError,
         "may have 5",
@@ -233,13 +224,13 @@ def test_rows_one_by_one_by_number_and_without_values(ranks: Any, shared_tmp_pat
     assert shardload.append(shared_tmp_path / "run.nc", {"rho": rho}).grown == {"/rho": (3, 7)}
 
     for one in (path, *stores):
-        compare(ranks, one, {"x": values})
-    compare(ranks, shared_tmp_path / "run.nc", {"rho": values[:, 0]})
-    assert on_root(ranks, lambda: h5py.File(shared_tmp_path / "run.nc")["time"].shape) == (7,)
+        compare(comm, one, {"x": values})
+    compare(comm, shared_tmp_path / "run.nc", {"rho": values[:, 0]})
+    assert on_root(comm, lambda: h5py.File(shared_tmp_path / "run.nc")["time"].shape) == (7,)
 
 
 @pytest.mark.any_version
-def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> None:
+def test_what_does_not_fit_into_a_file(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a file changed although there was an error. What else cannot grow: tests/unit/formats/test_hdf5_growth.py."""
     path, values = shared_tmp_path / "run.h5", ramp((7, Y, X), "float32")
 
@@ -250,22 +241,22 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
             for group in (file, file.createGroup("g")):
                 group.createVariable("x", "f8", ("time",))[:] = np.arange(5)
 
-    on_root(ranks, begin)
-    before = on_root(ranks, lambda: files(shared_tmp_path))
+    on_root(comm, begin)
+    before = on_root(comm, lambda: files(shared_tmp_path))
     time = _times(7)[5:]
     whole = {"g/rho": put(values[5:], mesh_of(), P(None, "a")), "g/time": time}
-    same_error(ranks, lambda: shardload.append(path, whole, dim="t"), ConfigError, "no such axis", "('time', None, None)")
+    same_error(comm, lambda: shardload.append(path, whole, dim="t"), ConfigError, "no such axis", "('time', None, None)")
     nc = shared_tmp_path / "run.nc"
-    same_error(ranks, lambda: shardload.append(nc, {"g/x": time}), ConfigError, "'/x'", "would not grow with", "Pass 'x'")
-    assert on_root(ranks, lambda: files(shared_tmp_path)) == before
+    same_error(comm, lambda: shardload.append(nc, {"g/x": time}), ConfigError, "'/x'", "would not grow with", "Pass 'x'")
+    assert on_root(comm, lambda: files(shared_tmp_path)) == before
     saved = shared_tmp_path / "saved.h5"  # a copy of which would be like it
     shardload.save(saved, {"x": values[:5]}, chunks=(4, 5, 7))
     same_error(
-        ranks, lambda: shardload.append(saved, {"x": values[5:]}, dim=0), ConfigError, "(its maxshape)", "--unlimited AXIS"
+        comm, lambda: shardload.append(saved, {"x": values[5:]}, dim=0), ConfigError, "(its maxshape)", "--unlimited AXIS"
     )
 
 
-def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:
+def test_texts_along_the_axis(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the error asked for the texts only, as WRF has them for times: no append takes them. A copy may have none."""
     old, new, rows = shared_tmp_path / "old.nc", shared_tmp_path / "new.nc", np.arange(12, dtype="f4").reshape(4, 3)
 
@@ -276,7 +267,7 @@ def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:
             file.createVariable("Times", "S1", ("Time", "DateStrLen"))[:] = np.full((3, 2), b"0")
             file.createVariable("T2", "f4", ("Time", "x"))[:] = rows[:3]
 
-    on_root(ranks, make)
+    on_root(comm, make)
     last = {"T2": rows[3:]}
     says = (
         "'/Times'",
@@ -284,16 +275,16 @@ def test_texts_along_the_axis(ranks: Any, shared_tmp_path: Path) -> None:
         "If it holds text",
         "--dataset NAME`, with each array to keep, makes a file without it",
     )
-    same_error(ranks, lambda: shardload.append(old, last, dim="Time"), ConfigError, *says)
-    shardload.copy(str(old), str(new), dataset=("T2",), timeout=60.0, comm=ranks, progress=False)
+    same_error(comm, lambda: shardload.append(old, last, dim="Time"), ConfigError, *says)
+    shardload.copy(str(old), str(new), dataset=("T2",), timeout=60.0, comm=comm, progress=False)
     shardload.append(new, last, dim="Time")
-    compare(ranks, new, {"T2": rows})
+    compare(comm, new, {"T2": rows})
 
 
 @pytest.mark.parametrize(
     ("name", "axis"), [("run.nc", "time"), ("run.h5", "time"), ("run.nc", 0), ("run.h5", 0), ("plain.h5", 0)]
 )
-def test_a_copy_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str, axis: str | int) -> None:
+def test_a_copy_that_can_grow(comm: Any, shared_tmp_path: Path, name: str, axis: str | int) -> None:
     """Wrong if only some of the arrays with that axis could grow (a coordinate, if the axis is named by its number), another
     axis did, or a value were lost on the way.
     """
@@ -310,9 +301,9 @@ def test_a_copy_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str, axis
                 file["time"].make_scale("time")
                 file["rho"].dims[0].attach_scale(file["time"])
 
-    on_root(ranks, make)
+    on_root(comm, make)
     dataset = () if axis == "time" else ("rho",) if has_names else ("rho", "time")
-    shardload.copy(str(old), str(new), dataset=dataset, unlimited=(axis,), timeout=60.0, comm=ranks, progress=False)
+    shardload.copy(str(old), str(new), dataset=dataset, unlimited=(axis,), timeout=60.0, comm=comm, progress=False)
     # Two rows, then one: the new chunks are not full after either.
     for part in (slice(4, 6), slice(6, 7)):
         rows = {"rho": put(values[part], mesh_of(), P(None, "a")), "time": _times(7)[part]}
@@ -332,10 +323,10 @@ def test_a_copy_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str, axis
             with xarray.open_dataset(new, decode_times=False) as opened:
                 assert opened.encoding["unlimited_dims"] == {"time"} and dict(opened.sizes)["time"] == 7
 
-    on_root(ranks, look)
+    on_root(comm, look)
 
 
-def test_after_a_save_and_with_padding(ranks: Any, shared_tmp_path: Path) -> None:
+def test_after_a_save_and_with_padding(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if padding were appended; what `save` makes can grow, and loads again."""
     path, mesh, spec = shared_tmp_path / "run.zarr", mesh_of(), P("a", "b")
     old, new = ramp((2 * len(jax.devices()), X)), 5000 + ramp((2 * len(jax.devices()) + 1, X))
@@ -343,12 +334,12 @@ def test_after_a_save_and_with_padding(ranks: Any, shared_tmp_path: Path) -> Non
     shardload.append(path, {"rho": put(padded(new, mesh, spec, 99), mesh, spec)}, shape=new.shape)
     x = shardload.load(path, mesh, P(None, "b"), dataset="rho")
     assert x.shape == (len(old) + len(new), X)
-    compare(ranks, path, {"rho": np.concatenate([old, new])})
+    compare(comm, path, {"rho": np.concatenate([old, new])})
 
 
 @pytest.mark.parametrize("n", [1, 0])
 @pytest.mark.parametrize(("kind", "shards"), [("zarr", None), ("zarr", (8, 16)), ("zarr2", None)])
-def test_chunks_that_are_longer_than_a_store_is_yet(ranks: Any, shared_tmp_path: Path, kind: Any, shards: Any, n: int) -> None:
+def test_chunks_that_are_longer_than_a_store_is_yet(comm: Any, shared_tmp_path: Path, kind: Any, shards: Any, n: int) -> None:
     """Wrong if chunks were cut to the first step of a run, which would then have a file for each step and time."""
     path, mesh, values = shared_tmp_path / "run.zarr", mesh_of(), ramp((7, X))
     first = {"rho": put(values[:n], mesh, P(None, "a")), "time": _times(n)}
@@ -362,22 +353,22 @@ def test_chunks_that_are_longer_than_a_store_is_yet(ranks: Any, shared_tmp_path:
             array[...], array.attrs["_ARRAY_DIMENSIONS"] = x, list(dims[name])
 
     if kind == "zarr2":
-        on_root(ranks, make_2)
+        on_root(comm, make_2)
     else:
         shardload.save(path, first, dims=dims, chunks=chunks, unlimited="time", **more)
     shardload.append(path, {"rho": put(values[n:], mesh, P(None, "a")), "time": _times(7)[n:]}, dim="time")
 
-    compare(ranks, path, {"rho": values, "time": _times(7)})
+    compare(comm, path, {"rho": values, "time": _times(7)})
 
     def layout() -> Any:
         rho, time = (zarr.open_array(str(path / name), mode="r") for name in ("rho", "time"))
         return rho.chunks, rho.shards, time.chunks
 
-    assert on_root(ranks, layout) == ((4, 8), shards, (512,))
+    assert on_root(comm, layout) == ((4, 8), shards, (512,))
 
 
 @pytest.mark.parametrize("name", ["run.h5", "run.nc"])
-def test_after_a_save_with_axes_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str) -> None:
+def test_after_a_save_with_axes_that_can_grow(comm: Any, shared_tmp_path: Path, name: str) -> None:
     """Wrong if `unlimited` meant another axis, were forgotten for the coordinate, or gave a chunk to each element of it."""
     path, mesh, spec, values = shared_tmp_path / name, mesh_of(), P(None, "b", "a"), ramp((9, Y, X))
     dims = {"g/rho": ("time", "y", "x"), "g/time": ("time",)}
@@ -389,14 +380,14 @@ def test_after_a_save_with_axes_that_can_grow(ranks: Any, shared_tmp_path: Path,
             assert file["g/rho"].maxshape == (None, Y, X) and file["g/time"].maxshape == (None,)
             assert file["g/time"].chunks[0] > 100
 
-    on_root(ranks, sizes)
+    on_root(comm, sizes)
     shardload.append(path, tree_of(values, 4, spec))
-    on_root(ranks, lambda: look(path, values))
+    on_root(comm, lambda: look(path, values))
     by_number = shared_tmp_path / "numbers.h5"
     shardload.save(by_number, put(values, mesh, spec), unlimited=(0, -1), chunks=(4, 50, 7))
 
-    compare(ranks, by_number, {"data": values})
-    layout = on_root(ranks, lambda: [getattr(h5py.File(by_number)["data"], name) for name in ("maxshape", "chunks")])
+    compare(comm, by_number, {"data": values})
+    layout = on_root(comm, lambda: [getattr(h5py.File(by_number)["data"], name) for name in ("maxshape", "chunks")])
     assert layout == [(None, Y, None), (4, Y, 7)]
     wrong: tuple[tuple[Any, str], ...] = (
         ("t", "'t'; the axes are called 'time', 'x', 'y'"),
@@ -404,14 +395,14 @@ def test_after_a_save_with_axes_that_can_grow(ranks: Any, shared_tmp_path: Path,
         (1.5, "by its name or number"),
     )
     for given, text in wrong:
-        same_error(ranks, lambda given=given: shardload.save(by_number, first, dims=dims, unlimited=given), ConfigError, text)
+        same_error(comm, lambda given=given: shardload.save(by_number, first, dims=dims, unlimited=given), ConfigError, text)
 
 
 @pytest.mark.parametrize("n_old", [0, 3])
 @pytest.mark.parametrize("version", [3, 2])
 @pytest.mark.parametrize("name", ["/", "/g/rho"])
 def test_names_of_chunks_are_on_disk_before_the_length(
-    ranks: Any, shared_tmp_path: Path, name: str, version: Any, n_old: int, monkeypatch: pytest.MonkeyPatch
+    comm: Any, shared_tmp_path: Path, name: str, version: Any, n_old: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong if a machine that stops could keep the new length without its chunks: they would be read as the fill value."""
     path, values = shared_tmp_path / "a.zarr", ramp((n_old + 4, X), np.float32)
@@ -422,7 +413,7 @@ def test_names_of_chunks_are_on_disk_before_the_length(
             zarr.open_group(str(path), mode="w", zarr_format=version).create_group("g")
         zarr.create_array(str(path), name=name.strip("/") or None, **kind)[...] = values[:n_old]
 
-    on_root(ranks, old)
+    on_root(comm, old)
     waiting: set[str] = set()  # folders with new names that are not on disk
     at_length: list[set[str]] = []
     rename, fsync, mkdir = os.rename, os.fsync, os.mkdir
@@ -447,11 +438,11 @@ def test_names_of_chunks_are_on_disk_before_the_length(
         patch.setattr(os, "mkdir", made)
         patch.setattr(os, "fsync", synced)
         shardload.append(path, put(values[n_old:], mesh_of(), P(None, "a")), dim=0, dataset=name)
-    assert at_length == [set()] * (ranks.rank == 0) and not waiting
+    assert at_length == [set()] * (comm.rank == 0) and not waiting
     np.testing.assert_array_equal(zarr.open_array(str(path / name.strip("/")), mode="r")[...], values)
 
 
-def test_chunks_that_a_killed_append_left_are_replaced(ranks: Any, shared_tmp_path: Path) -> None:
+def test_chunks_that_a_killed_append_left_are_replaced(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if chunks beyond the old length were in the way, or stayed."""
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
 
@@ -460,9 +451,9 @@ def test_chunks_that_a_killed_append_left_are_replaced(ranks: Any, shared_tmp_pa
         (path / "g" / "rho" / "c" / "2" / "0").mkdir(parents=True)
         (path / "g" / "rho" / "c" / "2" / "0" / "0").write_bytes(b"of an append that was killed")
 
-    on_root(ranks, begin)
+    on_root(comm, begin)
     shardload.append(path, tree_of(values, 5, P(None, "a")))
-    on_root(ranks, lambda: look(path, values))
+    on_root(comm, lambda: look(path, values))
 
 
 # --- the order of the coordinate
@@ -470,18 +461,18 @@ def test_chunks_that_a_killed_append_left_are_replaced(ranks: Any, shared_tmp_pa
 
 @pytest.mark.parametrize("kind", thorough(["v3", "v3 shards", "v2", "HDF5", "netCDF4"], ["v3", "netCDF4"]))
 @pytest.mark.parametrize(("n_old", "first", "n_new"), [(12, 7, 2), (9, 4, 8), (5, 5, 2), (6, 0, 3)])
-def test_rows_are_replaced(ranks: Any, shared_tmp_path: Path, kind: str, n_old: int, first: int, n_new: int) -> None:
+def test_rows_are_replaced(comm: Any, shared_tmp_path: Path, kind: str, n_old: int, first: int, n_new: int) -> None:
     """Wrong if a row before `at` changed, one behind it stayed, or a file of chunks that has no place any more."""
     is_file = kind in FILES
     path = path_of(shared_tmp_path, kind)
     values = ramp((first + n_new, Y, X), "float32")
     old = np.concatenate([values[:first], -1 - ramp((n_old - first, Y, X), "float32")])
-    on_root(ranks, lambda: begin(path, old, kind))
+    on_root(comm, lambda: begin(path, old, kind))
     new = tree_of(values, first, P(None, "a"))
     report = shardload.append(path, new, at=float(_times(first + 1)[first]))
     assert report.grown["/g/rho"] == (n_old, first + n_new) and report.kept["/g/rho"] == first
     assert ("replaced" in str(report)) == (first < n_old)
-    on_root(ranks, lambda: look(path, values))
+    on_root(comm, lambda: look(path, values))
     if is_file:
         return
 
@@ -491,12 +482,12 @@ def test_rows_are_replaced(ranks: Any, shared_tmp_path: Path, kind: str, n_old: 
         array.resize((40, Y, X))
         assert (array[first + n_new :] == array.fill_value).all()
 
-    on_root(ranks, lengthen)
+    on_root(comm, lengthen)
 
 
 @pytest.mark.parametrize("name", ["run.h5", "run.zarr"])
 @pytest.mark.parametrize("spec", [None, P()])
-def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str, spec: Any) -> None:
+def test_time_does_not_go_backwards(comm: Any, shared_tmp_path: Path, name: str, spec: Any) -> None:
     """Wrong if a row got a time before the last one, or if the file changed."""
     path, rho = shared_tmp_path / name, put(ramp((2, Y, X), "float32"), mesh_of(), P(None, "a"))
     n = mesh_of().size
@@ -509,10 +500,10 @@ def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str
     how = {"dims": dims, "unlimited": "time"} if path.suffix == ".h5" else {"dims": dims}
     shardload.save(path, {"rho": rho, "time": time(0.26, 0.28)}, attrs={"time": {"units": "hours since 2001-01-01"}}, **how)
     shardload.append(path, {"rho": rho, "time": time(0.30, 0.32)})
-    before = on_root(ranks, lambda: files(path) if path.is_dir() else path.read_bytes())
+    before = on_root(comm, lambda: files(path) if path.is_dir() else path.read_bytes())
 
     def refused(times: Any, *words: str, **how: Any) -> None:
-        same_error(ranks, lambda: shardload.append(path, {"rho": rho, "time": times}, **how), ConfigError, *words)
+        same_error(comm, lambda: shardload.append(path, {"rho": rho, "time": times}, **how), ConfigError, *words)
 
     refused(
         time(0.28, 0.30),
@@ -532,10 +523,10 @@ def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str
     for nan in (np.nan, np.float32("nan"), np.array(np.nan)):  # all rows would be replaced: none lies before it
         refused(time(0.30, 0.32), "at is nan", at=nan)
     refused(time(0.30, 0.32), "dim is a number", at=0.3, dim=0)
-    if ranks.size > 1:
+    if comm.size > 1:
         tree = {"rho": ramp((n, Y, X), "float32"), "time": put(np.arange(1, n + 1, dtype="float32"), mesh_of(), P(("a", "b")))}
-        same_error(ranks, lambda: shardload.append(path, tree), ConfigError, "'/time' is cut over processes", "a NumPy array")
-    assert on_root(ranks, lambda: files(path) if path.is_dir() else path.read_bytes()) == before
+        same_error(comm, lambda: shardload.append(path, tree), ConfigError, "'/time' is cut over processes", "a NumPy array")
+    assert on_root(comm, lambda: files(path) if path.is_dir() else path.read_bytes()) == before
     shardload.append(path, {"rho": 2 * rho, "time": time(0.28, 0.29)}, at=0.28)  # of float32 it is another number
     found = shardload.load(path, mesh_of(), P(), dataset=["rho", "time"])
     np.testing.assert_array_equal(found[1], np.array([0.26, 0.28, 0.29], "float32"))
@@ -544,7 +535,7 @@ def test_time_does_not_go_backwards(ranks: Any, shared_tmp_path: Path, name: str
         shardload.append(path, {"rho": rho, "time": time(0.36, 0.34)}, dim=0)  # by number: rows without an order
 
 
-def test_rows_that_stay_are_not_all_of_the_file(ranks: Any, shared_tmp_path: Path) -> None:
+def test_rows_that_stay_are_not_all_of_the_file(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if an error said that a file is as short as what stays of it, or of new rows that ascend that they are unsorted."""
     path, rho = shared_tmp_path / "run.h5", ramp((3, Y), "float32")
 
@@ -554,11 +545,11 @@ def test_rows_that_stay_are_not_all_of_the_file(ranks: Any, shared_tmp_path: Pat
             file.create_dataset("rho", data=rho, maxshape=(4, Y), chunks=(2, Y)).dims[0].attach_scale(time)
             file["rho"].dims[0].label = "time"
 
-    on_root(ranks, make_file)
+    on_root(comm, make_file)
 
     def refused(new: Any, *words: str, begin: float = 1.0) -> None:
         tree = {"rho": new, "time": begin + np.arange(len(new))}
-        same_error(ranks, lambda: shardload.append(path, tree, dim="time", at=1.0), ConfigError, *words)
+        same_error(comm, lambda: shardload.append(path, tree, dim="time", at=1.0), ConfigError, *words)
 
     refused(np.ones((4, Y), "float32"), "has 1 elements before at=1.0 and may have 4 (its maxshape)")
     refused(np.ones((2, Y), "float32"), "ends with 0.0 before at=1.0", "begins with -5.0", begin=-5.0)
@@ -567,13 +558,13 @@ def test_rows_that_stay_are_not_all_of_the_file(ranks: Any, shared_tmp_path: Pat
 
 @pytest.mark.parametrize("what", ["shorter", "new chunks", "longer", "files behind"])
 def test_replacing_that_is_not_confirmed(
-    ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     """Wrong if the error said that the store has only what stays, or is as it was, when it has its new rows; or the reverse. Or
     if a store that was killed while files of chunks are replaced had a row that is neither old nor new.
     """
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
-    on_root(ranks, lambda: make(path, values))
+    on_root(comm, lambda: make(path, values))
     array = path / "g" / "rho"
     unlink, fsync = os.unlink, os.fsync
 
@@ -599,20 +590,20 @@ def test_replacing_that_is_not_confirmed(
     has_old_alone = what in ("shorter", "new chunks")
     if what == "files behind":
         replace()
-        assert ranks.rank or "has its new rows" in caplog.text
+        assert comm.rank or "has its new rows" in caplog.text
     else:
         told = "the first 5 alone" if has_old_alone else "has its new content"
-        error = same_error(ranks, replace, SourceError, told)
+        error = same_error(comm, replace, SourceError, told)
         assert ("alone" in str(error)) == has_old_alone and "as it was" not in str(error)
     monkeypatch.undo()
     new = np.concatenate([values[:5], 2 * values[5:7]])
-    on_root(ranks, lambda: look(path, values[:5] if has_old_alone else new))
+    on_root(comm, lambda: look(path, values[:5] if has_old_alone else new))
 
 
 # --- what is refused
 
 
-def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
+def test_what_does_not_fit(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a store got arrays of different lengths, values of another type, or changed although there was an error."""
     path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
 
@@ -624,12 +615,12 @@ def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
             str(shared_tmp_path / "t.zarr"), data=values[:5], filters=[zarr.codecs.TransposeCodec(order=(2, 1, 0))]
         )
 
-    on_root(ranks, begin)
+    on_root(comm, begin)
     before = files(path)
     rho, time = put(values[5:], mesh_of(), P(None, "a")), _times(7)[5:]
 
     def refused(tree: Any, *words: str, error: type[Exception] = ConfigError, to: Path = path, **how: Any) -> None:
-        same_error(ranks, lambda: shardload.append(to, tree, **how), error, *words)  # type: ignore[arg-type]
+        same_error(comm, lambda: shardload.append(to, tree, **how), error, *words)  # type: ignore[arg-type]
 
     whole = {"g/rho": rho, "g/time": time}
     refused(whole, "no such axis", "('time', 'y', 'x')", dim="t")
@@ -651,17 +642,17 @@ def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
     refused(whole, "no Zarr store", to=shared_tmp_path, error=SourceError)
     refused(rho, "'transpose'", "append does not write", to=shared_tmp_path / "t.zarr", dataset="/", dim=0)
     refused(whole, "dim is None", dim=None)
-    assert on_root(ranks, lambda: files(path)) == before
+    assert on_root(comm, lambda: files(path)) == before
 
 
-def test_a_folder_into_which_this_user_may_not_look(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_into_which_this_user_may_not_look(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a file that is there were said not to exist, and should be made by a save."""
     path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
-    on_root(ranks, lambda: make(path, values[:5]))
+    on_root(comm, lambda: make(path, values[:5]))
     for name in ("stat", "open"):  # the tests run as root, too, who may look everywhere
         monkeypatch.setattr(os, name, partial(_forbidden, getattr(os, name), str(path)))
     error = same_error(
-        ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, "may not be read", "Ask for access"
+        comm, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, "may not be read", "Ask for access"
     )
     assert "does not exist" not in str(error)
 
@@ -674,7 +665,7 @@ def _forbidden(call: Any, path: str, given: Any, *args: Any, **how: Any) -> Any:
 
 
 @pytest.mark.any_version
-def test_arrays_that_a_killed_append_left_with_two_lengths(ranks: Any, shared_tmp_path: Path) -> None:
+def test_arrays_that_a_killed_append_left_with_two_lengths(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the error said nothing of the lengths that are there (also where consolidated metadata tell another one), or if
     what it says to type did not help.
     """
@@ -699,28 +690,28 @@ def test_arrays_that_a_killed_append_left_with_two_lengths(ranks: Any, shared_tm
         else:
             exec(told.split('python -c "')[1].partition('"')[0])
 
-    on_root(ranks, begin)
+    on_root(comm, begin)
     for path in paths:
         told = (
             ("'/g/rho' from 6", "'/g/time' would grow from 5 to 7", "killed at its very end")
             if path != paths[2]
             else ("(5, 24, 12)", "(6, 24, 12)", "consolidate")
         )
-        error = same_error(ranks, lambda p=path: shardload.append(p, tree_of(values, 5, P(None, "a"))), ConfigError, *told)
-        on_root(ranks, lambda error=error, path=path: mend(str(error), path))
+        error = same_error(comm, lambda p=path: shardload.append(p, tree_of(values, 5, P(None, "a"))), ConfigError, *told)
+        on_root(comm, lambda error=error, path=path: mend(str(error), path))
         shardload.append(path, tree_of(values, 5, P(None, "a")))
 
-    compare(ranks, paths[1], {"g/rho": values})
-    on_root(ranks, lambda: look(paths[0], values) or look(paths[2], values))
+    compare(comm, paths[1], {"g/rho": values})
+    on_root(comm, lambda: look(paths[0], values) or look(paths[2], values))
 
 
 @pytest.mark.parametrize("version", [3, 2])
 def test_a_store_that_takes_the_place_of_this_one(
-    ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     """Wrong if old rows at the edge were put into a new store that has the same metadata, as one of the same run has."""
     path, other, values = shared_tmp_path / "run.zarr", shared_tmp_path / "new.zarr", ramp((7, Y, X), "float32")
-    on_root(ranks, lambda: make(path, values[:5], version=version))
+    on_root(comm, lambda: make(path, values[:5], version=version))
     commit = GrowthSink.commit
 
     def replaced(self: Any) -> None:
@@ -730,18 +721,18 @@ def test_a_store_that_takes_the_place_of_this_one(
         commit(self)
 
     monkeypatch.setattr(GrowthSink, "commit", replaced)
-    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
-    on_root(ranks, lambda: look(path, -values[:5]))
-    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
+    same_error(comm, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
+    on_root(comm, lambda: look(path, -values[:5]))
+    assert on_disk(comm, shared_tmp_path) == ["run.zarr"]
 
 
 @pytest.mark.parametrize("is_undone", [True, False])
 def test_metadata_that_cannot_be_renamed(
-    ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_undone: bool
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_undone: bool
 ) -> None:
     """Wrong if the error said that the store is as it was, and an array of it has its new length."""
     path, values, rename = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32"), os.rename
-    on_root(ranks, lambda: make(path, values[:5]))
+    on_root(comm, lambda: make(path, values[:5]))
 
     def fails(source: Any, into: Any) -> None:
         is_back = "-back" in str(source)
@@ -751,21 +742,21 @@ def test_metadata_that_cannot_be_renamed(
 
     monkeypatch.setattr(os, "rename", fails)
     says = ("as it was",) if is_undone else ("could not be undone", "look at their shapes")
-    error = same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, *says)
+    error = same_error(comm, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, *says)
     assert ("as it was" in str(error)) == is_undone
     monkeypatch.undo()
-    lengths = on_root(ranks, lambda: [zarr.open_array(str(path / "g" / name), mode="r").shape[0] for name in ("rho", "time")])
+    lengths = on_root(comm, lambda: [zarr.open_array(str(path / "g" / name), mode="r").shape[0] for name in ("rho", "time")])
     assert lengths == [5 if is_undone else 7, 5]
-    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
+    assert on_disk(comm, shared_tmp_path) == ["run.zarr"]
 
 
 @pytest.mark.parametrize("kind", ["v3", "v3 shards", "HDF5"])
 def test_renames_that_a_file_server_made_and_reports_as_failed(
-    ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Over NFS the answer can be lost. Wrong if an append failed that was made, or left a file of changes without a mark."""
     path, values = path_of(shared_tmp_path, kind), ramp((12, Y, X), "float32")
-    on_root(ranks, lambda: begin(path, values[:7], kind))
+    on_root(comm, lambda: begin(path, values[:7], kind))
     rename = os.rename
 
     def twice(source: Any, into: Any) -> None:
@@ -775,18 +766,18 @@ def test_renames_that_a_file_server_made_and_reports_as_failed(
     monkeypatch.setattr(os, "rename", twice)
     shardload.append(path, tree_of(values, 7, P(None, "a"), mesh_of()))
     monkeypatch.undo()
-    assert on_disk(ranks, shared_tmp_path) == [path.name]
-    on_root(ranks, lambda: look(path, values))
+    assert on_disk(comm, shared_tmp_path) == [path.name]
+    on_root(comm, lambda: look(path, values))
 
 
 # --- wrong implementations
 
 
 @pytest.mark.parametrize("kind", ["v3", "v3 shards", "HDF5"])
-def test_old_values_that_cannot_be_read(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_old_values_that_cannot_be_read(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Wrong if the error were the library's alone, which names no file, or anything were appended."""
     path, values = path_of(shared_tmp_path, kind), ramp((12, Y, X), "float32")
-    on_root(ranks, lambda: begin(path, values[:7], kind))
+    on_root(comm, lambda: begin(path, values[:7], kind))
     tree = tree_of(values, 7, P(None, "a"), mesh_of())
 
     source: Any = Hdf5Source if kind == "HDF5" else ZarrSource
@@ -799,22 +790,22 @@ def test_old_values_that_cannot_be_read(ranks: Any, shared_tmp_path: Path, monke
 
     monkeypatch.setattr(source, "plain", fails)
     says = f"in '{path}', which share a chunk or shard with new ones, cannot be read: elements "
-    same_error(ranks, lambda: shardload.append(path, tree), SourceError, "old values of '/g/rho'", says, "Nothing was appended")
+    same_error(comm, lambda: shardload.append(path, tree), SourceError, "old values of '/g/rho'", says, "Nothing was appended")
     monkeypatch.undo()
-    assert on_disk(ranks, shared_tmp_path) == [path.name]
-    on_root(ranks, lambda: look(path, values[:7]))
+    assert on_disk(comm, shared_tmp_path) == [path.name]
+    on_root(comm, lambda: look(path, values[:7]))
 
 
-def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_that_stores_something_else(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if chunks of other values got into the store: zarr-python decodes them before, with the store's own metadata."""
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
-    on_root(ranks, lambda: make(path, values[:5]))
+    on_root(comm, lambda: make(path, values[:5]))
     before = files(path)
     right = GrowthEncoder.encode
     monkeypatch.setattr(GrowthEncoder, "encode", lambda self, region, values: right(self, region, values + 1))
-    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P(None, "a"))), VerifyError, "other values")
-    assert on_root(ranks, lambda: files(path)) == before
-    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
+    same_error(comm, lambda: shardload.append(path, tree_of(values, 5, P(None, "a"))), VerifyError, "other values")
+    assert on_root(comm, lambda: files(path)) == before
+    assert on_disk(comm, shared_tmp_path) == ["run.zarr"]
 
 
 @pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
@@ -871,7 +862,7 @@ DAMAGE: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_an_error_that_names_the_file(ranks: Any, shared_tmp_path: Path, damage: str) -> None:
+def test_damage_is_an_error_that_names_the_file(comm: Any, shared_tmp_path: Path, damage: str) -> None:
     """Wrong if it were an error of zarr-python or NumPy, which says neither which file nor which array; if it changed anything;
     or if the append waited for the writer of a pipe, or read gigabytes.
     """
@@ -883,12 +874,12 @@ def test_damage_is_an_error_that_names_the_file(ranks: Any, shared_tmp_path: Pat
         spoil(path / name)
         return files(path / "g" / "rho")
 
-    before = on_root(ranks, begin)
-    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, str(path), says)
-    assert on_root(ranks, lambda: files(path / "g" / "rho")) == before
+    before = on_root(comm, begin)
+    same_error(comm, lambda: shardload.append(path, tree_of(values, 5, P())), SourceError, str(path), says)
+    assert on_root(comm, lambda: files(path / "g" / "rho")) == before
 
 
-def test_a_damaged_index_of_chunks(ranks: Any, shared_tmp_path: Path) -> None:
+def test_a_damaged_index_of_chunks(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if it were an error of HDF5, which names no file, or if it changed anything."""
     path, values = shared_tmp_path / "run.h5", ramp((7, Y, X), "float32")
 
@@ -899,13 +890,13 @@ def test_a_damaged_index_of_chunks(ranks: Any, shared_tmp_path: Path) -> None:
         path.write_bytes(content[: node + 33] + b"\x51" + content[node + 34 :])
         return path.read_bytes()
 
-    before = on_root(ranks, begin)
-    same_error(ranks, lambda: shardload.append(path, tree_of(values, 4, P())), SourceError, str(path))
-    assert on_root(ranks, path.read_bytes) == before
+    before = on_root(comm, begin)
+    same_error(comm, lambda: shardload.append(path, tree_of(values, 4, P())), SourceError, str(path))
+    assert on_root(comm, path.read_bytes) == before
 
 
 @pytest.mark.parametrize("version", [3, 2])
-def test_a_time_in_the_group_above(ranks: Any, shared_tmp_path: Path, version: int) -> None:
+def test_a_time_in_the_group_above(comm: Any, shared_tmp_path: Path, version: int) -> None:
     """Wrong if one array grew alone, so that xarray could not open the store any more."""
     path = shared_tmp_path / "run.zarr"
 
@@ -920,22 +911,22 @@ def test_a_time_in_the_group_above(ranks: Any, shared_tmp_path: Path, version: i
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             tree.to_zarr(path, write_inherited_coords=False, zarr_format=version)
 
-    on_root(ranks, begin)
-    before = on_root(ranks, lambda: files(path))
+    on_root(comm, begin)
+    before = on_root(comm, lambda: files(path))
     one = {"product/no2": np.ones((1, 8))}
-    same_error(ranks, lambda: shardload.append(path, one, dim="time"), ConfigError, "'/aux/q', '/time'", "'time'", "'aux/q'")
-    assert on_root(ranks, lambda: files(path)) == before
+    same_error(comm, lambda: shardload.append(path, one, dim="time"), ConfigError, "'/aux/q', '/time'", "'time'", "'aux/q'")
+    assert on_root(comm, lambda: files(path)) == before
     shardload.append(path, one | {"aux/q": np.ones(1), "time": np.array([4.0])}, dim="time")
 
     def check() -> None:
         with xarray.open_datatree(path, engine="zarr") as tree:
             assert {name: node.sizes.get("time") for name, node in tree.children.items()} == {"product": 5, "aux": 5}
 
-    on_root(ranks, check)
+    on_root(comm, check)
 
 
 @pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_bfloat16_grows(ranks: Any, shared_tmp_path: Path, suffix: str) -> None:
+def test_bfloat16_grows(comm: Any, shared_tmp_path: Path, suffix: str) -> None:
     path, values = shared_tmp_path / f"a{suffix}", ramp((7, X), "float32").astype(ml_dtypes.bfloat16)
     how = {"unlimited": {"x": 0}} if suffix == ".h5" else {}
     shardload.save(path, {"x": put(values[:5], mesh_of(), P(None, "a"))}, dims={"x": ("t", "x")}, chunks={"x": (2, X)}, **how)

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, VerifyError
 from shardload.engine.file_target import FileTarget
-from tests.mpi.support import check, mesh_of, on_disk, on_root, put, read, same_error
-from tests.unit.files import write_hdf5
+from tests.mpi.support import check, mesh_of, on_disk, on_root, put, same_error
+from tests.unit.files import stored_in, write_hdf5
 
 pytestmark = pytest.mark.mpi(min_size=2)
 SPEC = P(("a", "b"))
@@ -51,8 +51,8 @@ def test_the_values_of_the_call_are_saved(comm: Any, shared_tmp_path: Path, suff
     assert save.is_done and save.wait() is report
     check(loaded, VALUES, mesh, P(None, "a"))
     check(y, VALUES + 1, mesh, SPEC)
-    np.testing.assert_array_equal(read(path, "x"), VALUES)
-    np.testing.assert_array_equal(read(path, "small"), np.full(3, 7.0))
+    np.testing.assert_array_equal(stored_in(path, "x"), VALUES)
+    np.testing.assert_array_equal(stored_in(path, "small"), np.full(3, 7.0))
 
 
 def test_the_next_save_waits(comm: Any, shared_tmp_path: Path) -> None:
@@ -62,11 +62,11 @@ def test_the_next_save_waits(comm: Any, shared_tmp_path: Path) -> None:
     first = shardload.save(path, {"x": made(mesh)}, dims=dims, unlimited="time", background=True)
     shardload.append(path, {"x": made(mesh, VALUES + 5)}, dim="time")
     assert first.is_done
-    np.testing.assert_array_equal(read(path, "x"), np.concatenate([VALUES, VALUES + 5]))
+    np.testing.assert_array_equal(stored_in(path, "x"), np.concatenate([VALUES, VALUES + 5]))
     second = shardload.save(path, {"x": made(mesh)}, mode="w", background=True)
     shardload.save(path, {"x": made(mesh, VALUES + 7)}, mode="w")
     assert second.is_done
-    np.testing.assert_array_equal(read(path, "x"), VALUES + 7)
+    np.testing.assert_array_equal(stored_in(path, "x"), VALUES + 7)
 
 
 @pytest.fixture

@@ -101,12 +101,7 @@ def test_small_arrays_are_everywhere(shared_tmp_path: Path, comm: Any, verify: s
     shape = (2 * unit(), 3 * unit(), 80 * unit())  # more than comes without an estimate
     values = ramp(shape)
 
-    def write() -> str:
-        path = shared_tmp_path / f"{verify}.h5"
-        write_hdf5(path, {"x": values}, chunks=(3, 5, 80))
-        return str(path)
-
-    path = on_root(comm, write)
+    path = on_root(comm, lambda: write_hdf5(shared_tmp_path / "x.h5", {"x": values}, chunks=(3, 5, 80)))
     for mesh in (mesh_of(), mesh_of(jax.devices()[::-1])):
         for spec in DECOMPOSITIONS.values():
             check(shardload.load(path, mesh, spec, verify=verify), values, mesh, spec, spec)

@@ -18,28 +18,13 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PackedWarning
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, warned_once
+from tests.mpi.test_values import write
 
 pytestmark = [pytest.mark.any_library, pytest.mark.any_number]
 
 Array = np.ndarray[Any, Any]
 
 PACKED = {"scale_factor": np.float32(0.25), "add_offset": np.float32(-7), "_FillValue": np.int16(11)}
-
-
-def write(comm: Any, path: Path, values: Array, chunks: tuple[int, ...] | None, attributes: dict[str, Any]) -> str:
-    """A file by rank 0: HDF5, or Zarr where the name says so."""
-
-    def make() -> None:
-        if path.suffix == ".zarr":
-            told = {key: np.asarray(value).tolist() for key, value in attributes.items()}
-            zarr.create_array(str(path), data=values, chunks=chunks or "auto", attributes=told)
-        else:
-            with h5py.File(path, "w") as file:
-                made = file.create_dataset("x", data=values, chunks=chunks, compression="gzip" if chunks else None)
-                made.attrs.update(attributes)
-
-    on_root(comm, make)
-    return str(path)
 
 
 def by_xarray(values: Array, attributes: dict[str, Any]) -> Array:
@@ -63,7 +48,7 @@ def test_every_way_of_reading(comm: Any, shared_tmp_path: Path, readers: Any) ->
     expected = by_xarray(values, PACKED)
     assert expected.dtype == np.float32 and np.isnan(expected).sum() == 1
     for name, chunks in (("plain.h5", None), ("chunked.h5", (3, 5, 7)), ("x.zarr", (3, 5, 7))):
-        path = write(comm, shared_tmp_path / name, values, chunks, PACKED)
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=name, **PACKED)
         # The types of JSON's numbers are Python's, so xarray's choice for Zarr is float64: cast to the same.
         for spec, verify in ((P("b", "a"), "index"), (P("a"), "full")):
             x = shardload.load(path, mesh, spec, decode=True, dtype="float32", readers=readers, verify=verify)
@@ -81,7 +66,7 @@ def test_selected_padded_and_cast(comm: Any, shared_tmp_path: Path, readers: Any
     attributes = {"scale_factor": np.float64(0.5), "_FillValue": np.array([50], ">i2"), "add_offset": np.float64(3)}
     wanted = by_xarray(values[select], {**attributes, "_FillValue": np.int16(50)}).astype("float32")
     for name, chunks in (("plain.h5", None), ("chunked.h5", (2, 3, 5, 7))):
-        path = write(comm, shared_tmp_path / name, values, chunks, attributes)
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=name, **attributes)
         for pad in (11, np.nan):
             x = shardload.load(
                 path, mesh, spec, select=select, decode=True, dtype="float32", pad=pad, readers=readers, staging="1MiB",
@@ -93,7 +78,7 @@ def test_selected_padded_and_cast(comm: Any, shared_tmp_path: Path, readers: Any
 def test_a_small_array_and_one_that_is_open(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if values that come with the metadata were not decoded."""
     values = ramp((4, 3), "int16")
-    path = write(comm, shared_tmp_path / "a.h5", values, None, PACKED)
+    path = write(comm, shared_tmp_path, values, **PACKED)
     expected = by_xarray(values, PACKED)
     check(shardload.load(path, mesh_of(), P(), decode=True, verify="full"), expected, mesh_of(), P())
     with h5py.File(path, "r") as file:
@@ -138,7 +123,7 @@ def test_the_valid_range_is_the_callers(comm: Any, shared_tmp_path: Path) -> Non
     """Wrong if it were applied, which xarray does not, or if what it once was asked for by did something else."""
     values = ramp(cube(), "int16")
     attributes = {**PACKED, "valid_range": np.array([3, 90], "i2")}
-    path = write(comm, shared_tmp_path / "a.h5", values, (3, 5, 7), attributes)
+    path = write(comm, shared_tmp_path, values, chunks=(3, 5, 7), **attributes)
     expected = by_xarray(values, PACKED)
     check(shardload.load(path, mesh_of(), P("a"), decode=True), expected, mesh_of(), P("a"))
     load = partial(shardload.load, path, mesh_of(), P("a"), decode="valid")
@@ -151,7 +136,7 @@ def test_the_valid_range_is_the_callers(comm: Any, shared_tmp_path: Path) -> Non
 def test_packed_numbers_are_warned_of_once(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a rank were silent where warnings are errors, or if fill values alone were warned of."""
     values = ramp(cube(), "int16")
-    path = write(comm, shared_tmp_path / "a.h5", values, None, PACKED)
+    path = write(comm, shared_tmp_path, values, **PACKED)
     with warned_once(comm, PackedWarning) as told:
         check(shardload.load(path, mesh_of(), P("a")), values, mesh_of(), P("a"))
         shardload.load(path, mesh_of(), P("a"), decode=False)
@@ -161,20 +146,20 @@ def test_packed_numbers_are_warned_of_once(comm: Any, shared_tmp_path: Path) -> 
         warnings.simplefilter("error")
         with pytest.raises(PackedWarning):
             shardload.load(path, mesh_of(), P("a"))
-    path = write(comm, shared_tmp_path / "b.h5", values, None, {"_FillValue": np.int16(3), "valid_min": np.int16(0)})
+    path = write(comm, shared_tmp_path, values, name="b.h5", _FillValue=np.int16(3), valid_min=np.int16(0))
     check(shardload.load(path, mesh_of(), P("a")), values, mesh_of(), P("a"))
 
 
 def test_decoded_values_that_do_not_fit(comm: Any, shared_tmp_path: Path) -> None:
     """NaN is no integer; and a double is no float of JAX's, unless it is asked for."""
     values = ramp(cube(), "int16")
-    path = write(comm, shared_tmp_path / "a.h5", values, (3, 5, 7), PACKED)
+    path = write(comm, shared_tmp_path, values, chunks=(3, 5, 7), **PACKED)
     for readers in ("root", "parallel", "direct"):
         call = lambda readers=readers: shardload.load(  # noqa: E731
             path, mesh_of(), P("a"), decode=True, dtype="int32", readers=readers
         )
         same_error(comm, call, ConfigError, "once decoded have values that int32 cannot hold", "nan")
-    path = write(comm, shared_tmp_path / "b.h5", values, None, {"scale_factor": np.float64(0.5)})
+    path = write(comm, shared_tmp_path, values, name="b.h5", scale_factor=np.float64(0.5))
     if not jax.config.read("jax_enable_x64"):
         call = lambda: shardload.load(path, mesh_of(), P("a"), decode=True)  # noqa: E731
         same_error(comm, call, ConfigError, "decoded, would be loaded as float64", "dtype='float32'")

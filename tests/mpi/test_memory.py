@@ -10,7 +10,8 @@ import itertools
 import math
 import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,29 +176,35 @@ def test_an_array_that_is_not_the_files_can_be_dropped(comm: Any, field: tuple[d
     paths, values = field
     x = put(np.zeros_like(values), mesh_of(), P("a", "b"))
     kept = weakref.ref(x)
-    gc.disable()
-    try:
+    with without_collector():
         with pytest.raises(shardload.VerifyError):
             shardload.verify(x, paths["plain.h5"])
         del x
         assert kept() is None
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Python looks for garbage before, and not meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
 
 
 def garbage_of(call: Callable[[], object]) -> list[str]:
     """The types of this package's objects that only a garbage collection frees after a call."""
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        call()
-        gc.collect()
-        return [type(found).__name__ for found in gc.garbage if type(found).__module__.startswith("shardload")]
-    finally:
-        gc.garbage.clear()
-        gc.set_debug(0)
-        gc.enable()
+    with without_collector():
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            call()
+            gc.collect()
+            return [type(found).__name__ for found in gc.garbage if type(found).__module__.startswith("shardload")]
+        finally:
+            gc.garbage.clear()
+            gc.set_debug(0)
 
 
 # --- saves
@@ -301,13 +308,9 @@ def test_what_was_not_saved_can_be_dropped(
     if comm.rank == comm.size - 1 or what in ("what is there", "create", "place", "finish", "commit"):  # those are rank 0's
         monkeypatch.setattr(FAULTS[what], fails)
     call()  # what the first one keeps is for the next
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         call()
         left = [one() is not None for one in kept]
-    finally:
-        gc.enable()
     garbage = garbage_of(call)  # before anything is asserted: all ranks must make this call
     assert left == [False] * 2 and garbage == []
 
@@ -318,11 +321,7 @@ def test_what_was_saved_can_be_dropped(comm: Any, shared_tmp_path: Path) -> None
     x = put(values, mesh_of(), P("a", "b"))
     kept = weakref.ref(x)
     shardload.save(shared_tmp_path / "first.h5", {"g": {"x": x}})
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         shardload.save(shared_tmp_path / "out.h5", {"g": {"x": x}})
         del x
         assert kept() is None
-    finally:
-        gc.enable()

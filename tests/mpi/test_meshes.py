@@ -37,15 +37,9 @@ def meshes() -> dict[str, Any]:
         "b first": Mesh(np.array(devices, dtype=object).reshape(square), ("b", "a")),
         "1 x n": Mesh(np.array(devices, dtype=object).reshape(1, n), ("a", "b")),
         "n x 1": Mesh(np.array(devices, dtype=object).reshape(n, 1), ("a", "b")),
-        "make_mesh (Explicit)": jax.make_mesh(square, ("a", "b")),
-        "make_mesh, explicit by name": jax.make_mesh(square, ("a", "b"), axis_types=_types("Explicit")),
-        "make_mesh, auto by name": jax.make_mesh(square, ("a", "b"), axis_types=_types("Auto")),
+        "make_mesh, explicit": jax.make_mesh(square, ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2),
+        "make_mesh, auto": jax.make_mesh(square, ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2),
     }
-
-
-def _types(name: str) -> tuple[Any, Any]:
-    kind = getattr(jax.sharding.AxisType, name)
-    return kind, kind
 
 
 @pytest.mark.parametrize("name", meshes())

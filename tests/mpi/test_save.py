@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -38,6 +40,7 @@ from tests.mpi.support import (
     DECOMPOSITIONS,
     check,
     compare,
+    counted,
     cube,
     distinct,
     mesh_of,
@@ -45,15 +48,15 @@ from tests.mpi.support import (
     on_root,
     padded,
     put,
+    raised,
     ramp,
-    read,
     same_error,
     sharding_of,
     share,
     turned,
     unit,
 )
-from tests.unit.files import raising
+from tests.unit.files import raising, stored_in, system_error
 
 # xarray, and pandas with it, is imported where it is used: six ranks import this file for what else is here.
 Array = np.ndarray[Any, Any]
@@ -140,16 +143,10 @@ def test_how_often_ranks_wait_for_each_other(
     tune(**asdict(Tuning()))  # small arrays travel as small ones do
     (path, how), x = file_at(shared_tmp_path, kind), put(ramp(cube()), mesh_of(), P("a", "b"))
     shardload.save(path, x, **how)
-    waits, finish = 0, MpiCollectives._finish
-
-    def count(self: Any, *given: Any, **more: Any) -> None:
-        nonlocal waits
-        waits += 1
-        finish(self, *given, **more)
-
-    monkeypatch.setattr(MpiCollectives, "_finish", count)
+    counts: Counter[str] = Counter()
+    counted(monkeypatch, counts, MpiCollectives, "_finish")
     shardload.save(path, x, mode="w", **how)
-    assert max(comm.allgather(waits)) <= most, comm.allgather(waits)
+    assert max(waits := comm.allgather(counts["_finish"])) <= most, waits
 
 
 @pytest.mark.any_version
@@ -488,18 +485,15 @@ def test_two_saves_to_one_name_at_once(comm: Any, shared_tmp_path: Path, kind: s
         x = put(values, Mesh(np.array(mine), "a"), P(None, "a"))
         path, how = file_at(shared_tmp_path, kind)
         comm.barrier()
-        error = None
-        try:
-            shardload.save(path, x, mode=mode, comm=half, **how)
-        except ConfigError as found:
-            error = str(found)
-        said = comm.allgather((comm.rank % 2, error))
+        error = raised(lambda: shardload.save(path, x, mode=mode, comm=half, **how))
+        assert error is None or isinstance(error, ConfigError)
+        said = comm.allgather((comm.rank % 2, error and str(error)))
         of_half = [{text for which, text in said if which == k} for k in (0, 1)]
         assert all(len(texts) == 1 for texts in of_half)
         failed = [next(iter(texts)) for texts in of_half]
         assert failed == [None, None] if mode == "w" else sum(text is None for text in failed) == 1, failed
         assert on_disk(comm, shared_tmp_path) == [path.name]
-        found = on_root(comm, lambda: read(path, "data"))
+        found = on_root(comm, lambda: stored_in(path, "data"))
         expected = [ramp(cube()) + 1000 * k for k in (0, 1) if mode == "w" or failed[k] is None]
         assert any(np.array_equal(found, one) for one in expected)
     finally:
@@ -650,13 +644,12 @@ class Disk:
         if self.what == "short":
             return self.pwrite(descriptor, bytes(data)[: max(1, len(data) // 2)], offset)
         if self.what in ("ENOSPC", "EDQUOT", "EIO") and self.n == 2:
-            number = getattr(__import__("errno"), self.what)
-            raise OSError(number, os.strerror(number))
+            raise system_error(getattr(errno, self.what))
         return self.pwrite(descriptor, data, offset)
 
     def sync(self, descriptor: int) -> None:
         if self.what == "fsync":
-            raise OSError(5, os.strerror(5))
+            raise system_error(errno.EIO)
         self.fsync(descriptor)
 
 
@@ -712,7 +705,7 @@ def test_what_fails_in_the_only_round(
     places["reading back"] = ReadBack, "_compare_stored"
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(*places[what], raising(OSError(5, os.strerror(5))))
+        monkeypatch.setattr(*places[what], raising(system_error(errno.EIO)))
     expected = (SourceError, "(EIO)") if what == "writing" else (PeerError, "Input/output error")
     same_error(comm, lambda: shardload.save(path, x, **how), *expected)
     monkeypatch.undo()
@@ -738,7 +731,7 @@ def test_a_temporary_that_one_rank_cannot_open(
 
     def writer(self: Any, ticket: Ticket) -> Any:
         if not is_gone:
-            raise OSError(116, os.strerror(116))
+            raise system_error(errno.ESTALE)
         return whole(self, replace(ticket, temporary=f"{ticket.temporary}-elsewhere"))
 
     if comm.rank == comm.size - 1:
@@ -773,11 +766,7 @@ WRONG: dict[str, Any] = {
 
 
 def _without_last(whole: Callable[..., Any]) -> Callable[..., Any]:
-    def some(self: Any, rank: int) -> Any:
-        found = list(whole(self, rank))
-        return iter(found[:-1])
-
-    return some
+    return lambda self, rank: iter([*whole(self, rank)][:-1])
 
 
 def Held_all(self: Any, rank: int) -> Any:
@@ -812,16 +801,12 @@ def test_wrong_implementations_are_found(comm: Any, shared_tmp_path: Path, monke
     mesh = mesh_of()
     x = put(values, mesh, P() if "two holders" in what else P(None, None, ("a", "b")))
     spoil(monkeypatch)
-    error = None
-    try:
-        shardload.save(shared_tmp_path / "out.h5", x, timeout=30, **how)
-    except ShardloadError as found:
-        error = found
+    error = raised(lambda: shardload.save(shared_tmp_path / "out.h5", x, timeout=30, **how))
     monkeypatch.undo()
-    said = comm.allgather(None if error is None else str(error))
-    assert len(set(said)) == 1
+    assert len(set(comm.allgather(error and str(error)))) == 1
+    assert error is None or isinstance(error, ShardloadError)
     if error is None:
-        is_equal = comm.bcast(comm.rank == 0 and np.array_equal(read(shared_tmp_path / "out.h5", "data"), values))
+        is_equal = comm.bcast(comm.rank == 0 and np.array_equal(stored_in(shared_tmp_path / "out.h5", "data"), values))
         assert not is_equal or comm.size == 1, "not found"
         assert "swapped" in what or comm.size == 1  # only who knows the values can know
     else:

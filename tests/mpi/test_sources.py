@@ -96,10 +96,8 @@ def test_a_filter_that_needs_a_word_gets_it_on_every_rank(comm: Any, shared_tmp_
     """Wrong if the word did not come to where a file is opened: to find the array, to read it, to compare with it."""
     shape, path, spec = cube(), str(shared_tmp_path / "a.h5"), P("a", "b")
 
-    def make() -> None:
-        write_hdf5(path, {NAME: ramp(shape)}, chunks=tuple(-(-n // 2) for n in shape), **hdf5plugin.Bitshuffle())
-
-    on_root(comm, make)
+    chunks = tuple(-(-n // 2) for n in shape)
+    on_root(comm, lambda: write_hdf5(path, {NAME: ramp(shape)}, chunks=chunks, **hdf5plugin.Bitshuffle()))
     said = ("HDF5 filter 32008 (bitshuffle)", "pass allow_filters='bitshuffle'")
     same_error(comm, lambda: shardload.load(path, mesh_of(), spec, dataset=NAME), SourceError, *said)
     for readers in READERS:

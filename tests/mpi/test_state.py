@@ -192,12 +192,8 @@ def test_a_number_is_not_changed_by_what_like_has_in_its_place(comm: Any, shared
     """Wrong if 0.1 came as 0, 7 as True, or an integer of 64 bits as its lower half, because `like` has such a kind."""
     path = shared_tmp_path / "numbers.h5"
 
-    def write() -> None:
-        with h5py.File(path, "w") as file:
-            file["rate"], file["steps"], file["phase"] = 0.1, np.int64(2**40 + 7), 1 + 2j
-            file["flag"], file["none"], file["whole"] = np.int8(7), np.nan, 3.0
-
-    on_root(comm, write)
+    numbers = {"rate": 0.1, "steps": np.int64(2**40 + 7), "phase": 1 + 2j, "flag": np.int8(7), "none": np.nan, "whole": 3.0}
+    on_root(comm, lambda: write_hdf5(path, numbers))
     like = {"rate": 0.0, "steps": 0, "phase": 0j, "flag": 0, "none": 0.0, "whole": 0}
     found = shardload.load(path, like=like)
     assert {name: type(value) for name, value in found.items()} == {name: type(value) for name, value in like.items()}

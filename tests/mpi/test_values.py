@@ -30,15 +30,20 @@ if X64 is None:
 Array = np.ndarray[Any, Any]
 
 
-def write(comm: Any, folder: Path, values: Array, *, chunks: tuple[int, ...] | None = None, name: str = "x.h5") -> str:
+def write(
+    comm: Any, folder: Path, values: Array, *, chunks: tuple[int, ...] | None = None, name: str = "x.h5", **attrs: Any
+) -> str:
     """`values` in a file, written by rank 0: HDF5, or Zarr where the name says so. Returns the path."""
     path = str(folder / name)
 
     def make() -> None:
         if name.endswith(".zarr"):
-            zarr.create_array(path, data=values, chunks=chunks or "auto")
+            told = {key: np.asarray(value).tolist() for key, value in attrs.items()}
+            zarr.create_array(path, data=values, chunks=chunks or "auto", attributes=told)
             return
         write_hdf5(path, {"x": values}, chunks=chunks, compression="gzip" if chunks else None)
+        with h5py.File(path, "r+") as file:
+            file["x"].attrs.update(attrs)
 
     on_root(comm, make)
     return path
