@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
-import zarr
 
 from tests.jobs.launch import run_job
 from tests.tiers import quick_ones
+from tests.unit.files import stored_in
 
 PROGRAM = """
 import sys
@@ -30,13 +29,9 @@ def test_the_end_of_the_program_waits(tmp_path: Path, name: str) -> None:
     """Also for Zarr, whose library takes threads of a kind that Python closes before it waits for any other."""
     (tmp_path / "end.py").write_text(PROGRAM)
     run_job([str(tmp_path / "end.py"), name], 2, cwd=tmp_path, timeout=120).check()
-    path = tmp_path / name
-    if name.endswith("zarr"):
-        found = np.asarray(zarr.open_array(str(path / "x"), mode="r")[...])
-    else:
-        with h5py.File(path) as file:
-            found = file["x"][...]
-    np.testing.assert_array_equal(found, np.arange(64 * 1000, dtype="f4").reshape(64, 1000), strict=True)
+    np.testing.assert_array_equal(
+        stored_in(tmp_path / name, "x"), np.arange(64 * 1000, dtype="f4").reshape(64, 1000), strict=True
+    )
 
 
 def test_mpi_without_threads(tmp_path: Path) -> None:

@@ -51,9 +51,7 @@ main()
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "in.h5"
-    write_hdf5(path, {"rho": VALUES}, chunks=(5, 48, 40), compression="gzip")
-    return path
+    return Path(write_hdf5(tmp_path / "in.h5", {"rho": VALUES}, chunks=(5, 48, 40), compression="gzip"))
 
 
 @pytest.mark.parametrize(("at", "who", "n_after"), quick_ones([(3, 1, 1), (5, 0, 2)], (5, 0, 2)))

@@ -51,10 +51,8 @@ waits_for_ever()
 
 @STARTS
 @LIBRARIES
-def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str, preloaded: bool) -> None:
-    script = tmp_path / "hello.py"
-    script.write_text(HELLO)
-    job = run_job(script, 3, timeout=240, mpi=mpi, preloaded=preloaded).check()
+def test_job_returns_each_ranks_output(mpi: str, preloaded: bool) -> None:
+    job = run_job(["-c", HELLO], 3, timeout=240, mpi=mpi, preloaded=preloaded).check()
     vendor = {"mpich": "MPICH", "openmpi": "Open MPI"}[mpi]
     assert job.rank_stdout == tuple(f"rank {k} of 3 {vendor}\n" for k in range(3))
     assert job.stdout == "".join(job.rank_stdout)
@@ -107,36 +105,27 @@ def test_ranks_are_copies(mpi: str) -> None:
 
 
 @LIBRARIES
-def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: MPI.COMM_WORLD.Abort(7)\nMPI.COMM_WORLD.Barrier()")
-    assert run_job(script, 2, timeout=240, mpi=mpi).returncode != 0
+def test_failing_rank_fails_the_job(mpi: str) -> None:
+    code = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: MPI.COMM_WORLD.Abort(7)\nMPI.COMM_WORLD.Barrier()"
+    assert run_job(["-c", code], 2, timeout=240, mpi=mpi).returncode != 0
 
 
 @pytest.mark.parametrize(("mpi", "preloaded"), quick_ones([("mpich", True), ("openmpi", False)], ("mpich", True)))
 def test_hung_job_is_killed_with_its_stacks_shown(tmp_path: Path, mpi: str, preloaded: bool) -> None:
-    script = tmp_path / "stuck.py"
-    script.write_text(STUCK)
     mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
     began = time.monotonic()
     with pytest.raises(AssertionError, match="HUNG") as caught:
-        run_job(script, 3, timeout=8, mpi=mpi, env={"SHARDLOAD_HARNESS_TEST": mark}, preloaded=preloaded)
+        run_job(["-c", STUCK], 3, timeout=8, mpi=mpi, env={"SHARDLOAD_HARNESS_TEST": mark}, preloaded=preloaded)
     assert time.monotonic() - began < 60
     text = str(caught.value)
     for rank in range(3):
         assert re.search(rf"--- rank {rank} stdout\n.*\nabout to hang", text)
     assert len(re.findall(r"in waits_for_ever", text)) == 3, text
-    assert not [p for p in psutil.process_iter() if _environ(p).get("SHARDLOAD_HARNESS_TEST") == mark]
+    environments = (process.info["environ"] or {} for process in psutil.process_iter(["environ"]))
+    assert mark not in [environment.get("SHARDLOAD_HARNESS_TEST") for environment in environments]
     segments = {name for name in re.findall(r"/dev/shm/\S+", text) if not name.startswith(str(tmp_path))}
     assert segments
     assert not [path for path in segments if Path(path).exists()]
-
-
-def _environ(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except (psutil.Error, OSError):
-        return {}
 
 
 def _pytest(folder: Path, body: str, n: int = 2, *options: str, mpi: str = "mpich") -> Job:

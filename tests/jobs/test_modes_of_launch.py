@@ -36,9 +36,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def field(tmp_path: Path) -> str:
     """A file with one array."""
-    path = str(tmp_path / "field.h5")
-    write_hdf5(path, {"x": ramp(SHAPE)}, chunks=(3, 5, 7), compression="gzip")
-    return path
+    return write_hdf5(tmp_path / "field.h5", {"x": ramp(SHAPE)}, chunks=(3, 5, 7), compression="gzip")
 
 
 # --- launches that work -----------------------------------------------------------------------------------------------
@@ -121,21 +119,11 @@ def test_a_load_after_mpi_was_finalized(field: str) -> None:
     same([list(one) for one in zip(*loads, strict=True)], "MPI.Finalize() was called in this process", "before it")
 
 
-def test_initialize_too_late(field: str) -> None:
-    """Wrong if JAX went on as four separate processes."""
-    same(
-        launched(field, "late"),
-        "JAX could not be started as one of 2 processes",
-        "others. Call",
-        "at the top",
-        "uses JAX devices",
-    )
-
-
-def test_initialize_too_late_on_one_rank(field: str) -> None:
-    """Wrong if the others waited in JAX for that rank, for five minutes."""
-    text = "on rank 1 of 2: JAX could not be started as one of 2 processes: devices are in use here"
-    same(launched(field, "late", "1"), text)
+@pytest.mark.parametrize(("rank", "who"), [([], ""), (["1"], "on rank 1 of 2: ")], ids=["all ranks", "one rank"])
+def test_initialize_too_late(field: str, rank: list[str], who: str) -> None:
+    """Wrong if JAX went on as separate processes, or the others waited in JAX for that rank, for five minutes."""
+    says = f"{who}JAX could not be started as one of 2 processes: devices are in use here"
+    same(launched(field, "late", *rank), says, "others. Call", "at the top", "uses JAX devices")
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,9 @@ def check(job: Job, held: int, speaks: bool, rank: int | None, parts: tuple[str,
     assert "outlived" not in job.stderr, "a process did not end by itself"
 
 
-@pytest.mark.parametrize("case", thorough(CASES, [case for case, mpi, _ in THOROUGH if mpi == "mpich"]))
-def test_a_rank_that_is_held_up(hold_up: Callable[..., Job], case: str) -> None:
-    check(hold_up(case), *CASES[case])
-
-
-@pytest.mark.parametrize("case", thorough(OPEN_MPI, [case for case, mpi, _ in THOROUGH if mpi == "openmpi"]))
-def test_with_open_mpi(hold_up: Callable[..., Job], case: str) -> None:
-    check(hold_up(case, "openmpi"), *CASES[case])
+@pytest.mark.parametrize("what", thorough((what for what in ALL if what[0] in CASES and what[2] == 4), THOROUGH), ids=str)
+def test_a_rank_that_is_held_up(hold_up: Callable[..., Job], what: What) -> None:
+    check(hold_up(*what), *CASES[what[0]])
 
 
 def test_alone_there_is_nobody_to_ask(hold_up: Callable[..., Job]) -> None:
@@ -119,16 +114,11 @@ def test_alone_there_is_nobody_to_ask(hold_up: Callable[..., Job]) -> None:
     check(hold_up("thread parallel", n=1), 0, True, 0, parts)
 
 
-def test_alone_inside_the_library(hold_up: Callable[..., Job]) -> None:
-    """Wrong if the end of the interpreter waited for the library's lock, which that thread has."""
-    job = hold_up("inside parallel", n=1)
-    assert said_by(job, 0)["type"] == "StallError" and job.rank_stderr[0].count("StallError: nothing has moved") == 1
-    assert job.returncode != 0
-
-
-@pytest.mark.parametrize("case", SAVING)
-def test_alone_inside_the_library_as_it_saves(hold_up: Callable[..., Job], case: str) -> None:
-    """The same for threads that write, and after Ctrl-C."""
+@pytest.mark.parametrize("case", ["inside parallel", *SAVING])
+def test_alone_inside_the_library(hold_up: Callable[..., Job], case: str) -> None:
+    """Wrong if the end of the interpreter waited for the library's lock, which that thread has. Also of threads that write, and
+    after Ctrl-C.
+    """
     job = hold_up(case, n=1)
     what = "KeyboardInterrupt" if "interrupted" in case else "StallError: nothing has moved"
     assert job.rank_stderr[0].count(f"\n{what}") + job.rank_stderr[0].count(f"errors.{what}") == 1, job.tail()

@@ -11,17 +11,14 @@ import pytest
 
 from tests.jobs.launch import run_job
 from tests.mpi.support import damage_chunk
+from tests.unit.files import write_hdf5
 
 VALUES = np.arange(8 * 12 * 20, dtype="f4").reshape(8, 12, 20)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    path = tmp_path / "run.h5"
-    with h5py.File(path, "w") as opened:
-        opened.create_dataset("rho", data=VALUES, chunks=(3, 5, 7), compression="gzip")
-        opened["other"] = VALUES
-    return str(path)
+    return write_hdf5(tmp_path / "run.h5", {"rho": VALUES, "other": VALUES}, chunks=(3, 5, 7), compression="gzip")
 
 
 # What Gloo does when JAX's processes meet: it writes to the descriptor, in pieces, past Python.

@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -80,15 +82,16 @@ def threads() -> None:
             load(k, owns[k])
             right[k] += 1
 
-    started = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
+    in_two_threads(work)
     computed = all(bool((shard.data == 100).all()) for shard in rolling.addressable_shards)
     outcomes = [on_one_communicator(own) for own in (comm.Dup(), comm)]
     load()
     print(json.dumps({"right": right, "computed": computed, "outcomes": outcomes}), flush=True)
+
+
+def in_two_threads(work: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 def on_one_communicator(own: Any) -> list[str]:
@@ -104,11 +107,7 @@ def on_one_communicator(own: Any) -> list[str]:
             except (shardload.ConfigError, shardload.PeerError) as error:
                 found.append(str(error))
 
-    started = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
+    in_two_threads(work)
     load(0, own)  # in step again
     return sorted(found)
 
