@@ -13,7 +13,7 @@ import argparse
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 
 import shardload
 from shardload import ShardloadError
-from tests.fuzz_loads import comm, compare, folder_in_memory, padded, sharding
+from tests.fuzz_loads import comm, compare, folder_in_memory, padded, pick, sharding
 from tests.mpi.support import on_root
 
 Array = np.ndarray[Any, Any]
@@ -38,10 +38,6 @@ PACKING = {"scale_factor": np.float64(0.5), "add_offset": np.float64(-10)}
 OF_LIBRARIES = re.compile("CLASS|NAME|REFERENCE_LIST|DIMENSION_L.*|_NCProp.*|_Netcdf4.*|_ARRAY_DIM.*|_FillValue|coordinates")
 TEMPORARY = (".unfinished", ".appending", ".changes")
 DEFAULTS: dict[str, Any] = {"progress": False, "timeout": 60.0}
-
-
-def pick(draw: Draw, options: Sequence[Any]) -> Any:
-    return options[int(draw.integers(len(options)))]
 
 
 def positions(draw: Draw, n: int) -> slice | int:

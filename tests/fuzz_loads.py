@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,10 @@ HDF5: tuple[dict[str, Any], ...] = (
     {"fletcher32": True},
 )
 ZARR: tuple[dict[str, Any], ...] = ({}, {"compressors": None}, {"zarr_format": 2, "compressors": None})
+
+
+def pick(draw: np.random.Generator, options: Sequence[Any]) -> Any:
+    return options[int(draw.integers(len(options)))]
 
 
 @contextmanager
@@ -82,7 +86,7 @@ def sharding(draw: np.random.Generator, ndim: int) -> tuple[Mesh, PartitionSpec,
     entries: list[Any] = [None] * ndim
     left = {"a", "b"}
     for axis in draw.permutation(ndim).tolist():
-        names = choices[int(draw.integers(len(choices)))]
+        names = pick(draw, choices)
         if set(names) <= left:
             entries[axis], left = (names or None), left - set(names)
     cuts = [int(np.prod([mesh.shape[name] for name in entry or ()], dtype=int)) for entry in entries]
@@ -111,8 +115,8 @@ def one_load(draw: np.random.Generator, folder: Path) -> None:
         select = tuple(slice(a := int(draw.integers(n)), int(draw.integers(a, n)) + 1) for n in values.shape)
         select = select if draw.random() < 0.5 else None
         mesh, spec, cuts = sharding(draw, values.ndim)
-        readers = ["auto", "root", "parallel", "direct", 2][int(draw.integers(5))]
-        verify = ["index", "checksum", "full"][int(draw.integers(3))]
+        readers = pick(draw, ["auto", "root", "parallel", "direct", 2])
+        verify = pick(draw, ["index", "checksum", "full"])
         found = shardload.load(
             name, mesh, spec, select=select, readers=readers, verify=verify, pad=0 if values.dtype != bool else False
         )
@@ -125,11 +129,9 @@ def one_save(draw: np.random.Generator, folder: Path) -> None:
     name, values = write(draw, folder)
     mesh, spec, _ = sharding(draw, values.ndim)
     array = shardload.load(name, mesh, spec, pad=0 if values.dtype != bool else False)
-    target = folder / ["b.h5", "b.zarr"][int(draw.integers(2))]
+    target = folder / pick(draw, ["b.h5", "b.zarr"])
     chunks = tuple(int(draw.integers(1, n + 1)) for n in values.shape) if draw.random() < 0.7 else None
-    compression = (
-        [None, "gzip", "zstd"][int(draw.integers(3))] if target.suffix == ".zarr" else [None, "gzip"][int(draw.integers(2))]
-    )
+    compression = pick(draw, [None, "gzip", "zstd"] if target.suffix == ".zarr" else [None, "gzip"])
     how = {"chunks": chunks} if chunks else {}
     shardload.save(target, {"x": array}, mode="w", compression=compression, **how)
     if comm.rank == 0 and not np.array_equal(stored_in(target, "x"), values):  # without the padding
@@ -140,9 +142,8 @@ def one_save(draw: np.random.Generator, folder: Path) -> None:
 def main() -> None:
     """Do as many as the caller says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--loads", type=int, default=1000)
-    parser.add_argument("--saves", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in (("--loads", 1000), ("--saves", 200), ("--seed", 0)):
+        parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()
     shardload.initialize()
     draw = np.random.default_rng(given.seed)

@@ -32,8 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.comm.launch import free_port
-from tests.fuzz_calls import pick
-from tests.fuzz_loads import comm, compare, folder_in_memory, padded, sharding
+from tests.fuzz_loads import comm, compare, folder_in_memory, padded, pick, sharding
 from tests.mpi.support import on_root, ramp, same_error
 from tests.tuning import as_large
 from tests.unit.files import stored_in

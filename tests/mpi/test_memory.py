@@ -151,8 +151,7 @@ def test_what_failed_waits_for_no_garbage_collector(
 
     def make() -> str:
         if what == "small":
-            write_hdf5(shared_tmp_path / "small.h5", {"x": np.zeros((unit(), unit(), unit()), "f4")})
-            return str(shared_tmp_path / "small.h5")
+            return write_hdf5(shared_tmp_path / "small.h5", {"x": np.zeros((unit(), unit(), unit()), "f4")})
         shutil.copy(path, shared_tmp_path / "damaged.h5")
         damage_chunk(shared_tmp_path / "damaged.h5", "x", 0, 0, 0)
         return str(shared_tmp_path / "damaged.h5")

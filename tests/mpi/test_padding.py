@@ -40,9 +40,7 @@ def meshes() -> dict[str, Any]:
 @pytest.fixture
 def file(comm: Any, shared_tmp_path: Path) -> str:
     """A file with an array that is its own flat index."""
-    path = shared_tmp_path / "uneven.h5"
-    on_root(comm, lambda: write_hdf5(path, {"x": ramp(uneven())}))
-    return str(path)
+    return on_root(comm, lambda: write_hdf5(shared_tmp_path / "uneven.h5", {"x": ramp(uneven())}))
 
 
 @pytest.mark.parametrize("mesh", meshes().values(), ids=meshes())

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import h5py
 import psutil
 import pytest
 
@@ -21,6 +20,7 @@ from tests.mpi.support import ramp
 from tests.slurm import daemons
 from tests.slurm.cluster import Cluster
 from tests.slurm.daemons import marked, why_not
+from tests.unit.files import write_hdf5
 
 Site = Callable[..., dict[str, str]]
 
@@ -39,11 +39,9 @@ DIES = "tests/slurm/scripts/dies.py"
 )
 def test_rank_that_dies(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path, mpi: str, how: str, cause: str) -> None:
     """Wrong if the others waited for it until the time limit, or ended without a word of the cause."""
-    path = tmp_path / "field.h5"
-    with h5py.File(path, "w") as file:
-        file["x"] = ramp((8, 12, 20))
+    path = write_hdf5(tmp_path / "field.h5", {"x": ramp((8, 12, 20))})
     env = site(mpi)
-    command = ("srun", f"--mpi={env['SITE_MPI']}", "-K1", env["SITE_PYTHON"], "slurm/run.py", DIES, str(path), how)
+    command = ("srun", f"--mpi={env['SITE_MPI']}", "-K1", env["SITE_PYTHON"], "slurm/run.py", DIES, path, how)
     done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=1", env=env, arguments=command)
     assert done.state == "FAILED" and done.code != 0
     assert cause in done.output, done.output

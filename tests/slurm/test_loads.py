@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import h5py
 import pytest
 
 from tests.jobs.launch import ROOT
 from tests.mpi.support import ramp
 from tests.slurm.cluster import Cluster, Done
 from tests.tiers import IS_QUICK, thorough
+from tests.unit.files import write_hdf5
 
 Site = Callable[..., dict[str, str]]
 
@@ -68,11 +68,9 @@ def test_four_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Pa
 
 def test_without_mpi(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
     """Wrong if the tasks of srun alone did not find each other from node to node, or one that fails left the others waiting."""
-    path = tmp_path / "field.h5"
-    with h5py.File(path, "w") as file:
-        file["x"] = ramp((8, 12, 20))
+    path = write_hdf5(tmp_path / "field.h5", {"x": ramp((8, 12, 20))})
     env = {**site(), "SHARDLOAD_MPI": "0"}
-    command = ("srun", "--mpi=none", "-K1", env["SITE_PYTHON"], RUN, LAUNCHED, str(path), "initialize")
+    command = ("srun", "--mpi=none", "-K1", env["SITE_PYTHON"], RUN, LAUNCHED, path, "initialize")
     done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT).check()
     said = Counter((one["type"], one["text"]) for one in done.said())
     # It starts, loads, does all that sends values from node to node, and scatters.
