@@ -133,7 +133,7 @@ def test_a_duplicate_knows_the_ranks_of_this_machine(comm: Any) -> None:
 
 @pytest.mark.mpi(min_size=2)  # one process sends none
 @pytest.mark.usefixtures("as_it_is")
-def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_small_loads(shared_tmp_path: Path, own_comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a load of some bytes took another round, or one of an array that each rank reads by itself took fewer.
 
     Or if each time step of a series cost the ranks more than that, because the whole array is large.
@@ -148,8 +148,7 @@ def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: 
             file.create_dataset("x", data=series, chunks=(1, *series.shape[1:]), compression="gzip")
         return str(shared_tmp_path / "some.h5")
 
-    path, comm = on_root(comm, write), comm.Dup()
-    group, mesh = group_of(comm, None), mesh_of()
+    path, group, mesh = on_root(own_comm, write), group_of(own_comm, None), mesh_of()
 
     def messages(load: Callable[[], Any]) -> dict[str, int]:
         load()
@@ -159,7 +158,7 @@ def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: 
             load()
         return dict(counted.names)
 
-    load = partial(shardload.load, path, mesh, P("a", "b"), comm=comm)
+    load = partial(shardload.load, path, mesh, P("a", "b"), comm=own_comm)
     assert messages(lambda: load(dataset="tiny")) == dict(broadcast=1, reduce=2)
     assert messages(lambda: load(dataset="small")) == dict(broadcast=2, reduce=2)
     tree = [f"tree/{k}" for k in range(5)]
@@ -169,8 +168,6 @@ def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: 
     for k in (3, 500):
         assert messages(lambda k=k: load(dataset="x", select=(k,))) == dict(broadcast=1, reduce=2)
         check(load(dataset="x", select=(k,)), series[k], mesh, P("a", "b"), k)
-    group.forget_shared_memory()
-    comm.Free()
 
 
 def test_ranks_that_differ_when_each_reads_by_itself(files: dict[str, str], comm: Any) -> None:
@@ -243,14 +240,12 @@ def test_one_rank_that_leaves_a_call(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_first_calls_of_two_kinds(files: dict[str, str], comm: Any, shared_tmp_path: Path) -> None:
+def test_first_calls_of_two_kinds(files: dict[str, str], comm: Any, own_comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if a load gathered the processes of JAX where a copy, which has none, compares the calls: both waited for ever."""
-    mine = comm.Dup()
-    copy = partial(shardload.copy, files["chunked"], shared_tmp_path / "copy.h5", comm=mine, timeout=20)
-    load = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=mine, timeout=20)
+    copy = partial(shardload.copy, files["chunked"], shared_tmp_path / "copy.h5", comm=own_comm, timeout=20)
+    load = partial(shardload.load, files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=own_comm, timeout=20)
     same_error(comm, load if comm.rank else copy, PeerError, "called load", "called copy of")
     check(load(), ramp(cube()), mesh_of(), P("a"))
-    mine.Free()
 
 
 @pytest.mark.usefixtures("as_it_is")
@@ -503,21 +498,17 @@ def test_the_users_messages_are_left_alone(comm: Any, files: dict[str, str], rea
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("name", "value"), [("SHARDLOAD_SHARED_MEMORY", "0"), ("SHARDLOAD_RANKS_PER_NODE", "1")])
 def test_variables_that_differ_between_ranks(
-    comm: Any, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tune: Any, name: str, value: str
+    own_comm: Any, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tune: Any, name: str, value: str
 ) -> None:
     """A launcher may hand them to one machine alone. Wrong if one rank then waited for what the others do not do."""
     tune(worth_sharing_nbytes=1)  # these parts choose their own way: `tests.jobs.scripts.ways` counts those with 0
     for one in ("SHARDLOAD_SHARED_MEMORY", "SHARDLOAD_RANKS_PER_NODE"):
         monkeypatch.delenv(one, raising=False)
-    if comm.rank == 1:
+    if own_comm.rank == 1:
         monkeypatch.setenv(name, value)
-    mine = comm.Dup()
-    try:
-        for readers in ("root", "parallel"):
-            x = shardload.load(files["chunked"], mesh_of(), P("a", "b"), dataset=NAME, comm=mine, readers=readers, timeout=30)
-            check(x, ramp(cube()), mesh_of(), P("a", "b"))
-    finally:
-        mine.Free()
+    for readers in ("root", "parallel"):
+        x = shardload.load(files["chunked"], mesh_of(), P("a", "b"), dataset=NAME, comm=own_comm, readers=readers, timeout=30)
+        check(x, ramp(cube()), mesh_of(), P("a", "b"))
 
 
 def test_communicators_that_cannot_be(comm: Any, files: dict[str, str]) -> None:
