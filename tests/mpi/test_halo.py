@@ -42,21 +42,15 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def read_case(case: tuple[Any, Any, Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Widths and edges per axis: what the options mean, by other means."""
-    spec, halo, edge = case
+@pytest.mark.parametrize("name", CASES)
+def test_halos_are_numpys(files: dict[str, str], name: str) -> None:
+    """Wrong if rows came from the wrong neighbour, wrapped where they must not, lay transposed, or corners were the sides'."""
+    spec, halo, edge = CASES[name]
     if isinstance(halo, int):
         widths = tuple(halo if k < len(spec) and spec[k] else 0 for k in range(3))
     else:
         widths = (*halo, 0, 0, 0)[:3]
-    return widths, edge if isinstance(edge, tuple) else (edge,) * 3
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_halos_are_numpys(files: dict[str, str], name: str) -> None:
-    """Wrong if rows came from the wrong neighbour, wrapped where they must not, lay transposed, or corners were the sides'."""
-    spec, halo, edge = case = CASES[name]
-    widths, edges = read_case(case)
+    edges = edge if isinstance(edge, tuple) else (edge,) * 3
     mesh, values = turned(), ramp(cube())
     expected = with_halos(values, mesh, spec, widths, edges)
     for source, readers in itertools.product(("contiguous", "chunked", "zarr_v3"), ("root", "parallel", "direct")):

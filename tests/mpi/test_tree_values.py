@@ -228,14 +228,10 @@ def test_what_a_tree_cannot_take(
     same_error(comm, call, ConfigError, *parts)
 
 
+@pytest.mark.parametrize("untrusted", [False, True])
 @pytest.mark.parametrize(
-    ("name", "untrusted", "says"),
-    [
-        ("text", False, ("holds strings", "loads numbers only")),
-        ("flags", False, ("which has no NaN", "decode=False")),
-        ("text", True, ("holds strings", "loads numbers only")),
-        ("flags", True, ("which has no NaN", "decode=False")),
-    ],
+    ("name", "says"),
+    [("text", ("holds strings", "loads numbers only")), ("flags", ("which has no NaN", "decode=False"))],
 )
 def test_the_third_of_five_cannot_be_decoded(
     comm: Any, shared_tmp_path: Path, name: str, untrusted: bool, says: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
