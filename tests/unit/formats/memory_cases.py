@@ -24,7 +24,7 @@ import zarr
 
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from tests.unit.files import read_all
+from tests.unit.files import raw_dataset, read_all
 
 SIDE = 128  # of an array in chunks of one byte: HDF5 takes 6 KiB for each chunk of one read, 100 MB in all
 BIG = 128 << 20
@@ -40,12 +40,9 @@ def with_filters(
     mask: int = 0,
 ) -> None:
     """A dataset of one chunk of `n` bytes, with these filters and these stored bytes. It may be shorter than the chunk."""
-    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    creation.set_chunk((n,))
-    for number, values in filters:
-        creation.set_filter(number, 0, values)
-    made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n - short,), (n,)), creation)
-    made.write_direct_chunk((0,), stored, mask)
+    pipeline = [(number, 0, values) for number, values in filters]
+    made = raw_dataset(file, name, h5py.h5t.NATIVE_UINT8, (n - short,), chunks=(n,), filters=pipeline, most=(n,))
+    made.id.write_direct_chunk((0,), stored, mask)
 
 
 def deflated_zeros() -> bytes:

@@ -26,21 +26,16 @@ from shardload.formats.contract.format import Source
 from shardload.formats.hdf5.opened import OpenDataset
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from tests.unit.files import check_source, flat, missing_in, raw_dataset, read_all, write_hdf5
+from tests.unit.files import check_source, flat, load_all, missing_in, raw_dataset, read_all, write_hdf5
 
 # Decoded only if the caller says so, or may come to be.
 ASKED = {"szip", "nbit", "scaleoffset", "bitshuffle", "blosc2", "lz4", "bzip2"}
 
 
-def info_of(path: str, name: str) -> ArrayInfo:
-    return {info.dataset: info for info in list_arrays(path)}[name]
-
-
 def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
-    source = open_source(path, name, Access(allow_filters=ASKED))
-    check_source(source, expected)
-    source.close()
-    return source.info
+    with closing(open_source(path, name, Access(allow_filters=ASKED))) as source:
+        check_source(source, expected)
+        return source.info
 
 
 def test_scaleoffset_and_nbit(tmp_path: Path) -> None:
@@ -241,7 +236,7 @@ def test_attributes_are_plain_and_reported(tmp_path: Path) -> None:
         made.attrs["units"] = np.bytes_("K")
         made.attrs["calendar"] = h5py.Empty("S1")
         made.attrs["comment"] = "not told"
-    attributes = info_of(str(tmp_path / "a.h5"), "/a").attributes
+    attributes = find_array(tmp_path / "a.h5", "a").attributes
     expected = {"scale_factor": 0.5, "add_offset": 10, "_FillValue": -1.0, "missing_value": [-1, -2]}
     assert attributes == {**expected, "units": "K", "calendar": None}
     assert json.loads(json.dumps(attributes)) == attributes
@@ -258,9 +253,7 @@ def test_real_files_agree_with_the_netcdf_library() -> None:
             file.set_auto_maskandscale(False)
             for info in list_arrays(str(path)):
                 if info.refused is None and info.dataset[1:] in file.variables:
-                    source = open_source(path, info.dataset)
-                    np.testing.assert_array_equal(read_all(source), file[info.dataset][...])
-                    source.close()
+                    np.testing.assert_array_equal(load_all(path, info.dataset), file[info.dataset][...])
                     compared += 1
     assert compared > 10
 

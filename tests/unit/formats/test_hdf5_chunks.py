@@ -7,6 +7,7 @@ import itertools
 import os
 import zlib
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.unit.files import (
     chunks_of,
     early,
     flat,
+    load_all,
     missing_in,
     plain_edges,
     raw_dataset,
@@ -133,15 +135,17 @@ def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any) -> None:
         assert_same(values, native(data))
 
 
+def set_fill_value(creation: Any, kind: Any, value: bytes | None) -> None:
+    """Of types that h5py has no values of; or none, unlike one that nobody has set."""
+    library = ctypes.CDLL(h5py.h5d.__file__)
+    library.H5Pset_fill_value.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    assert library.H5Pset_fill_value(creation.id, kind.id, value) >= 0
+
+
 def test_missing_chunks_of_types_that_hdf5_does_not_convert(tmp_path: Path) -> None:
     """Wrong if the fill value is asked for in this machine's byte order: HDF5 has no conversion for these types."""
     path, filled = tmp_path / "a.h5", {"bits": np.arange(8, dtype="u2")}
-    library = ctypes.CDLL(h5py.h5d.__file__)
-    library.H5Pset_fill_value.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-
-    def fill_bits(creation: Any) -> None:  # h5py has no values of this type
-        assert library.H5Pset_fill_value(creation.id, h5py.h5t.STD_B16BE.id, bytes([0, 5])) >= 0
-
+    fill_bits = partial(set_fill_value, kind=h5py.h5t.STD_B16BE, value=bytes([0, 5]))
     with h5py.File(path, "w") as file:
         bits = {"chunks": (4,), "setting": fill_bits, "memory_kind": h5py.h5t.NATIVE_B16}
         space = h5py.h5s.create_simple((8,))
@@ -206,21 +210,14 @@ def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver
             expected = file[name][...]
             whole = open_source(file[name], name)
             assert set(missing_in(whole)) == missing
-        source = open_source(str(path), name)
-        assert_same(read_all(source), expected, name)
-        assert set(missing_in(source)) == missing
-        source.close()
-
-
-def no_fill_value(creation: Any) -> None:
-    """Unlike one that nobody has set. h5py cannot ask for it."""
-    library = ctypes.CDLL(h5py.h5d.__file__)
-    library.H5Pset_fill_value.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    assert library.H5Pset_fill_value(creation.id, h5py.h5t.STD_I16LE.id, None) >= 0
+        with closing(open_source(str(path), name)) as source:
+            assert_same(read_all(source), expected, name)
+            assert set(missing_in(source)) == missing
 
 
 def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
     """Where HDF5 is asked never to fill, it leaves the buffer as it is, with another block's values."""
+    no_fill_value = partial(set_fill_value, kind=h5py.h5t.STD_I16LE, value=None)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for name, options in {"chunked": {"chunks": (2, 3)}, "contiguous": {}}.items():
             file.create_dataset(name, (4, 6), "int16", fillvalue=5, fill_time="never", **options)
@@ -229,15 +226,12 @@ def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
             if name == "undefined":
                 made[:2, :3] = 0
     for name in ("chunked", "contiguous", "undefined"):
-        source = open_source(str(tmp_path / "a.h5"), name)
-        np.testing.assert_array_equal(read_all(source), np.zeros((4, 6), "int16"), err_msg=name)
-        source.close()
+        np.testing.assert_array_equal(load_all(tmp_path / "a.h5", name), np.zeros((4, 6), "int16"), err_msg=name)
     check(tmp_path / "a.h5", "undefined")
-    source = open_source(str(tmp_path / "a.h5"), "nothing at all")
-    assert source.chunk_reader() is None  # HDF5 has something to say
-    with pytest.raises(OSError, match="no data can be read"):
-        read_all(source)
-    source.close()
+    with closing(open_source(str(tmp_path / "a.h5"), "nothing at all")) as source:
+        assert source.chunk_reader() is None  # HDF5 has something to say
+        with pytest.raises(OSError, match="no data can be read"):
+            read_all(source)
 
 
 @pytest.mark.each_value
@@ -335,8 +329,7 @@ def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
     path, data = tmp_path / "a.h5", flat((6, 5), "int16", first=500)
     with h5py.File(path, "w") as file:
         make(file, "a", data, (2, 5), "fletcher32")
-    source, _ = damaged(path, "a", 2, lambda raw: raw[:-4] + bytes([raw[-3], raw[-4], raw[-1], raw[-2]]))
-    source.close()
+    damaged(path, "a", 2, lambda raw: raw[:-4] + bytes([raw[-3], raw[-4], raw[-1], raw[-2]]))[0].close()
     np.testing.assert_array_equal(check(path, "a"), data)
 
 

@@ -33,7 +33,7 @@ from shardload.storage import target
 from shardload.storage.changes import _BEFORE_NBYTES, changes_of, complete_append
 from shardload.storage.leftovers import find_leftover
 from tests.tiers import IS_QUICK, quick_ones
-from tests.unit.files import early, flat, plain_edges, raw_dataset, write_hdf5
+from tests.unit.files import early, flat, plain_edges, raw_dataset, stored_in, write_hdf5
 from tests.unit.growing import Content, Disk, coming, grow, sink_of
 from tests.unit.saving import forked, quick_fsync, write_all  # noqa: F401
 
@@ -368,14 +368,12 @@ def test_every_index_of_chunks(tmp_path: Path, index: str, libver: Any) -> None:
         if axis in axes:
             shape[axis] = n
             grow(path, {"/x": values[: shape[0], : shape[1]]}, axis, seed=n)
-            with h5py.File(path) as file:
-                np.testing.assert_array_equal(file["x"][...], values[: shape[0], : shape[1]])
+            np.testing.assert_array_equal(stored_in(path, "x"), values[: shape[0], : shape[1]])
     with h5py.File(path, "r+") as file:  # and HDF5 goes on
         file["x"][...] = -values[: shape[0], : shape[1]]
         file["x"].resize(7, 0)
     grow(path, {"/x": -values[:10, : shape[1]]})
-    with h5py.File(path) as file:
-        np.testing.assert_array_equal(file["x"][...], -values[:10, : shape[1]])
+    np.testing.assert_array_equal(stored_in(path, "x"), -values[:10, : shape[1]])
 
 
 def test_a_file_that_is_shorter_than_its_first_write(tmp_path: Path) -> None:
@@ -386,8 +384,7 @@ def test_a_file_that_is_shorter_than_its_first_write(tmp_path: Path) -> None:
     assert path.stat().st_size < 512
     for n in (5, 8):
         grow(path, {"/x": values[:n]})
-        with h5py.File(path) as file:
-            np.testing.assert_array_equal(file["x"][...], values[:n])
+        np.testing.assert_array_equal(stored_in(path, "x"), values[:n])
 
 
 @pytest.mark.each_value
@@ -534,8 +531,7 @@ def test_filters_that_netcdf4_has_brought(tmp_path: Path) -> None:
     said = done.stdout.splitlines()
     assert len(said) == 2 * len(filters) and all("Close the files of h5py that have it" in line for line in said), said
     for name in filters:
-        with h5py.File(tmp_path / f"{name}.h5") as file:
-            np.testing.assert_array_equal(file["x"][...], values)
+        np.testing.assert_array_equal(stored_in(tmp_path / f"{name}.h5", "x"), values)
 
 
 # --- what is refused, and what goes wrong
@@ -791,8 +787,7 @@ def test_a_step_does_not_list_all_before_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(hdf5_sink, "list_chunks", list_chunks)
     grow(path, {"/x": values})
     assert starts == [100]
-    with h5py.File(path) as file:
-        np.testing.assert_array_equal(file["x"][...], values)
+    np.testing.assert_array_equal(stored_in(path, "x"), values)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

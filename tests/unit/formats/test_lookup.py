@@ -410,9 +410,8 @@ def test_a_path_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         info = find_array(given)
         assert (info.path, info.dataset) == (path, "/rho")
         assert read_small(given, info) == np.arange(4.0).tobytes()
-        source = open_source(given, info.dataset)
-        assert source.info == info
-        source.close()
+        with closing(open_source(given, info.dataset)) as source:
+            assert source.info == info
     assert find_array("~/a~.h5", "rho").path == path
     with pytest.raises(SourceError, match=f"there is no file '{tmp_path}/b.h5'"):
         find_array("~/b.h5")

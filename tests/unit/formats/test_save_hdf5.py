@@ -8,6 +8,8 @@ import subprocess
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,17 +95,10 @@ def test_every_type_is_read_back_by_h5py(tmp_path: Path, name: str) -> None:
                 assert head[1] >> 6 == {"gzip": 1, "gzip9+shuffle": 3, "gzip0": 0}[name], "how well, by the stream's own words"
     for key, expected in [*values.items()][:2] if name not in ("bzip2", "bitshuffle") else ():
         # Our own reader, and what the encoder said of the array: of one without a checksum, and one with. The types are alike.
-        source = open_source(str(tmp_path / "x.h5"), key)
-        np.testing.assert_array_equal(read_all(source), expected)
-        said = sink.arrays[key].info
-        assert (said.shape, said.dtype, said.chunks, said.codec) == (
-            source.info.shape,
-            source.info.dtype,
-            source.info.chunks,
-            source.info.codec,
-        )
-        assert not missing_in(source)
-        source.close()
+        with closing(open_source(str(tmp_path / "x.h5"), key)) as source:
+            np.testing.assert_array_equal(read_all(source), expected)
+            told = attrgetter("shape", "dtype", "chunks", "codec")
+            assert told(sink.arrays[key].info) == told(source.info) and not missing_in(source)
 
 
 def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,18 +246,13 @@ def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:
 
 def test_bfloat16_is_a_float_of_16_bits(tmp_path: Path) -> None:
     values = np.array([1, -2.5, 3e38, 1e-40, np.inf, np.nan, 0.1], dtype=ml_dtypes.bfloat16)
-    specs = {
-        "x": spec(values.dtype, "gzip", (3,), (7,)),
-        "y": spec(values.dtype, None, None, (7,)),
-        "z": spec(values.dtype, "lzf", (3,), (7,)),
-    }
+    ways: dict[str, Any] = {"x": ("gzip", (3,)), "y": (None, None), "z": ("lzf", (3,))}
     values.view("u2")[0] = 0xFF81  # a NaN that float32 has not in h5py
-    save(tmp_path / "x.h5", {"x": values, "y": values, "z": values}, specs)
+    save(tmp_path / "x.h5", dict.fromkeys(ways, values), {name: spec(values.dtype, *way, (7,)) for name, way in ways.items()})
     for name in "xyz":
-        source = open_source(str(tmp_path / "x.h5"), f"/{name}")
-        assert source.dtype == values.dtype and read_all(source).tobytes() == values.tobytes()
-        assert source.plain(Region.whole((7,))).tobytes() == values.tobytes()
-        source.close()
+        with closing(open_source(str(tmp_path / "x.h5"), f"/{name}")) as source:
+            assert source.dtype == values.dtype and read_all(source).tobytes() == values.tobytes()
+            assert source.plain(Region.whole((7,))).tobytes() == values.tobytes()
     with h5py.File(tmp_path / "x.h5") as file:
         for name in "xyz":
             assert file[name].id.get_type().get_size() == 2
@@ -286,9 +276,8 @@ def test_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: Path) -> None:
     with xr.open_dataset(tmp_path / "x.h5") as found:
         found.transpose("z", "x", "y").to_netcdf(tmp_path / "x.nc")
     for name, expected in (("x.h5", ("z", "y", "x")), ("x.nc", ("z", "x", "y"))):
-        source = open_source(str(tmp_path / name), "/a")
-        assert source.labels().dims == expected and set(source.labels().coords) == {"z"}
-        source.close()
+        with closing(open_source(str(tmp_path / name), "/a")) as source:
+            assert source.labels().dims == expected and set(source.labels().coords) == {"z"}
 
 
 NAMED_AS_AXES: list[tuple[str, tuple[int, ...], tuple[str, ...]]] = [
@@ -324,9 +313,8 @@ def test_an_array_with_the_name_of_an_axis(
         with netCDF4.Dataset(path) as file:
             assert file[name].dimensions == dims and file["v"].dimensions == of["v"]
             np.testing.assert_array_equal(file[name][...], values[name])
-    source = open_source(str(path), "/v")
-    assert source.labels().dims == ("lat", "lon")
-    source.close()
+    with closing(open_source(str(path), "/v")) as source:
+        assert source.labels().dims == ("lat", "lon")
     assert read_file(str(path), [])["arrays"]["/v"]["dims"] == ["lat", "lon"], "an append asks for the axis by its name"
 
 

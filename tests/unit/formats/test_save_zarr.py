@@ -7,6 +7,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ from shardload.formats.likeness import marked
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression
-from shardload.planning.region import Region
 from shardload.storage import new_folder, target
 from shardload.storage.local import LocalFile
 from tests.tiers import quick_ones, some_of
-from tests.unit.files import flat, missing_in
+from tests.unit.files import flat, missing_in, read_all
 from tests.unit.saving import put_whole, quick_fsync, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -69,20 +69,11 @@ def test_every_type_is_read_back(tmp_path: Path, name: str, sharded: bool) -> No
         assert found.attrs["units"] == "K" and found.shards == (SHARDS if sharded else None)
         np.testing.assert_array_equal(found[...], expected)
         np.testing.assert_array_equal(by_tensorstore(tmp_path / "x.zarr" / key), expected)
-    source = open_source(str(tmp_path / "x.zarr"), "/g/x6")
-    out = np.empty(SHAPE, source.dtype)
-    source.read_into(Region.whole(SHAPE), out)
-    np.testing.assert_array_equal(out, values["g/x6"])
-    said, info = sink.arrays["/g/x6"].info, source.info
-    assert (said.format, said.shape, said.dtype, said.chunks, said.shards) == (
-        info.format,
-        info.shape,
-        info.dtype,
-        info.chunks,
-        info.shards,
-    )
-    assert not missing_in(source) and source.labels().dims[0] == "z"
-    source.close()
+    with closing(open_source(str(tmp_path / "x.zarr"), "/g/x6")) as source:
+        np.testing.assert_array_equal(read_all(source), values["g/x6"])
+        told = attrgetter("format", "shape", "dtype", "chunks", "shards")
+        assert told(sink.arrays["/g/x6"].info) == told(source.info)
+        assert not missing_in(source) and source.labels().dims[0] == "z"
 
 
 def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:

@@ -16,31 +16,21 @@ from shardload.formats.hdf5.chunks import ChunkTree, Hdf5Chunks
 from shardload.formats.lookup import Finder
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning
-from tests.unit.files import write_hdf5
+from tests.unit.files import write_hdf5, write_zarr
 
 TINY = np.arange(24, dtype=">i2").reshape(4, 6)
 SMALL = np.arange(30_000, dtype="float32").reshape(30, 1000)  # 117 KiB: more than comes without an estimate
-SLOW = np.arange(300_000, dtype="float32").reshape(300, 1000)  # 1.1 MiB
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    with h5py.File(tmp_path / "some.h5", "w") as file:
-        file["tiny"], file["small"] = TINY, SMALL
-        file.create_dataset("gzip", data=SLOW, chunks=(1, 250), compression="gzip")
-        file.create_dataset("plain", data=SLOW)
-        file.create_dataset("large", (600, 1000), "f4")
-    return str(tmp_path / "some.h5")
-
-
-def values_of(path: str, name: str | None, tuning: Tuning | None = None) -> bytes | None:
-    with Finder(lookup.STRICT, tuning or Tuning()) as finder:
+def values_of(path: str, name: str) -> bytes | None:
+    with Finder(lookup.STRICT, Tuning()) as finder:
         values = finder.find(path, name)[1]
     return None if values is None else bytes(values)
 
 
-def test_values_of_all_arrays_together_are_capped(path: str) -> None:
+def test_values_of_all_arrays_together_are_capped(tmp_path: Path) -> None:
     """Wrong if a thousand small arrays were all held by every rank, whatever `staging` is."""
+    path = write_hdf5(tmp_path / "some.h5", {"tiny": TINY, "small": SMALL})
     names = ["small", "tiny", "small", "small", "tiny"]
     with Finder(lookup.STRICT, Tuning(small_total_nbytes=250_000)) as finder:
         found = [finder.find(path, name)[1] is not None for name in names]
@@ -128,6 +118,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "checksum": {"chunks": (7, 3, 14), "fletcher32": True},
     "big-endian": {"chunks": (4, 10, 3), "dtype": ">f4"},
 }
+ZARR_LAYOUTS: dict[str, dict[str, Any]] = {
+    "zarr": {"chunks": (5, 4, 4)},
+    "zarr v2": {"chunks": (1, 10, 14), "zarr_format": 2},
+    "zarr shards": {"chunks": (1, 5, 7), "shards": (4, 10, 14)},
+}
 PARTS = [
     (0, 0, 0, 1, 10, 14),
     (35, 0, 0, 36, 10, 14),
@@ -143,7 +138,7 @@ def part_of(path: str, name: str, region: Region, **more: Any) -> lookup.FoundAr
         return finder.find(path, name, look=lambda info, _: (info, region))
 
 
-@pytest.mark.parametrize("kind", [*LAYOUTS, "zarr", "zarr v2", "zarr shards"])
+@pytest.mark.parametrize("kind", [*LAYOUTS, *ZARR_LAYOUTS])
 def test_values_of_a_part(tmp_path: Path, kind: str, reads: list[str]) -> None:
     """Wrong if a part came from elsewhere in the array, or chunks that it meets in part were not cut; h5py and Zarr say it.
     All of an array of many chunks is read in batches, too.
@@ -154,11 +149,7 @@ def test_values_of_a_part(tmp_path: Path, kind: str, reads: list[str]) -> None:
         opened: Any = h5py.File(path)["x"]
     else:
         path = str(tmp_path / "x.zarr")
-        how: dict[str, Any] = {"zarr": {"chunks": (5, 4, 4)}, "zarr v2": {"chunks": (1, 10, 14), "zarr_format": 2}}.get(
-            kind, {"chunks": (1, 5, 7), "shards": (4, 10, 14)}
-        )
-        zarr.open_group(path, mode="w", zarr_format=how.get("zarr_format", 3))
-        zarr.open_group(path).create_array("x", data=BLOCK, **{k: v for k, v in how.items() if k != "zarr_format"})
+        write_zarr(path, {"x": BLOCK}, **ZARR_LAYOUTS[kind])
         opened = zarr.open_group(path, mode="r")["x"]
     for *start, a, b, c in PARTS:
         region = Region(tuple(start), (a, b, c))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
-    source = open_source(path, name)
-    check_source(source, expected)
-    source.close()
-    return source.info
+def check(path: Any, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
+    with closing(open_source(path, name)) as source:
+        check_source(source, expected)
+        return source.info
 
 
 def test_the_store_is_one_array(tmp_path: Path) -> None:
@@ -199,9 +199,7 @@ def test_open_arrays_of_any_store(tmp_path: Path) -> None:
     array = group.create_array("g/a", data=flat((5, 7)), chunks=(2, 3))
     info = find_array(array)
     assert info == find_array(array, "g/a") and info.dataset == "/g/a" and info.path == "<MemoryStore>"
-    source = open_source(array, info.dataset)
-    check_source(source, flat((5, 7)))
-    source.close()
+    assert check(array, info.dataset, flat((5, 7))) == info
     np.testing.assert_array_equal(array[...], flat((5, 7)))
     with pytest.raises(ConfigError, match=r"from an object of type zarr\..*Group\. .*group\['name'\]"):
         find_array(group)
@@ -243,10 +241,9 @@ def test_types_of_jax_as_tensorstore_writes_them(tmp_path: Path, name: str, driv
     store = tensorstore.open({"driver": driver, "kvstore": kvstore, "metadata": metadata}, create=True).result()
     store[:8].write(values).result()
     expected = np.asarray(store.read().result())
-    source = open_source(str(tmp_path / "a.zarr"), "/")
-    assert source.info.dtype == name and source.dtype == dtype
-    assert read_all(source).tobytes() == expected.tobytes() == source.plain(Region.whole((12, 6))).tobytes()
-    source.close()
+    with closing(open_source(str(tmp_path / "a.zarr"), "/")) as source:
+        assert source.info.dtype == name and source.dtype == dtype
+        assert read_all(source).tobytes() == expected.tobytes() == source.plain(Region.whole((12, 6))).tobytes()
 
 
 @pytest.mark.parametrize(

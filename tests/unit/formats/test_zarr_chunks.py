@@ -102,11 +102,10 @@ def read_chunks(source: Source, most: int = 1) -> np.ndarray[Any, Any]:
 
 def check(path: str | Path, name: str, expected: np.ndarray[Any, Any]) -> None:
     """Chunk by chunk, in batches, and by zarr-python, comes what was written, to the bit."""
-    source = open_source(path, name)
     native = expected.astype(expected.dtype.newbyteorder("="))
-    for found in (*(read_chunks(source, most) for most in (1, 5, 1000)), read_all(source)):
-        assert_same(found, native)
-    source.close()
+    with contextlib.closing(open_source(path, name)) as source:
+        for found in (*(read_chunks(source, most) for most in (1, 5, 1000)), read_all(source)):
+            assert_same(found, native)
 
 
 def regular(*shape: int) -> dict[str, Any]:
@@ -306,7 +305,7 @@ def test_a_damaged_chunk_is_found_by_its_checksum(tmp_path: Path, codec: str) ->
             reader.decode(reader.fetch(box_of((0, 0))), np.empty((4, 6), "int32"))
 
 
-def test_what_is_no_chunk_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_file_that_is_long_or_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6), "int32", first=1)}, chunks=(2, 6))
     file = tmp_path / "a.zarr" / "a" / "c" / "1" / "0"
     reader = reader_of(open_source(path, "a"))
@@ -317,14 +316,6 @@ def test_what_is_no_chunk_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ValueError, match=f"stored in {2**40} bytes; its codecs can make {2 * 48 + 2**16} at most"):
             reader.fetch(box_of((1, 0)))
     file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(OSError, match=r"c/1/0' is .*, expected a file"):
-        reader.fetch(box_of((1, 0)))
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(OSError, match=r"c/1/0' is .*, expected a file"):
-        reader.fetch(box_of((1, 0)))
-    file.rmdir()
     assert reader.fetch(box_of((1, 0))).data == [None]
     file.parent.rmdir()
     assert reader.fetch(box_of((1, 0))).data == [None]
@@ -420,9 +411,8 @@ def test_stores_other_than_plain_folders_are_left_to_zarr_python(tmp_path: Path)
         assert source.chunk_reader() is None
         source.close()
     for opened in (zarr.open_array(path, path="a", mode=mode) for mode in ("r", "r+")):
-        source = open_source(opened, "/a")
-        np.testing.assert_array_equal(read_chunks(source), flat((4, 6)))
-        source.close()
+        with contextlib.closing(open_source(opened, "/a")) as source:
+            np.testing.assert_array_equal(read_chunks(source), flat((4, 6)))
     assert open_source(path, "a").chunk_reader() is not None
 
 
