@@ -96,12 +96,11 @@ def test_hdf5_read_in_parts(tmp_path: Path, most: int, dtype: str, monkeypatch: 
         layout[0] = layout[1] = h5py.VirtualSource(".", "x", shape=data.shape)
         file.create_virtual_dataset("virtual", layout)
     for name, whole in (("x", data), ("virtual", np.stack([data, data]))):
-        source = open_source(path, name)
-        assert isinstance(source, Hdf5Source)
-        for region in (Region.whole(whole.shape), Region((0,) * (whole.ndim - 3) + (1, 3, 1), whole.shape)):
-            np.testing.assert_array_equal(read(source, region), whole[region.slices()])
-            np.testing.assert_array_equal(source.plain(region), whole[region.slices()])
-        source.close()
+        with closing(open_source(path, name)) as source:
+            assert isinstance(source, Hdf5Source)
+            for region in (Region.whole(whole.shape), Region((0,) * (whole.ndim - 3) + (1, 3, 1), whole.shape)):
+                np.testing.assert_array_equal(read(source, region), whole[region.slices()])
+                np.testing.assert_array_equal(source.plain(region), whole[region.slices()])
 
 
 @pytest.mark.each_value
@@ -113,16 +112,15 @@ def test_zarr_read_in_parts(tmp_path: Path, most: int, more: dict[str, Any], mon
     monkeypatch.setattr("shardload.formats.zarr.source._MOST_AT_ONCE", most)
     data = flat((7, 10, 6))
     path = Path(write_zarr(tmp_path / "a.zarr", {"a": data}, 3 if "shards" in more else 2, chunks=(2, 4, 3), **more))
-    source = open_source(path, "a")
-    assert source.chunk_reader() is None
-    for region in (Region.whole(data.shape), Region((1, 3, 1), data.shape)):
-        np.testing.assert_array_equal(read(source, region), data[region.slices()])
-        np.testing.assert_array_equal(source.plain(region), data[region.slices()])
     key = "a/c/1/0/0" if "shards" in more else "a/2.1.0"
-    (path / key).unlink()
     expected = [(2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 0), (3, 0, 1), (3, 1, 0), (3, 1, 1)]
-    assert sorted(missing_in(source)) == (expected if "shards" in more else [(2, 1, 0)])
-    source.close()
+    with closing(open_source(path, "a")) as source:
+        assert source.chunk_reader() is None
+        for region in (Region.whole(data.shape), Region((1, 3, 1), data.shape)):
+            np.testing.assert_array_equal(read(source, region), data[region.slices()])
+            np.testing.assert_array_equal(source.plain(region), data[region.slices()])
+        (path / key).unlink()
+        assert sorted(missing_in(source)) == (expected if "shards" in more else [(2, 1, 0)])
 
 
 def test_parts_of_a_value(tmp_path: Path) -> None:

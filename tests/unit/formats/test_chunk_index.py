@@ -243,10 +243,9 @@ def test_what_hdf5_writes_and_cuts_is_no_damage(tmp_path: Path, seed: int) -> No
     assert (listed(path) or {}) == said_by_hdf5(path)
     with h5py.File(path) as file:
         expected = file["g/x"][...]
-    source = open_source(path, "/g/x")
-    np.testing.assert_array_equal(read_all(source), expected)
-    assert len(missing_in(source)) == math.prod(grid) - len(said_by_hdf5(path))
-    source.close()
+    with contextlib.closing(open_source(path, "/g/x")) as source:
+        np.testing.assert_array_equal(read_all(source), expected)
+        assert len(missing_in(source)) == math.prod(grid) - len(said_by_hdf5(path))
 
 
 def test_nodes_of_two_entries(tmp_path: Path) -> None:

@@ -74,19 +74,19 @@ def zarr_store(zarr_format: Any, kind: str = "", **options: Any) -> Callable[[st
     return write
 
 
-def hdf5_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
-    with h5py.File(path, "w") as file:
-        made = file.create_dataset("a", (7, 10), "i4", chunks=(3, 4), fillvalue=9, compression="gzip")
-        made[:3] = flat((3, 10), "i4", first=1)
-        made[3:, 4:8] = 5
-        return made[...], [(1, 0), (1, 2), (2, 0), (2, 2)]
-
-
-def zarr_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
-    made = zarr.open_array(path, mode="w", shape=(7, 10), chunks=(3, 4), dtype="i4", fill_value=9)
+def write_some(made: Any) -> tuple[Array, list[tuple[int, ...]]]:
     made[:3] = flat((3, 10), "i4", first=1)
     made[3:, 4:8] = 5
     return np.asarray(made[...]), [(1, 0), (1, 2), (2, 0), (2, 2)]
+
+
+def hdf5_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
+    with h5py.File(path, "w") as file:
+        return write_some(file.create_dataset("a", (7, 10), "i4", chunks=(3, 4), fillvalue=9, compression="gzip"))
+
+
+def zarr_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
+    return write_some(zarr.open_array(path, mode="w", shape=(7, 10), chunks=(3, 4), dtype="i4", fill_value=9))
 
 
 NETCDF_TYPES = [

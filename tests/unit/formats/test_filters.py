@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from shardload.formats.hdf5 import filters as hdf5_filters
 from shardload.formats.lookup import list_arrays, open_source
 from shardload.formats.zarr.nodes import checked
 from shardload.planning.region import Region
-from tests.unit.files import flat, load_all, raw_dataset, read_all, write_hdf5
+from tests.unit.files import change_json, flat, load_all, raw_dataset, read_all, write_hdf5, write_zarr
 
 ASKED = {
     307: dict(hdf5plugin.BZip2()),
@@ -180,28 +179,20 @@ def test_a_codec_of_another_package_needs_a_word(tmp_path: Path, where: str) -> 
         "3": {"compressors": [Mine3()]},
         "3, in shards": {"serializer": shards, "compressors": None},
     }
-    data, path = flat((8, 8)), str(tmp_path / "a.zarr")
-    root = zarr.open_group(path, mode="w", zarr_format=int(where[0]))  # type: ignore[arg-type]
-    root.create_array("a", shape=data.shape, dtype="f4", chunks=(8, 4) if "shards" not in where else (8, 8), **options[where])[
-        ...
-    ] = data
+    data, chunks = flat((8, 8)), (8, 4) if "shards" not in where else (8, 8)
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, int(where[0]), chunks=chunks, **options[where])
     with pytest.raises(SourceError, match=r"codec 'mine', .*not known.*pass allow_filters='mine'\.$"):
         open_source(path, "/a", Access(allow_filters={"zstd"}))
     assert "allow_filters='mine'" in (list_arrays(path)[0].refused or "")
     for allow in ({"mine"}, {"all"}):
         np.testing.assert_array_equal(values_of(path, allow), data)
     with pytest.raises(SourceError, match="allow_filters='mine'"):
-        open_source(root["a"], "/a")
+        open_source(zarr.open_array(path, path="a"), "/a")
 
 
 def test_allowing_all_allows_no_program(tmp_path: Path) -> None:
-    path = str(tmp_path / "a.zarr")
-    zarr.open_group(path, mode="w", zarr_format=2).create_array(
-        "a", shape=4, dtype="f4", chunks=2, compressors=numcodecs.Zlib()
-    )
-    told = json.loads((tmp_path / "a.zarr/a/.zarray").read_text())
-    told["filters"] = [{"id": "pickle", "protocol": 5}]
-    (tmp_path / "a.zarr/a/.zarray").write_text(json.dumps(told))
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4,))}, 2, compressors=numcodecs.Zlib())
+    change_json(tmp_path / "a.zarr/a/.zarray", filters=[{"id": "pickle", "protocol": 5}])
     with pytest.raises(SourceError, match="pickle"):
         open_source(path, "/a", Access(allow_filters={"all"}))
 

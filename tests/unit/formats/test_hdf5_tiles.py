@@ -36,13 +36,20 @@ def write(folder: Path, name: str, values: np.ndarray[Any, Any], **how: Any) -> 
     return h5py.VirtualSource(name, "g/x", values.shape, values.dtype)
 
 
-def whole(folder: Path, shape: tuple[int, ...], placed: Sequence[tuple[Place, Any]], dtype: Any = "f4", fill: Any = 7) -> str:
+def whole(
+    folder: Path,
+    shape: tuple[int, ...],
+    placed: Sequence[tuple[Place, Any]],
+    dtype: Any = "f4",
+    fill: Any = 7,
+    name: str = "whole.h5",
+) -> str:
     layout = h5py.VirtualLayout(shape, np.dtype(dtype))
     for place, source in placed:
         layout[place] = source
-    with h5py.File(folder / "whole.h5", "w") as file:
+    with h5py.File(folder / name, "w") as file:
         file.create_virtual_dataset("x", layout, fillvalue=fill)
-    return str(folder / "whole.h5")
+    return str(folder / name)
 
 
 def numbered(shape: tuple[int, ...], dtype: Any = "f4") -> np.ndarray[Any, Any]:
@@ -137,18 +144,16 @@ def test_what_no_part_covers_is_the_fill_value(tmp_path: Path) -> None:
     ]
     path = whole(tmp_path, (12, 6), placed)
     check(path, has_reader=True)
-    source = open_source(path, "/x")
-    assert sorted(missing_in(source, Region((3, 0), (12, 6)))) == [(2, 0), (2, 1), (5, 0), (5, 1)]
-    assert missing_in(source, Region((0, 0), (4, 6))) == []
-    source.close()
+    with contextlib.closing(open_source(path, "/x")) as source:
+        assert sorted(missing_in(source, Region((3, 0), (12, 6)))) == [(2, 0), (2, 1), (5, 0), (5, 1)]
+        assert missing_in(source, Region((0, 0), (4, 6))) == []
     check(whole(tmp_path, (12, 6), placed, fill=8), has_reader=False)  # other than in the parts
     check(whole(tmp_path, (12, 6), [((slice(1, 5),), placed[0][1]), ((slice(5, 9),), placed[1][1])]))  # within chunks
     placed = [((slice(1, 3),), write(tmp_path, "p2.h5", values[:2]))]
     path = whole(tmp_path, (4, 6), placed)
     check(path)
-    source = open_source(path, "/x")
-    assert missing_in(source, Region((1, 0), (3, 6))) == [] and missing_in(source, Region((0, 0), (3, 6))) == [()]
-    source.close()
+    with contextlib.closing(open_source(path, "/x")) as source:
+        assert missing_in(source, Region((1, 0), (3, 6))) == [] and missing_in(source, Region((0, 0), (3, 6))) == [()]
 
 
 def test_what_is_not_supported(tmp_path: Path) -> None:
@@ -162,12 +167,9 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
     ):
         with pytest.raises(SourceError, match=r"virtual dataset whose parts overlap, .* not supported. .* old\[name\]\[...\]"):
             open_source(whole(tmp_path, shape, placed, dtype), "/x")
-    with h5py.File(tmp_path / "outer.h5", "w") as file:
-        layout = h5py.VirtualLayout((6, 8), "f4")
-        layout[:] = h5py.VirtualSource("whole.h5", "x", (6, 8), "f4")
-        file.create_virtual_dataset("x", layout)
+    inner = h5py.VirtualSource("whole.h5", "x", (6, 8), "f4")
     with pytest.raises(SourceError, match="a virtual dataset whose parts overlap"):
-        open_source(str(tmp_path / "outer.h5"), "/x")
+        open_source(whole(tmp_path, (6, 8), [((slice(0, 6),), inner)], name="outer.h5"), "/x")
 
 
 @pytest.mark.parametrize(("dtype", "wider"), [("f4", "f8"), (">f4", "<f4"), ("bool", "i1"), ("u2", "i4")])
@@ -220,11 +222,8 @@ def test_a_part_of_which_hardly_a_chunk_is_stored(tmp_path: Path, libver: str) -
     with h5py.File(tmp_path / "p.h5", "w", libver=libver) as file:
         part = file.create_dataset("g/x", (n,), "u1", chunks=(1,), maxshape=(None,), fletcher32=True)
         part[[3, n - 1]] = [1, 2]
-    layout = h5py.VirtualLayout((10,), "u1")
-    layout[:] = h5py.VirtualSource("p.h5", "g/x", (n,))[:10]
-    with h5py.File(tmp_path / "whole.h5", "w") as file:
-        file.create_virtual_dataset("x", layout)
-    with python_memory_below(16 << 20), contextlib.closing(open_source(str(tmp_path / "whole.h5"), "/x")) as source:
+    path = whole(tmp_path, (10,), [((slice(0, 10),), h5py.VirtualSource("p.h5", "g/x", (n,))[:10])], "u1", 0)
+    with python_memory_below(16 << 20), contextlib.closing(open_source(path, "/x")) as source:
         source.expect(Region((0,), (10,)))
         assert read_all(source).tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
 
@@ -257,9 +256,8 @@ def test_parts_that_are_gone_or_others(tmp_path: Path) -> None:
 def test_one_rank_looks_at_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others open only those that they read, and take no other version of them, nor of the file that leads to them."""
     path = rows(tmp_path, (2, 2, 2), chunks=(1, 6, 5), compression="gzip")
-    source = open_source(path, "/x")
-    told = ArrayInfo.from_dict(json.loads(json.dumps(source.info.to_dict())))
-    source.close()
+    with contextlib.closing(open_source(path, "/x")) as source:
+        told = ArrayInfo.from_dict(json.loads(json.dumps(source.info.to_dict())))
     opened: list[str] = []
     right = links._open_checked
     monkeypatch.setattr(links, "_open_checked", lambda path, *more: opened.append(path) or right(path, *more))
@@ -274,15 +272,17 @@ def test_one_rank_looks_at_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert opened == [str(tmp_path / "p1.h5")]
     source.close()
     write(tmp_path, "p1.h5", -numbered((2, 6, 5)), chunks=(1, 6, 5), compression="gzip")
-    source = open_source(path, "/x", planned=told)
-    with pytest.raises(OSError, match=r"p1\.h5' has changed since it was looked at"):
+    with (
+        contextlib.closing(open_source(path, "/x", planned=told)) as source,
+        pytest.raises(OSError, match=r"p1\.h5' has changed since it was looked at"),
+    ):
         read(source, region)
-    source.close()
     rows(tmp_path, (3, 3), chunks=(1, 6, 5), compression="gzip")
-    source = open_source(path, "/x", planned=told)
-    with pytest.raises(OSError, match="has other parts than when it was looked at"):
+    with (
+        contextlib.closing(open_source(path, "/x", planned=told)) as source,
+        pytest.raises(OSError, match="has other parts than when it was looked at"),
+    ):
         read(source, region)
-    source.close()
 
 
 def test_few_parts_are_open_at_a_time(tmp_path: Path) -> None:
@@ -315,10 +315,7 @@ def two(folder: Path, first: Any, second: Any) -> str:
 
 def by_rows(folder: Path, name: str, source: h5py.VirtualSource) -> h5py.VirtualSource:
     """A virtual dataset: the rows of a source in another order."""
-    layout = h5py.VirtualLayout((4, 6), "f4")
-    layout[::2], layout[1::2] = source[2:], source[:2]
-    with h5py.File(folder / name, "w") as file:
-        file.create_virtual_dataset("x", layout)
+    whole(folder, (4, 6), [((slice(0, 4, 2),), source[2:]), ((slice(1, 4, 2),), source[:2])], name=name)
     return h5py.VirtualSource(name, "x", (4, 6), "f4")
 
 
@@ -363,10 +360,7 @@ def test_a_change_of_a_file_behind_a_part_is_seen(tmp_path: Path, behind: str) -
 
 def test_what_consists_of_itself_is_refused(tmp_path: Path) -> None:
     for name, other in (("a.h5", "b.h5"), ("b.h5", "a.h5"), ("c.h5", ".")):
-        layout = h5py.VirtualLayout((4,), "f4")
-        layout[:] = h5py.VirtualSource(other, "x", (4,))
-        with h5py.File(tmp_path / name, "w") as file:
-            file.create_virtual_dataset("x", layout)
+        whole(tmp_path, (4,), [((slice(0, 4),), h5py.VirtualSource(other, "x", (4,)))], name=name)
     for name in ("a.h5", "c.h5"):
         with pytest.raises(SourceError, match="whose 'x' consists of itself"):
             open_source(str(tmp_path / name), "/x")
@@ -385,12 +379,11 @@ def test_missing_chunks_are_those_that_meet_the_region(tmp_path: Path) -> None:
             [((slice(0, 4),), first), ((slice(5, 9),), h5py.VirtualSource("p1.h5", name, (4, 6), "f4"))],
             fill=0,
         )
-        source = open_source(path, "/x")
-        assert source.info.chunks == (2, 3)
-        assert missing_in(source, Region((2, 0), (4, 6))) == []
-        assert sorted(missing_in(source, Region((6, 3), (9, 6)))) == [(3, 1), (4, 1)]
-        assert sorted(missing_in(source, Region((4, 0), (6, 2)))) == [(2, 0)]
-        source.close()
+        with contextlib.closing(open_source(path, "/x")) as source:
+            assert source.info.chunks == (2, 3)
+            assert missing_in(source, Region((2, 0), (4, 6))) == []
+            assert sorted(missing_in(source, Region((6, 3), (9, 6)))) == [(3, 1), (4, 1)]
+            assert sorted(missing_in(source, Region((4, 0), (6, 2)))) == [(2, 0)]
 
 
 def test_missing_complex_numbers_are_the_fill_values_of_their_parts(tmp_path: Path) -> None:
@@ -472,15 +465,11 @@ def test_files_stay_open_from_one_array_to_the_next(tmp_path: Path, monkeypatch:
 def test_files_of_files_stay_open_within_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if each part kept as many parts of its own: a thousand descriptors for a thousand files."""
     path = whole(
-        tmp_path, (6,), [((slice(2 * k, 2 * k + 2),), h5py.VirtualSource(f"m{k}.h5", "a", (2,), "f4")) for k in range(3)]
+        tmp_path, (6,), [((slice(2 * k, 2 * k + 2),), h5py.VirtualSource(f"m{k}.h5", "x", (2,), "f4")) for k in range(3)]
     )
     for k in range(3):
-        layout = h5py.VirtualLayout((2,), "f4")
-        for i in range(2):
-            write_hdf5(tmp_path / f"p{2 * k + i}.h5", {"a": np.full(1, 2 * k + i, "f4")})
-            layout[i : i + 1] = h5py.VirtualSource(f"p{2 * k + i}.h5", "a", (1,), "f4")
-        with h5py.File(tmp_path / f"m{k}.h5", "w") as file:
-            file.create_virtual_dataset("a", layout)
+        parts = [((slice(i, i + 1),), write(tmp_path, f"p{2 * k + i}.h5", np.full(1, 2 * k + i, "f4"))) for i in range(2)]
+        whole(tmp_path, (2,), parts, name=f"m{k}.h5")
     monkeypatch.setattr(opened_module, "_MOST_PARTS", 2)
     monkeypatch.setattr(tiles, "_MOST_OPEN", 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,9 @@ def test_a_group_that_is_kept_is_that_of_its_name(path: str) -> None:
     names = [*NAMES, "a/soft", "c/x", "c/b/x", "a/hard", "c/soft", "//a//./b/x/"]
     with h5py.File(path) as file, open_file(path) as opened:
         for name in [*names, *reversed(names), *names[::2], *names[1::2]]:
-            source = opened.open(f"/{name.strip('/')}")
-            found = np.empty((2, 3), source.dtype)
-            source.read_into(Region((0, 0), (2, 3)), found)
-            np.testing.assert_array_equal(found, file[name.replace("/./", "/")][...])
-            assert source.info.dtype == "int32" and source.state() is not None
-            source.close()
+            with closing(opened.open(f"/{name.strip('/')}")) as source:
+                np.testing.assert_array_equal(read_all(source), file[name.replace("/./", "/")][...])
+                assert source.info.dtype == "int32" and source.state() is not None
         for name in ("/a/none", "/none/x", "/x/x", "/loop"):
             with pytest.raises((KeyError, SourceError)):
                 opened.open(name)

@@ -52,24 +52,13 @@ def file(tmp_path: Path) -> Iterator[WritableFile]:
         yield opened
 
 
-@pytest.fixture
-def real(file: WritableFile) -> int:
-    """Its descriptor."""
-    return file.descriptor
-
-
-def write(ledger: Ledger, at: int, data: bytes) -> None:
-    ledger.seek(at)
-    ledger.write(data)
-
-
 @pytest.mark.parametrize("old_nbytes", [0, 5000, 20_000])
 @pytest.mark.parametrize("seed", quick_ones(range(10), *range(3)))
-def test_it_is_read_back_and_never_touches_a_chunk(file: WritableFile, real: int, seed: int, old_nbytes: int) -> None:
+def test_it_is_read_back_and_never_touches_a_chunk(file: WritableFile, seed: int, old_nbytes: int) -> None:
     """Against one buffer that remembers who wrote each byte. Wrong if a page were put as a whole, if what is kept were read
     from the file, or an old byte or the head changed in it.
     """
-    chance = random.Random(seed)
+    chance, real = random.Random(seed), file.descriptor
     old = chance.randbytes(old_nbytes)
     os.pwrite(real, old, 0)
     ledger = Ledger(file, old_nbytes)
@@ -85,7 +74,8 @@ def test_it_is_read_back_and_never_touches_a_chunk(file: WritableFile, real: int
         if what < 0.55:  # HDF5 writes metadata where it was, or where nothing is
             if np.any(owner[at : at + n] == 2):
                 continue
-            write(ledger, at, bytes([step % 251 + 1]) * n)
+            ledger.seek(at)
+            ledger.write(bytes([step % 251 + 1]) * n)
             data[at : at + n], owner[at : at + n] = bytes([step % 251 + 1]) * n, 1
         elif what < 0.7:  # it gives what was metadata to a chunk, or a place of its own
             if np.any(owner[at : at + n] == 2) or at < max(1024, old_nbytes) or step < 100:

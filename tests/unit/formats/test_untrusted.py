@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 import zlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardload.formats.access import Access
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from shardload.storage.local import Fence
-from tests.unit.files import change_json, flat, load_all, python_memory_below, read_all, write_hdf5, write_zarr
+from tests.unit.files import change_json, flat, load_all, python_memory_below, read, read_all, write_hdf5, write_zarr
 
 SHAPE = (6, 5, 4)
 DATA = flat(SHAPE)
@@ -186,14 +187,10 @@ def test_a_frame_that_declares_what_it_likes_in_hdf5(tmp_path: Path, number: int
         made[...] = flat((4, 256), "i4")
         codec = numcodecs.Zstd() if number == 32015 else numcodecs.Blosc("zstd")
         made.id.write_direct_chunk((2, 0), codec.encode(bytes(64 << 20)))
-    source = open_source(tmp_path / "a.h5", "/a")
-    out = np.empty((2, 256), "i4")
-    source.read_into(Region((0, 0), (2, 256)), out)
-    np.testing.assert_array_equal(out, flat((4, 256), "i4")[:2])
-
-    with python_memory_below(4 << 20), pytest.raises(ValueError, match=r"declares|bytes"):
-        source.read_into(Region((2, 0), (3, 256)), np.empty((1, 256), "i4"))
-    source.close()
+    with closing(open_source(tmp_path / "a.h5", "/a")) as source:
+        np.testing.assert_array_equal(read(source, Region((0, 0), (2, 256))), flat((4, 256), "i4")[:2])
+        with python_memory_below(4 << 20), pytest.raises(ValueError, match=r"declares|bytes"):
+            read(source, Region((2, 0), (3, 256)))
 
 
 # --- Zarr
@@ -291,14 +288,11 @@ def test_bombs_in_zarr(tmp_path: Path, how: str) -> None:
     big = bytes(64 << 20)
     (path / "a/c/1/0/1").write_bytes(big if how == "plain" else zlib.compress(big, 9, wbits=31))
     del big
-    source = open_source(str(path), "a")
-
-    with python_memory_below(4 << 20):
+    with closing(open_source(str(path), "a")) as source, python_memory_below(4 << 20):
         with pytest.raises((OSError, ValueError), match=r"longer than|damaged|at most"):
             read_all(source)
         while _is_inflating():  # zarr-python's threads go on with other chunks, and may not while tracing ends
             time.sleep(0.01)
-    source.close()
 
 
 def _is_inflating() -> bool:

@@ -189,12 +189,11 @@ def test_a_chunk_that_harms_whoever_decodes_it(
     tune(min_chunk_nbytes=0 if chunk_by_chunk else 1 << 30)
     make, words = BAD[kind]
     path = make(tmp_path / "bad.h5")
-    source = open_source(path, "x", access=Access(untrusted=Limits(cpu_seconds=0.5)))
-    with reader_of(source) as reader, pytest.raises(SourceError, match=words) as error:  # type: ignore[arg-type]
+    opening = closing(open_source(path, "x", access=Access(untrusted=Limits(cpu_seconds=0.5))))
+    with opening as source, reader_of(source) as reader, pytest.raises(SourceError, match=words) as error:  # type: ignore[arg-type]
         fetch(reader, whole(Region((4, 0), (8, 8)), rank=1))
     assert error.value.chunk == (1, 0) and error.value.dataset == "/x" and error.value.path == path
     assert f"chunk (1, 0) of '/x' in '{path}'" in str(error.value)
-    source.close()
 
 
 @pytest.mark.usefixtures("quick_helpers")
@@ -266,10 +265,11 @@ def test_a_way_out_is_told_as_in_this_process(tmp_path: Path) -> None:
     for there, kind in ((tmp_path / "stolen", OutsideError), (tmp_path / "a.zarr" / "x", NotAFileError)):
         chunk.rename(tmp_path / "stolen") if not chunk.is_symlink() else chunk.unlink()
         chunk.symlink_to(there)
-        source = open_source(path, "x", access=Access(untrusted=ONE))
-        with pytest.raises(OSError, match="outside the store" if kind is OutsideError else "expected a file") as error:
+        with (
+            closing(open_source(path, "x", access=Access(untrusted=ONE))) as source,
+            pytest.raises(OSError, match="outside the store" if kind is OutsideError else "expected a file") as error,
+        ):
             source.read_into(Region((4,), (8,)), np.empty(4, "i8"))
-        source.close()
         assert type(error.value) is kind
 
 
@@ -407,11 +407,9 @@ def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     info = json.loads(json.dumps(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_dict()))
     read = "read(0, 2, 255, kind='B')"
     fake(*opening(ArrayInfo.from_dict(info)), read, read)
-    source = opened(ONE)
-    expected = [0, 1, 1]
-    assert read_all(source).view("u1").ravel().tolist() == expected
-    assert source.plain(Region.whole((3, 1))).view("u1").ravel().tolist() == expected
-    source.close()
+    with closing(opened(ONE)) as source:
+        for values in (read_all(source), source.plain(Region.whole((3, 1)))):
+            assert values.view("u1").ravel().tolist() == [0, 1, 1]
 
 
 @pytest.mark.usefixtures("quick_helpers")
@@ -431,10 +429,11 @@ def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:
 def test_no_answer_in_time(action: str, fake: Callable[..., None]) -> None:
     """Wrong if a byte now and then counted as an answer."""
     fake(*OPEN, f"channel.sendall((1 << 20).to_bytes(8, 'little'))\n{action}")
-    source = opened(Limits(1 << 20, seconds=5.0))
-    with pytest.raises(HelperError, match="no answer for 5 s"):
+    with (
+        closing(opened(Limits(1 << 20, seconds=5.0))) as source,
+        pytest.raises(HelperError, match="no answer for 5 s"),
+    ):
         read_all(source)
-    source.close()
 
 
 def test_closing_ends_a_helper_that_is_at_work_for_another_thread(fake: Callable[..., None], tmp_path: Path) -> None:

@@ -136,16 +136,12 @@ def make(file: h5py.File, name: str, kind: str, other: str, inside: str, raw: st
 def load(path: Path, name: str) -> np.ndarray[Any, Any] | None:
     """The values; None where there is an error of ours."""
     try:
-        info = find_array(path, name)
-        source = open_source(path, info.dataset)
+        source = open_source(path, find_array(path, name).dataset)
     except (SourceError, ConfigError):
         return None
-    try:
+    with contextlib.closing(source), contextlib.suppress(OSError):
         return read_all(source)
-    except OSError:
-        return None
-    finally:
-        source.close()
+    return None
 
 
 @examples(int(os.environ.get("SHARDLOAD_FUZZ_CASES", "250")), derandomize=True)
@@ -284,10 +280,9 @@ def test_the_working_folder_is_changed_under_an_open_file(home: Path, monkeypatc
         monkeypatch.chdir(home.parent / "else")
         np.testing.assert_array_equal(read_all(open_source(file["v"], "/v")), np.ones(N))
     monkeypatch.chdir(home)
-    source = open_source("a.h5", "/v")
-    monkeypatch.chdir(home.parent / "else")
-    np.testing.assert_array_equal(read_all(source), np.ones(N))
-    source.close()
+    with contextlib.closing(open_source("a.h5", "/v")) as source:
+        monkeypatch.chdir(home.parent / "else")
+        np.testing.assert_array_equal(read_all(source), np.ones(N))
 
 
 # --- what is no file
