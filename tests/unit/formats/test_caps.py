@@ -221,13 +221,10 @@ def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> No
         for allow in ((), ("all",), ("gzip", "lzf")):
             with pytest.raises(SourceError, match="compressed more than once"):
                 find_array(str(tmp_path / "a.h5"), name, Access(allow_filters=allow))
-        for source in (
-            open_source(tmp_path / "a.h5", name, Access(allow_filters={"all"}, is_limited=True)),
-            open_source(tmp_path / "a.h5", name, access=Access(untrusted=Limits())),
-        ):
-            np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
-            np.testing.assert_array_equal(source.plain(Region.whole((4096,))), flat((4096,), "u1"))
-            source.close()
+        for access in (Access(allow_filters={"all"}, is_limited=True), Access(untrusted=Limits())):
+            with closing(open_source(tmp_path / "a.h5", name, access)) as source:
+                np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
+                np.testing.assert_array_equal(source.plain(Region.whole((4096,))), flat((4096,), "u1"))
 
 
 # --- small arrays, which one rank reads before `staging` is looked at

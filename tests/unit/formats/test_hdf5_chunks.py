@@ -254,13 +254,12 @@ def test_no_chunks_at_all(tmp_path: Path, shape: tuple[int, ...]) -> None:
     with h5py.File(path, "w") as file:
         file.create_dataset("a", shape, maxshape=(None,) * len(shape), chunks=(2,) * len(shape), dtype="f4")
     assert check(path, "a").shape == shape
-    source = open_source(str(path), "a")
-    reader = source.chunk_reader()
-    assert reader is not None
-    for index in ((0,) * len(shape), (0,) * (len(shape) + 1), (-1,) * len(shape)):
-        with pytest.raises(ValueError, match="there are no chunks"):
-            reader.fetch(box_of(index))
-    source.close()
+    with closing(open_source(str(path), "a")) as source:
+        reader = source.chunk_reader()
+        assert reader is not None
+        for index in ((0,) * len(shape), (0,) * (len(shape) + 1), (-1,) * len(shape)):
+            with pytest.raises(ValueError, match="there are no chunks"):
+                reader.fetch(box_of(index))
 
 
 def damaged(path: Path, name: str, at: int, change: Any) -> tuple[Source, ChunkReader]:

@@ -230,24 +230,22 @@ def test_a_part_of_which_hardly_a_chunk_is_stored(tmp_path: Path, libver: str) -
 
 def test_plain_chunks_of_one_part_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardload.formats.stored_chunks._LEAST_NBYTES", 1)
-    source = open_source(rows(tmp_path, (4, 4), chunks=(1, 6, 5)), "/x")
-    reader, out = source.chunk_reader(), np.zeros((4, 6, 5), "f4")
-    assert reader is not None and reader.read_plain((range(4, 8), range(1), range(1)), out)
-    np.testing.assert_array_equal(out, numbered((8, 6, 5))[4:])
-    assert not reader.read_plain((range(3, 7), range(1), range(1)), out)
-    source.close()
+    with contextlib.closing(open_source(rows(tmp_path, (4, 4), chunks=(1, 6, 5)), "/x")) as source:
+        reader, out = source.chunk_reader(), np.zeros((4, 6, 5), "f4")
+        assert reader is not None and reader.read_plain((range(4, 8), range(1), range(1)), out)
+        np.testing.assert_array_equal(out, numbered((8, 6, 5))[4:])
+        assert not reader.read_plain((range(3, 7), range(1), range(1)), out)
 
 
 def test_parts_that_are_gone_or_others(tmp_path: Path) -> None:
     path = rows(tmp_path, (2, 2))
-    source = open_source(path, "/x")
-    os.remove(tmp_path / "p1.h5")
-    with pytest.raises(OSError, match=r"p1\.h5"):
-        read_all(source)
-    write(tmp_path, "p1.h5", numbered((3, 6, 5)))
-    with pytest.raises(OSError, match=r"p1\.h5' has changed since it was looked at \(had \d+ bytes and has"):
-        read_all(source)
-    source.close()
+    with contextlib.closing(open_source(path, "/x")) as source:
+        os.remove(tmp_path / "p1.h5")
+        with pytest.raises(OSError, match=r"p1\.h5"):
+            read_all(source)
+        write(tmp_path, "p1.h5", numbered((3, 6, 5)))
+        with pytest.raises(OSError, match=r"p1\.h5' has changed since it was looked at \(had \d+ bytes and has"):
+            read_all(source)
     os.remove(tmp_path / "p1.h5")
     with pytest.raises(SourceError, match=r"p1\.h5"):
         open_source(path, "/x")
@@ -289,13 +287,12 @@ def test_few_parts_are_open_at_a_time(tmp_path: Path) -> None:
     n = tiles._MOST_OPEN + 5
     path = rows(tmp_path, (1,) * n, (2,), chunks=(1, 2))
     before = len(os.listdir("/proc/self/fd"))
-    source = open_source(path, "/x")
-    reader, out = source.chunk_reader(), read_all(source)
-    np.testing.assert_array_equal(out, numbered((n, 2)))
-    assert reader is not None
-    read_by_chunks(reader, (1, 2), Region((0, 0), (n, 2)), out)
-    assert len(source._tiles._open) <= tiles._MOST_OPEN + 1  # type: ignore[attr-defined]
-    source.close()
+    with contextlib.closing(open_source(path, "/x")) as source:
+        reader, out = source.chunk_reader(), read_all(source)
+        np.testing.assert_array_equal(out, numbered((n, 2)))
+        assert reader is not None
+        read_by_chunks(reader, (1, 2), Region((0, 0), (n, 2)), out)
+        assert len(source._tiles._open) <= tiles._MOST_OPEN + 1  # type: ignore[attr-defined]
     assert len(os.listdir("/proc/self/fd")) <= before
 
 

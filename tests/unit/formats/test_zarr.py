@@ -269,10 +269,9 @@ def test_blosc_with_snappy(tmp_path: Path, is_whole: bool) -> None:
     """Read here, and by zarr-python. Wrong if the error said that the chunk is damaged, and no more."""
     compressor = {"id": "blosc", "cname": "snappy", "clevel": 5, "shuffle": 1}
     write_tensorstore(tmp_path / "a.zarr", flat((5000,), "i4"), "zarr", chunks=[1000], dtype="<i4", compressor=compressor)
-    source = open_source(str(tmp_path / "a.zarr"), "/")
-    with pytest.raises(ValueError, match="the blosc data is damaged, or encoded by a compressor"):
+    said = "the blosc data is damaged, or encoded by a compressor"
+    with closing(open_source(str(tmp_path / "a.zarr"), "/")) as source, pytest.raises(ValueError, match=said):
         read_all(source) if is_whole else source.plain(Region.whole((5000,)))
-    source.close()
 
 
 @pytest.mark.parametrize("nbytes", ["0", '"0"'], ids=["netCDF 4.10", "netCDF 4.9"])

@@ -234,14 +234,13 @@ def test_a_damaged_index_is_found_by_its_checksum(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for position in range(len(whole) - 4 * 16 - 4, len(whole)):
         file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        source = open_source(tmp_path / "a", "/")
-        for _ in range(2):  # and again, for the next thread that asks
-            with pytest.raises(ValueError, match=r"the index of '.*c/0/0' is damaged: CRC-32C is [0-9a-f]{8}, stored is"):
-                reader_of(source).fetch(box_of((0, 0)))
-        out = np.empty((8, 12), "int32")
-        place(reader_of(source), source, out, box_of((2, 2)))
-        np.testing.assert_array_equal(out[4:6, 6:9], data[4:6, 6:9])
-        source.close()
+        with contextlib.closing(open_source(tmp_path / "a", "/")) as source:
+            for _ in range(2):  # and again, for the next thread that asks
+                with pytest.raises(ValueError, match=r"the index of '.*c/0/0' is damaged: CRC-32C is [0-9a-f]{8}, stored is"):
+                    reader_of(source).fetch(box_of((0, 0)))
+            out = np.empty((8, 12), "int32")
+            place(reader_of(source), source, out, box_of((2, 2)))
+            np.testing.assert_array_equal(out[4:6, 6:9], data[4:6, 6:9])
 
 
 @pytest.mark.parametrize(
