@@ -50,8 +50,9 @@ def server(tmp_path: Path) -> Iterator[ObjectServer]:
         yield server
 
 
-def test_what_info_prints(server: ObjectServer) -> None:
-    shown = re.search(r"<!-- info -->\n```text\n\$ shardload (.*?)\n(.*?)```", PAGE, re.DOTALL)
+@pytest.mark.parametrize("command", ["info", "plan"])
+def test_what_a_command_prints(server: ObjectServer, command: str) -> None:
+    shown = re.search(rf"<!-- {command} -->\n```text\n\$ shardload (.*?)\n(.*?)```", PAGE, re.DOTALL)
     assert shown is not None
     made = CliRunner().invoke(app, [*shown[1].split(), "--storage", f"endpoint={server.url}"], env={"COLUMNS": "80"})
     assert made.exit_code == 0, made.stderr
