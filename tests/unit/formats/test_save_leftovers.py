@@ -80,7 +80,7 @@ def test_what_is_not_whole(tmp_path: Path, kind: str, phase: str) -> None:
     found = find_leftover(path)
     assert found is not None and (found.target, found.kind, found.is_whole) == (str(tmp_path / kind), "unfinished", False)
     told = info(path)
-    assert "no whole file" in " ".join(told.split()) and "mv" not in told
+    assert "no whole file" in " ".join(told.split()) and "mv -n" not in told
     answer = json.loads(info(path, "--json"))
     assert (answer["save_of"], answer["what"], answer["is_whole"], answer["arrays"]) == (found.target, "unfinished", False, [])
     assert list(answer["commands"]) == ["remove it"]
@@ -126,7 +126,7 @@ def test_a_second_name_of_a_file_that_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "x.h5.0123456789abcdef.unfinished"
     os.link(tmp_path / "x.h5", path)
     told = " ".join(info(str(path)).split())
-    assert f"is a second name of '{tmp_path}/x.h5'" in told and "mv" not in told
+    assert f"is a second name of '{tmp_path}/x.h5'" in told and "mv -n" not in told
     with pytest.raises(SourceError, match="is a second name of"):
         find_array(str(path))
 
