@@ -83,7 +83,8 @@ def load_mpi() -> tuple[Any, str]:
 def call_before_finalize(function: Callable[[], None]) -> None:
     """Have `function` called when the program itself calls ``MPI.Finalize``: threads of shardload may need MPI still.
 
-    Before MPI hears of it. An attribute of COMM_SELF, which MPI deletes first, is too late: MPICH takes no locks by then.
+    Before MPI hears of it, because MPICH takes no locks after that. Who has imported that function before, or calls it from C,
+    meets an attribute of COMM_SELF, which MPI deletes first.
     """
     mpi, _ = load_mpi()
     if mpi is not None:
@@ -95,6 +96,7 @@ def call_before_finalize(function: Callable[[], None]) -> None:
             finalize()
 
         mpi.Finalize = finalize_afterwards
+        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=lambda *_: function()), function)
 
 
 def _running_mpi() -> Any:
