@@ -255,7 +255,7 @@ def test_memory_of_what_is_fetched_ahead_is_bounded():
         n = read(objects[1], 0, 1 << 20)  # whose turn is later
         assert n == data[: 1 << 20]
         ahead()._run(lambda: None).result()  # all that it had to do before has begun
-        assert ahead()._nbytes <= 64 << 20
+        assert ahead()._nbytes <= 96 << 20  # and 48 where reads come as expected
         for stored in objects:
             stored.close()
         assert ahead()._nbytes == 0
