@@ -31,7 +31,8 @@ from benchmarks.throttle import Cluster, Limits
 from benchmarks.throttle.links import Links, check_rate
 from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.lookup import list_arrays
-from shardload.jobs.loading.planner import PlannedRanks, plan_array, selection_of
+from shardload.jobs.described import selection_of
+from shardload.jobs.loading.planner import PlannedRanks, plan_array
 from shardload.jobs.loading.request import Request
 from shardload.options import Options
 from tests.jobs.launch import job_command, job_environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,8 +17,34 @@ from shardload.formats.likeness import as_text, named_beside
 from shardload.formats.lookup import Finder
 from shardload.jobs.consistency import State
 from shardload.planning.region import Region
+from shardload.planning.selection import Between, Near, Selection, positional_index, select_axes
+from shardload.values.dates import has_dates, in_numbers
 
 Array = np.ndarray[Any, Any]
+
+
+def selection_of(select: Any, info: ArrayInfo, dims: Sequence[str | None] | None = None) -> Selection:
+    """The elements that a selection means in an array. ConfigError if the array has no such elements.
+
+    `dims` are the names of its axes, by default those among its labels, which have the coordinates, too.
+    """
+    try:
+        dims = info.dims if dims is None else dims
+        return select_axes(_index_of(select, info, dims) if isinstance(select, Mapping) else select, info.shape, dims)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+
+
+def _index_of(select: Mapping[Any, Any], info: ArrayInfo, dims: Sequence[str | None]) -> tuple[Any, ...]:
+    """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
+    # Of that axis alone: an array that has its name may lie along another one.
+    coords = {name: coord for name, coord in info.coords.items() if coord.dims in ((name,), (None,))}
+    parts = dict(select)
+    for name, part in parts.items():
+        values = coords[name].values if name in coords else None
+        if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
+            parts[name] = in_numbers(part, name, coords[name].attrs, values.dtype)
+    return positional_index(parts, dims, {name: coord.values for name, coord in coords.items()}, info.shape)
 
 
 class Described(NamedTuple):

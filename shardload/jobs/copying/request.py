@@ -23,12 +23,20 @@ from shardload.formats.lookup import Finder, split_path
 from shardload.formats.saving import SUFFIXES, check_target, format_for, make_sink, refused_group
 from shardload.formats.sink import ArraySpec, Compression, Sink, unopened_by_xarray
 from shardload.jobs.consistency import State
-from shardload.jobs.described import Described, describe_arrays, find_arrays, read_values, take_along, with_coordinates_named
+from shardload.jobs.described import (
+    Described,
+    describe_arrays,
+    find_arrays,
+    read_values,
+    selection_of,
+    take_along,
+    with_coordinates_named,
+)
 from shardload.options import CHECKSUM, FILE, FULL, INDEX, OPTIONS, CallOptions, Options, check_names, check_path, check_sizes
 from shardload.planning.region import Region
 from shardload.planning.saving import growing_chunks, page_nbytes
 from shardload.planning.schedule import SourceLayout
-from shardload.planning.selection import Between, Near, Selection, needs_coordinates, positional_index, select_axes
+from shardload.planning.selection import Between, Near, Selection, needs_coordinates, positional_index
 from shardload.storage.remote import without_secrets
 from shardload.values.dates import has_dates, in_numbers
 
@@ -235,7 +243,7 @@ def _plan_arrays(
     for name, (info, properties, _) in described.items():
         parts: Any = tuple(by_name.get(dim, slice(None)) for dim in properties.dims)
         is_by_position = name in main and request.select is not None and not isinstance(request.select, Mapping)
-        selections[name] = _select(info, request.select if is_by_position else parts, properties.dims)
+        selections[name] = selection_of(request.select if is_by_position else parts, info, properties.dims)
     dims = {name: [described[name].properties.dims[k] for k in selection.kept] for name, selection in selections.items()}
     growing = _growing_axes(request.unlimited, dims, main)
     numbers_first = sorted(described.items(), key=lambda item: item[1].properties.texts is not None)
@@ -333,16 +341,9 @@ def _selection_by_name(select: Any, main: Mapping[str, Described]) -> dict[Any, 
             "names of axes, such as select={'time': -1}"
         )
     ((info, properties, _),) = main.values()
-    selection = _select(info, select, properties.dims)
+    selection = selection_of(select, info, properties.dims)
     bounds = enumerate(zip(properties.dims, selection.region.start, selection.region.stop, strict=True))
     return {dim: slice(a, b) if axis in selection.kept else a for axis, (dim, a, b) in bounds if dim is not None}
-
-
-def _select(info: ArrayInfo, select: Any, dims: Sequence[str | None]) -> Selection:
-    try:
-        return select_axes(select, info.shape, dims)
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
 
 
 def _growing_axes(

@@ -38,10 +38,11 @@ from shardload.formats.labelling import COORDINATE_NBYTES, SMALL_NBYTES, Labelle
 from shardload.formats.lookup import Finder, FoundArray, absolute
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import SINCE_LABELS, check_same_version, check_unchanged
+from shardload.jobs.described import selection_of
 from shardload.jobs.loading.endpoints import ArrayLoad
 from shardload.jobs.loading.execution import Loader, execute
 from shardload.jobs.loading.plan import Executor, Plan, TreePlan, describe_job, no_devices
-from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn, selection_of
+from shardload.jobs.loading.planner import PlannedRanks, plan_array, read_in_turn
 from shardload.jobs.loading.request import Request, read_requests
 from shardload.jobs.trees import ArrayTree, Place, is_one, is_tree_of_specs, keys_text, naming_errors
 from shardload.options import AUTO, OPTIONS, CallOptions

@@ -516,8 +516,9 @@ def _store(plan: Plan) -> str:
         nbytes = max(nbytes, n_reads * span_nbytes)
         n = max(n_reads, -(-nbytes // PIECE_NBYTES)) + info.n_parts
     share = cost.reader_nbytes / max(1, cost.decoded_nbytes)
-    n_rounds, n_connections = -(-n * share // _AT_ONCE), min(_AT_ONCE, max(1, n * share))
-    seconds = n_rounds * _LATENCY_SECONDS + nbytes * share / (n_connections * _CONNECTION_NBYTES)
+    n_of_reader = n * share
+    n_connections = min(_AT_ONCE, max(1, n_of_reader))
+    seconds = -(-n_of_reader // _AT_ONCE) * _LATENCY_SECONDS + nbytes * share / (n_connections * _CONNECTION_NBYTES)
     return (
         f"some {counted(n, 'request')} for {format_nbytes(nbytes)}, fewer of both if compression helps; "
         f"{_AT_ONCE} at a time of each reader, {format_nbytes(plan.ahead_nbytes)} at most fetched ahead; "

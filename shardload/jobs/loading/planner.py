@@ -29,14 +29,13 @@ from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, choose_mode
 from shardload.planning.region import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES, Grid, plan_blocks, plan_row_chunks
 from shardload.planning.schedule import DIRECT, MODES, PARALLEL, ROOT, Owners, Schedule, SourceLayout, plan_direct, plan_shared
-from shardload.planning.selection import Between, Near, Selection, positional_index, select_axes
+from shardload.planning.selection import Selection, select_axes
 from shardload.planning.shards import Shards
 from shardload.planning.staging import ample_staging, least_staging
 from shardload.planning.tuning import default_tuning
 from shardload.storage.remote import MOST_AHEAD_NBYTES
 from shardload.transfer.cast import is_wide
 from shardload.units import format_nbytes
-from shardload.values.dates import has_dates, in_numbers
 from shardload.values.decoding import decoding_of
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
@@ -101,26 +100,6 @@ def blocks_for(n_arrays: int) -> int:
     [4, 2, 2, 1]
     """
     return -(-BLOCKS_PER_OWNER // max(1, n_arrays))
-
-
-def selection_of(select: Any, info: ArrayInfo) -> Selection:
-    """The elements that a selection means in an array. ConfigError if the array has no such elements."""
-    try:
-        return select_axes(_index_of(select, info) if isinstance(select, Mapping) else select, info.shape, info.dims)
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
-
-
-def _index_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
-    """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
-    # Of that axis alone: an array that has its name may lie along another one.
-    coords = {name: coord for name, coord in info.coords.items() if coord.dims in ((name,), (None,))}
-    parts = dict(select)
-    for name, part in parts.items():
-        values = coords[name].values if name in coords else None
-        if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
-            parts[name] = in_numbers(part, name, coords[name].attrs, values.dtype)
-    return positional_index(parts, info.dims, {name: coord.values for name, coord in coords.items()}, info.shape)
 
 
 def plan_array(

@@ -27,9 +27,9 @@ from shardload.formats.contract.array import ArrayInfo
 from shardload.formats.labelling import COORDINATE_NBYTES, Labeller
 from shardload.formats.lookup import Finder, absolute, open_source
 from shardload.jobs.consistency import State, checksum_of_samples
+from shardload.jobs.described import selection_of
 from shardload.jobs.loading.call import LoadCall, look_at
 from shardload.jobs.loading.execution import warn_of_packed
-from shardload.jobs.loading.planner import selection_of
 from shardload.jobs.loading.request import Request
 from shardload.jobs.streaming.plan import OF_LEAVES, Sampling, StreamPlan, file_of
 from shardload.jobs.streaming.planner import (
